@@ -35,7 +35,6 @@ EXPOSED += [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset
 
 
 def create_app(ingress: Ingress) -> ASGIApp:
-    """The ASGI application of one started ingress."""
     flow, routes = ingress.flow, ingress.routes
     metrics, audit = ingress.metrics, ingress.audit
     dashboard = Dashboard()

@@ -104,8 +104,7 @@ READINGS = (  # name, kind, help, and where an `Ingress` has it
 
 
 class Ingress:
-    """All of one ingress process but its web server. Its client's members are listed already; `readings` are metrics of
-    parts that were built before. `start` it, then `close` it."""
+    """One ingress process but its web server. Its client's members are listed already; `readings` are of other parts."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class Ingress:
         await self.regions.start()
         await self.usage_exchange.start()
         self.client.members.listeners.append(self.models.on_member)
-        self.client.connection.on_reconnect.append(self._on_reconnect)
+        self.client.connection.on_reconnect.append(self.session_index.rewatch)
         self.models.start()
         for name, part in (
             ("session-leases", self.sessions),
@@ -187,7 +186,6 @@ class Ingress:
         return not self.admission.running
 
     def end_streams(self, error: KvfleetError) -> None:
-        """What still runs ends with this error as its last event."""
         self.client.fail_streams(error)
 
     async def close(self) -> None:
@@ -195,7 +193,7 @@ class Ingress:
         with contextlib.suppress(ValueError):
             self.client.members.listeners.remove(self.models.on_member)
         with contextlib.suppress(ValueError):
-            self.client.connection.on_reconnect.remove(self._on_reconnect)
+            self.client.connection.on_reconnect.remove(self.session_index.rewatch)
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -207,9 +205,6 @@ class Ingress:
         await self.regions.stop()
         await self.models.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-    async def _on_reconnect(self) -> None:
-        self.session_index.rewatch()
 
     def _readings(self) -> tuple[IngressReading, ...]:
         return tuple(

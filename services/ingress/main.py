@@ -115,10 +115,10 @@ async def _settle(ingress: Ingress) -> None:
 
 
 class IngressProbes(Collector):
-    """The ingress's metrics and probes beside its public port (`--metrics-port`; without one it does nothing).
+    """Metrics and probes on `--metrics-port`; without one it does nothing. Owned by the process's main coroutine.
 
-    It is open from the start, and not ready until a request would be served. Its server has threads of its own; what
-    the event loop owns is read on the event loop, the ingress's registry too. Owned by the process's main coroutine.
+    The port is open from the start, and not ready until a request would be served. Its server has its own threads; what
+    the event loop owns is read there.
     """
 
     def __init__(self, settings: IngressSettings, life: Lifecycle) -> None:

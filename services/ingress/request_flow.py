@@ -70,7 +70,6 @@ class RequestFlow:
         await self._serve(exchange, call, lambda: self._chat_job(call), streams=call.ask.stream)
 
     async def completions(self, exchange: Exchange) -> None:
-        """POST /v1/completions."""
         call = await self.reader.read(exchange, "completions", read_completion)
         await self._serve(exchange, call, lambda: self._completion_job(call), streams=call.ask.stream)
 
@@ -190,8 +189,7 @@ class RequestFlow:
     # ------------------------------------------------------------------ running
 
     async def _serve(self, exchange: Exchange, call: Call[Ask], prepare: Prepare, *, streams: bool) -> None:
-        """Admit, run it or attach it to the run that it repeats, carry that to the caller; then the end. Raises the
-        run's KvfleetError."""
+        """Admit, run or attach to the run that it repeats, carry that to the caller; then the end. Raises the run's error."""
         name = call.name
         if name.at != START and not streams:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
@@ -250,9 +248,8 @@ class RequestFlow:
 
     @contextlib.contextmanager
     def _admitted(self, exchange: Exchange, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
-        """The run that a request is about, found or new, with one more reader. It counts once in its key's limits for
-        as long as it runs, whichever of its readers are left; what was parked and goes on runs anew, and is not charged
-        anew."""
+        """The run that a request is about, found or new, with one more reader. It counts once in its key's limits while it
+        runs, whichever readers are left; what was parked and goes on is not charged anew."""
         caller = call.caller
         repeat, returns = repeat_state(found)
         choices = call.ask.sampling.n

@@ -39,8 +39,7 @@ S = TypeVar("S")
 
 @dataclass(eq=False, slots=True)
 class Reload(Generic[S]):
-    """One source. `read` blocks, for a thread; `take` raises KvfleetError for what cannot be used. Owned by the event
-    loop."""
+    """One source. `read` blocks, in a thread; `take` raises KvfleetError for what cannot be used. The event loop owns it."""
 
     what: str
     read: Callable[[], S]
@@ -56,7 +55,6 @@ class Reload(Generic[S]):
         self._decided = self.seen
 
     async def run(self) -> None:
-        """Look, for ever."""
         while True:
             await asyncio.sleep(POLL_S)
             told = self._told
@@ -146,7 +144,6 @@ class Access:
         life.spawn(reload.run(), "reload")
 
     def start(self, life: Lifecycle) -> None:
-        """What keeps all this up to date, until the process ends."""
         if self._audit_file is not None:
             life.closing("audit log", partial(asyncio.to_thread, self._audit_file.close))
         if self._issuer is not None:

@@ -49,8 +49,7 @@ _KNOWN = {"name", "sha256", "tenant", "admin", "disabled", "not_after", "policie
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One configured key: a request that presents what has one of these hashes is of `caller`, unless it is too
-    late."""
+    """One configured key: a request that presents what has one of these hashes is `caller`'s, unless it is too late."""
 
     sha256: tuple[str, ...]
     caller: Caller
@@ -105,7 +104,6 @@ def parse_keys(*sources: str) -> KeySet:
 
 
 def _require(good: bool, what: str, field: str) -> None:
-    """Raises InvalidRequest."""
     if not good:
         raise InvalidRequest(what, field=field)
 

@@ -99,7 +99,6 @@ class IssuerKeys:
         return caller_of(read_claims(token, head.algorithm, key.key, self.rules), self.rules)
 
     async def run(self) -> None:
-        """Keep the keys up to date, for ever."""
         while True:
             with contextlib.suppress(KvfleetError):
                 await self.refresh()
@@ -148,7 +147,6 @@ class IssuerKeys:
 
     @property
     def _is_answering(self) -> bool:
-        """Whether the last fetch worked."""
         return self._fetched_at is not None and self._asked_at is not None and self._fetched_at >= self._asked_at
 
     def _find(self, head: TokenHead) -> SigningKey | None:

@@ -93,8 +93,7 @@ def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[
 
 
 def caller_of(claims: dict[str, Any], rules: OidcRules) -> Caller:
-    """The bearer of a token that is right. Raises PermissionDenied where it does not say what it must: the token is
-    good, but not for this."""
+    """The bearer of a good token. Raises PermissionDenied where it does not say what is needed here."""
     subject = claims["sub"]
     if not 1 <= len(subject) <= MAX_SUBJECT_CHARS or not subject.isprintable():
         raise PermissionDenied(f"the token's sub is not 1 to {MAX_SUBJECT_CHARS} characters", field="authorization")

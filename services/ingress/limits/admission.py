@@ -18,9 +18,7 @@ FREE_RETURNS = 8  # of one run: a client whose connection breaks is not charged 
 
 @dataclass(slots=True)
 class Admission:
-    """State of one process's admission. Owned by the event loop; every `admit` is paired with one `release`.
-
-        reading ─▶ (body) ─▶ admit ─▶ (run) ─▶ release
+    """Owned by the event loop. `reading` ─▶ (body) ─▶ `admit` ─▶ (run) ─▶ `release`.
 
     A request has its place while its body is read, so that nothing is read of a caller that is over a limit; it gives
     it up and is admitted in one step of the event loop.
@@ -38,8 +36,7 @@ class Admission:
 
     @contextmanager
     def reading(self, caller: Caller, now: float, *, repeat: bool = False, returns: int = 0) -> Iterator[None]:
-        """A place while a request is read. Raises as `admit`, whose words `repeat` and `returns` are, as far as its
-        headers tell what it is."""
+        """A place while a request is read. Raises as `admit` does, as far as its headers tell what it is."""
         charged = _is_charged(returns)
         with self._counting_refusals():
             self._check_process()
@@ -57,9 +54,9 @@ class Admission:
         """Count the request in. Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry;
         InvalidRequest (400) for more choices than the caller may ever have.
 
-        A `repeat` of a request that runs already, or has finished, is not one more of the caller's: its client may be
-        back before the loss of its connection was noticed. One that goes on after it was parked runs once more, and so
-        counts in `max_concurrent`, but in no rate; `returns` says how often.
+        A `repeat` of a request that runs or has finished is not one more of the caller's: its client may be back before
+        the loss of its connection was noticed. One that goes on after it was parked runs once more, so it counts in
+        `max_concurrent`, but in no rate; `returns` says how often.
         """
         with self._counting_refusals():
             self._check_process()
@@ -73,7 +70,6 @@ class Admission:
         self.running += 1
 
     def release(self, caller: Caller, *, choices: int = 1, repeat: bool = False) -> None:
-        """The request has ended, well or not."""
         self.running -= 1
         if repeat:
             self.repeats -= 1
@@ -82,22 +78,20 @@ class Admission:
             self.limiter.release(caller, choices=choices)
 
     def meter(self, caller: Caller, now: float) -> None:
-        """Count a question that is work for workers as one of the rate of requests. Raises LimitExceeded."""
+        """Count a question that is work for workers as a request. Raises LimitExceeded."""
         with self._counting_refusals():
             self.limiter.admit(caller, now, self.unix_s(), choices=0)
 
     def charge(self, usage: RunUsage, prompt_tokens: int, now: float) -> None:
-        """Take the prompt of a run that is about to start, the first time. Raises LimitExceeded (429), PayloadTooLarge
-        (413) for one that is more than a limit as a whole."""
+        """Take the prompt of a run that starts for the first time. Raises as `Limiter.charge` does."""
         with self._counting_refusals():
             self.limiter.charge(usage, prompt_tokens, now, self.unix_s())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts do not add up."""
         self.limiter.check_integrity()
         assert self.choices == self.limiter.running
         assert 0 <= self.repeats <= self.running
-        assert self.limiter.reading <= self.being_read
+        assert sum(account.reading for account in self.limiter.every() if account.key[1]) <= self.being_read
 
     def _check_process(self) -> None:
         if self.draining:

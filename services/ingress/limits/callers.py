@@ -58,11 +58,8 @@ def read_limits(entry: Mapping[str, Any], field: str) -> KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One key's, or one token's, bearer. `name` is what logs and limits call it, within its tenant.
-
-    `policies` of placement may be named by its requests; an admin's may name any. `max_priority` is the highest that
-    its requests may have.
-    """
+    """One key's, or one token's, bearer. `name` is what logs and limits call it, within its tenant. Its requests may
+    name these `policies` of placement, an admin's any, and have a priority up to `max_priority`."""
 
     name: str
     tenant: str = DEFAULT_TENANT
@@ -97,10 +94,7 @@ def require_policy(caller: Caller, policy: str | None) -> None:
 
 
 def priority_of(caller: Caller, said: int | None) -> int:
-    """That of a request with this key: 0 unless it says otherwise, or the key's own where that is below.
-
-    Raises PermissionDenied for one above what the key's requests may have.
-    """
+    """0 unless the request says otherwise, or the key's where that is below. Raises PermissionDenied above the key's."""
     if said is None:
         return min(0, caller.max_priority)
     if said > caller.max_priority:

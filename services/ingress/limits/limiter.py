@@ -203,8 +203,7 @@ class Limiter:
         return (self._own if key[1] else self._tenants).get(key)
 
     def open(self, key: Key, limits: KeyLimits, now: float, unix_s: float) -> Account | None:
-        """One that is not here, as no request here has used it: with these limits until one does. None: there are
-        too many."""
+        """One that no request here has used: with these limits until one does. None: there are too many."""
         if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
             if max(len(self._own), len(self._tenants)) >= MAX_OPENED_ACCOUNTS:
@@ -223,7 +222,6 @@ class Limiter:
             account.asking += charged
 
     def unreserve(self, caller: Caller, *, charged: bool = True) -> None:
-        """It has been read, or given up."""
         for account in self.accounts(caller):
             account.reading -= 1
             account.asking -= charged
@@ -300,15 +298,9 @@ class Limiter:
 
     @property
     def running(self) -> int:
-        """Choices of all callers."""
         return sum(account.running for account in self._own.values())
 
-    @property
-    def reading(self) -> int:
-        return sum(account.reading for account in self._own.values())
-
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts do not add up."""
         for account in self.every():
             assert account.running >= 0
             assert account.generated >= 0

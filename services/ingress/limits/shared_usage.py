@@ -77,11 +77,8 @@ class Peer:
 
 @dataclass(eq=False, slots=True)
 class SharedUsage:
-    """Owned by the event loop, as is the limiter, whose accounts it reads and changes.
-
-    `ingress` and `epoch` are this process's; `now` is the time of the last call: first, when it begins
-    to listen.
-    """
+    """Owned by the event loop, as is the limiter, whose accounts it reads and changes. `ingress` and `epoch` are this
+    process's; `now` is the time of the last call, at first that of its start."""
 
     limiter: Limiter
     ingress: str
@@ -304,7 +301,6 @@ class SharedUsage:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts do not add up."""
         self.limiter.check_integrity()
         for account in self.limiter.every():
             assert account.running_elsewhere == sum(

@@ -40,7 +40,6 @@ class UsageExchange:
 
     @property
     def ignored_total(self) -> int:
-        """Reports, or accounts in one."""
         return self.usage.refused_total + self.malformed_total
 
     async def start(self) -> None:
@@ -48,7 +47,6 @@ class UsageExchange:
         self.connection.on_reconnect.append(self._on_reconnect)
 
     async def run(self) -> None:
-        """Report, for ever."""
         while True:
             await asyncio.sleep(PERIOD_S)
             try:

@@ -94,11 +94,8 @@ def check_choices(at: Position, choices: int) -> None:
 
 
 class EventIds:
-    """Where one reader is, and the ids of the events it gets. Owned by that reader's writer.
-
-    `counts` and `ended` are changed by the writer of events; `begun` choices have had their first event. With `lines`
-    each event begins with an `id:` line.
-    """
+    """Where one reader is, and the ids of the events it gets. Owned by that reader's writer, which changes `counts` and
+    `ended`; `begun` choices have had their first event. With `lines` each event begins with an `id:` line."""
 
     __slots__ = ("_ends", "_prefix", "begun", "counts", "ended", "lines", "skipped_ends")
 
@@ -152,7 +149,6 @@ class EventIds:
         return self._end(self._ends - 1)
 
     def line(self, event_id: bytes) -> bytes:
-        """What an event of this id begins with."""
         return b"id: %b\n" % event_id if self.lines else b""
 
     def comment(self, text: bytes) -> bytes:

@@ -28,8 +28,7 @@ class Form(Protocol):
     def size(self) -> int: ...
 
     def writer(self, at: Position, *, id_lines: bool) -> EventWriter:
-        """For a reader who is there; `id_lines`: it asks for `id:` lines. Raises InvalidRequest for a position that
-        this answer cannot have."""
+        """For a reader at `at`; `id_lines`: it asks for `id:` lines. Raises InvalidRequest for an impossible position."""
 
 
 class EventWriter(Protocol):

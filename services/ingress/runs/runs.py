@@ -66,7 +66,7 @@ class Run:
     _gap_from: float | None = None  # when the tokens before came, of the present stream
     _stream: Stream | None = None
     _abandoned: bool = False
-    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def over(self) -> bool:
@@ -107,23 +107,15 @@ class Run:
 
     async def changed(self) -> None:
         """Until something has: tokens, the end, no reader in `step` any more, a reader gone."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
+        await self._change.wait()
 
-    def wake(self) -> None:
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+    def _wake(self) -> None:
+        self._change.set()
+        self._change.clear()
 
     async def step(self) -> int:
         """Get on by one read of the stream, having prepared and started it; an end is committed before anybody learns
-        of it.
-
-        Returns the number of tokens that came. Raises nothing but faults of ours: errors are in `error`.
-        """
+        of it. Returns the number of tokens that came. Raises nothing but faults of ours: errors are in `error`."""
         assert not self.busy
         assert not self.over
         self.busy = True
@@ -170,7 +162,7 @@ class Run:
             raise
         finally:
             self.busy = False
-            self.wake()
+            self._wake()
         return count
 
     def join(self, reader: object) -> None:
@@ -195,7 +187,7 @@ class Run:
                     await self._abandon_turn()
                 finally:
                     self.busy = False
-        self.wake()
+        self._wake()
 
     async def _read_job(self) -> None:
         assert self.prepare is not None
@@ -261,17 +253,15 @@ class Runs:
 
     def is_foreign(self, tenant: str, request: str) -> bool:
         """Whether the id is another tenant's here, which no other tenant may learn."""
-        run = self._runs.get(request)
-        return run is not None and run.tenant != tenant
+        return request in self._runs and self._runs[request].tenant != tenant
 
     def known(self, tenant: str, name: RequestName) -> Run | None:
         """The run of a request's name, which its body may yet show to be another's."""
-        run = self._runs.get(name.request)
-        return run if run is not None and run.tenant == tenant else None
+        return None if self.is_foreign(tenant, name.request) else self._runs.get(name.request)
 
     def find(self, tenant: str, name: RequestName, digest: bytes) -> Run | None:
-        """The run that this is a repeat of; one that failed may be tried again. Raises RequestMismatch when it is not
-        quite one, LimitExceeded when it has as many readers as it may."""
+        """The run that this repeats; one that failed may be tried again. Raises RequestMismatch when it is not quite
+        one, LimitExceeded when it has as many readers as it may."""
         self.sweep()
         run = self.known(tenant, name)
         if run is None:
@@ -293,8 +283,7 @@ class Runs:
         run.hold()
 
     def attach(self, run: Run, reader: object) -> Run:
-        """One more reader, of the run that goes on in place of this one if it has failed. `Run.over` says whether it
-        only gets what is there already."""
+        """One more reader, of the run that goes on in place of this one if it has failed. One that is `over` only replays."""
         if run.error is not None:
             run = self._resume(run)
         if run.finished:
@@ -332,13 +321,11 @@ class Runs:
             self._forget(min((queue for queue in self._ended if queue), key=lambda queue: next(iter(queue.values()))))
 
     async def run(self) -> None:
-        """Sweep, for ever."""
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
             self.sweep()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the table does not add up."""
         ended = {*self._ended[0], *self._ended[1]}
         assert len(ended) == self.kept
         assert self.kept_bytes == sum(self._runs[request].size for request in ended)

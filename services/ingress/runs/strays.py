@@ -70,7 +70,6 @@ def bounded(strays: Iterable[Stray]) -> tuple[list[Stray], list[Stray]]:
 
 
 def ids_of(strays: Iterable[Stray]) -> int:
-    """How many ids they are in all."""
     return sum(len(one.ids) for one in strays)
 
 

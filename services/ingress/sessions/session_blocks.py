@@ -4,6 +4,7 @@ regions where it ran are told of its end in the background. Owns those tasks."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -60,9 +61,8 @@ class SessionBlocks:
         return max((prefix.tokens for record in records for prefix in record.public_prefixes), default=0)
 
     async def erase(self, session: Session) -> None:
-        """Have every worker forget what only this session had, its strays too, and have vaults forget it. Raises
-        nothing: what a worker that is away had in memory goes with it. Workers of other regions where it ran are told
-        in the background."""
+        """Have every worker and vault forget what only this session had, its strays too. Raises nothing: what a worker that
+        is away had in memory goes with it. Workers of other regions are told in the background."""
         assert session.head is not None
         tenant = tenant_of(session.key)
         question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays)
@@ -75,13 +75,12 @@ class SessionBlocks:
         self._erase_later(head.model, question, (HOME, *head.regions))
 
     def _erase_later(self, model: str, question: AdminRequest, regions: Iterable[str]) -> None:
-        """Workers that do not answer are told again for a minute. A region that cannot be reached for so long keeps
-        what it has until it is evicted."""
+        """Workers that do not answer are told again for a minute. After that a region keeps what it has until its eviction."""
         for region in regions:
             if len(self._erasing) >= MAX_LATER:
                 log.warning("region %s is not told what to forget: too much is on its way", region or "here")
                 continue
-            task = asyncio.create_task(self._bounded(region, model, question), name=f"erase-in-{region or 'home'}")
+            task = asyncio.create_task(self._erase_in(region, model, question), name=f"erase-in-{region or 'home'}")
             self._erasing.add(task)
             task.add_done_callback(self._erasing.discard)
 
@@ -93,23 +92,20 @@ class SessionBlocks:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _bounded(self, region: str, model: str, question: AdminRequest) -> None:
-        try:
-            async with asyncio.timeout(BACKGROUND_LIMIT_S):
-                await self._erase_in(region, model, question)
-        except TimeoutError:
-            where = region or "this one"
-            log.warning("a session's blocks may still be in region %s: not all workers there could be told", where)
-
     async def _erase_in(self, region: str, model: str, question: AdminRequest) -> None:
         """Until all that are known there, one at least, have answered."""
         told: set[str] = set()
-        while True:
-            workers = self.region_workers(region, model) if region != HOME else self._workers_of(model)
-            told |= (await self._ask_all([w for w in workers if w not in told], question, BACKGROUND_TIMEOUT_S)).keys()
-            if workers and told.issuperset(workers):
-                return
-            await asyncio.sleep(BACKGROUND_RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BACKGROUND_LIMIT_S):
+                while True:
+                    workers = self.region_workers(region, model) if region != HOME else self._workers_of(model)
+                    late = [worker for worker in workers if worker not in told]
+                    told |= (await self._ask_all(late, question, BACKGROUND_TIMEOUT_S)).keys()
+                    if workers and told.issuperset(workers):
+                        return
+                    await asyncio.sleep(BACKGROUND_RETRY_S)
+        where = region or "this one"
+        log.warning("a session's blocks may still be in region %s: not all workers there could be told", where)
 
     async def _ask_all(self, workers: list[str], question: AdminRequest, timeout_s: float) -> dict[str, bytes]:
         limit = asyncio.Semaphore(AT_ONCE)

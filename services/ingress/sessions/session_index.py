@@ -29,10 +29,8 @@ SWEPT_AT_ONCE = 200
 
 
 def auto_seq_id(request: str) -> str:
-    """The name of a session whose caller gave none: repeats of a request find the session that the first began.
-
-    Such sessions give way first when a tenant has too many.
-    """
+    """Names a session whose caller gave no name: repeats of a request find the session that the first began. Such
+    sessions give way first when a tenant has too many."""
     return AUTO_PREFIX + request
 
 
@@ -124,8 +122,7 @@ class SessionIndex:
         return gone
 
     async def run(self) -> None:
-        """Follow and sweep, for ever."""
-        self.rewatch()
+        await self.rewatch()
         try:
             while True:
                 await asyncio.sleep(self.limits.sweep_period_s)
@@ -141,7 +138,7 @@ class SessionIndex:
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
 
-    def rewatch(self) -> None:
+    async def rewatch(self) -> None:
         """Begin (again): after a reconnect the old watch is blind."""
         if self._watching is not None:
             self._watching.cancel()

@@ -51,8 +51,7 @@ Forget = Callable[[str, SessionHead, tuple[int, ...], int], None]
 class Sessions:
     """Sessions of all tenants. Owned by the event loop; `run` renews the leases of running turns until cancelled.
 
-    `forget`: of a session of which this was the head the blocks of these ids are of no use any more, but those of the
-    first so many.
+    `forget(key, head, ids, keep)`: the blocks of these ids are of no use any more, but those of the first `keep`.
     """
 
     bucket: Bucket
@@ -89,7 +88,6 @@ class Sessions:
         raise Unavailable(f"the history of session {seq_id!r} is being written", retry_after_s=1.0)
 
     async def _holds(self, key: str, ids: Sequence[int]) -> bool:
-        """Whether the session's history begins with these."""
         head, _ = await self._records.head(key)
         history = await self._records.history(key, head) if head is not None and head.length >= len(ids) else None
         return history is not None and history[0][: len(ids)] == tuple(ids)
@@ -99,8 +97,7 @@ class Sessions:
         return Session(session_key(tenant, seq_id), seq_id, 0)
 
     async def find(self, tenant: str, seq_id: str) -> Session:
-        """As `read`. Raises SessionNotFound when there is none, or it is another tenant's, or its first turn was
-        cut."""
+        """As `read`. Raises SessionNotFound for none, another tenant's, or one whose first turn was cut."""
         session = await self.read(tenant, seq_id)
         if session.head is None or not (session.head.turns or session.head.turn):
             raise not_found(seq_id)
@@ -117,7 +114,6 @@ class Sessions:
         return self._leases.unchanged_s(key, revision, self.clock()) < self.limits.lease_s
 
     def fits(self, tokens: int) -> bool:
-        """Whether a history of this length is kept."""
         return tokens <= self.limits.max_tokens
 
     def check_length(self, tokens: int, field: str) -> None:
@@ -132,8 +128,8 @@ class Sessions:
     async def lock(self, session: Session, model: str, request: str) -> OpenTurn:
         """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read).
 
-        A turn of the same request, at another ingress, is taken over: both read one and the same stream, and the one
-        that finishes first commits. Where the other has committed it since, what is returned has ended already.
+        A turn of the same request at another ingress is taken over: both read one and the same stream, and the one that
+        finishes first commits. Where the other has committed since, the turn that is returned has ended already.
         """
         for _ in range(LOCK_TRIES):
             try:
@@ -186,9 +182,8 @@ class Sessions:
         """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`; other `regions`
         had a part in it, and `strays` were computed beside it.
 
-        Raises SessionBusy if the turn was lost, Unavailable if JetStream is away for longer than is waited for it.
-        Either everything is committed or the session is as before. Where another ingress has committed this same
-        request, or an earlier try was delivered after all, there is nothing left to do.
+        Either everything is committed or the session is as before. Raises SessionBusy if the turn was lost, Unavailable
+        if JetStream is away for too long. A turn that another ingress, or an earlier try, has committed is done.
         """
         until = asyncio.get_running_loop().time() + self.limits.commit_timeout_s
         while not turn.ended:
@@ -243,8 +238,8 @@ class Sessions:
             await self._records.erase_beside(session.key, session.head)
 
     async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
-        """End a turn that failed: the session is as before, but that these `regions` had a part in it, and `strays`
-        were computed beside its history. Never raises; without NATS the lease runs out instead."""
+        """End a turn that failed: the session is as before, but for what these `regions` and `strays` add. Never raises;
+        without NATS the lease runs out instead."""
         session = turn.session
         async with turn.lock:
             self._turns.pop(turn.request, None)
@@ -259,8 +254,7 @@ class Sessions:
     async def _keep_strays(
         self, session: Session, head: SessionHead, history: tuple[int, ...], more: Sequence[Stray]
     ) -> SessionHead:
-        """Write what there is beside the history now, `more` than there was before, and have forgotten what is too
-        much. Returns the head that says so."""
+        """Write what lies beside the history now, `more` than before, and forget what is too much. Returns the new head."""
         before, known = session.head, list[Stray]()
         if before is not None:
             known = moved(await self._records.strays(session.key, before), session.ids, history)
@@ -316,14 +310,13 @@ class Sessions:
         return now_ms + int(self.limits.lease_s * 1000)
 
     async def run(self) -> None:
-        """Renew the leases of running turns, for ever."""
         while True:
             await asyncio.sleep(self.limits.lease_s / 3)
             await self.renew()
 
     async def renew(self) -> None:
-        """One renewal of all running turns. A turn that was lost is noticed when it commits; one that another ingress
-        let go of, which ran the same request for a while, is taken again."""
+        """Once, of all running turns. A turn that was lost is noticed when it commits; one that another ingress let go of,
+        which ran the same request for a while, is taken again."""
         for request, turn in list(self._turns.items()):
             async with turn.lock:
                 if request not in self._turns:
