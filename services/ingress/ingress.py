@@ -104,7 +104,7 @@ READINGS = (  # name, kind, help, and where an `Ingress` has it
 
 
 class Ingress:
-    """One ingress process but its web server. Its client's members are listed already; `readings` are of other parts."""
+    """An ingress process but its web server. Its client's members are listed already; `readings` are of other parts."""
 
     def __init__(
         self,

@@ -189,7 +189,7 @@ class RequestFlow:
     # ------------------------------------------------------------------ running
 
     async def _serve(self, exchange: Exchange, call: Call[Ask], prepare: Prepare, *, streams: bool) -> None:
-        """Admit, run or attach to the run that it repeats, carry that to the caller; then the end. Raises the run's error."""
+        """Admit, run or attach to the run that it repeats, carry that to the caller, end. Raises the run's error."""
         name = call.name
         if name.at != START and not streams:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
@@ -248,8 +248,8 @@ class RequestFlow:
 
     @contextlib.contextmanager
     def _admitted(self, exchange: Exchange, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
-        """The run that a request is about, found or new, with one more reader. It counts once in its key's limits while it
-        runs, whichever readers are left; what was parked and goes on is not charged anew."""
+        """The run that a request is about, found or new, with one more reader. It counts once in its key's limits while
+        it runs, whichever readers are left; what was parked and goes on is not charged anew."""
         caller = call.caller
         repeat, returns = repeat_state(found)
         choices = call.ask.sampling.n

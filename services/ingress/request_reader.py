@@ -72,8 +72,8 @@ class RequestReader:
             log.warning("no fleet key: an Idempotency-Key is known to this ingress only")
 
     async def read(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> Call[Ask]:
-        """Headers, then the body of a caller that would be let in. Its place is free when this returns: the caller goes on
-        to admit it in the same step of the event loop."""
+        """Headers, then the body of a caller that would be let in. Its place is free when this returns: the caller goes
+        on to admit it in the same step of the event loop."""
         arrived_at, trace = now(), request_trace.begin(self.tracer, exchange, route)
         caller = await self._authenticate(exchange)
         name = name_request(

@@ -39,7 +39,7 @@ S = TypeVar("S")
 
 @dataclass(eq=False, slots=True)
 class Reload(Generic[S]):
-    """One source. `read` blocks, in a thread; `take` raises KvfleetError for what cannot be used. The event loop owns it."""
+    """One source. `read` blocks, in a thread; `take` raises KvfleetError for what is of no use. Owned by the loop."""
 
     what: str
     read: Callable[[], S]

@@ -94,7 +94,7 @@ def require_policy(caller: Caller, policy: str | None) -> None:
 
 
 def priority_of(caller: Caller, said: int | None) -> int:
-    """0 unless the request says otherwise, or the key's where that is below. Raises PermissionDenied above the key's."""
+    """0 unless the request says otherwise, or the key's where that is below. Raises PermissionDenied above that."""
     if said is None:
         return min(0, caller.max_priority)
     if said > caller.max_priority:

@@ -28,7 +28,7 @@ class Form(Protocol):
     def size(self) -> int: ...
 
     def writer(self, at: Position, *, id_lines: bool) -> EventWriter:
-        """For a reader at `at`; `id_lines`: it asks for `id:` lines. Raises InvalidRequest for an impossible position."""
+        """For a reader; `id_lines`: it wants `id:` lines. Raises InvalidRequest for a position that cannot be."""
 
 
 class EventWriter(Protocol):

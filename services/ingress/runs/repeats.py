@@ -46,8 +46,8 @@ class RequestName:
 
 
 def key_secret(fleet_key: bytes, *, one_tenant: bool) -> tuple[bytes, bool]:
-    """What request ids of keys are hashed with, and whether all ingresses have the same. Without a fleet key tenants are
-    kept apart by a secret of this process alone: its keys mean nothing elsewhere."""
+    """What request ids of keys are hashed with, and whether all ingresses have the same. Without a fleet key tenants
+    are kept apart by a secret of this process alone: its keys mean nothing elsewhere."""
     if fleet_key:
         return hashlib.blake2b(fleet_key, person=b"kvf-idempotency").digest(), True
     return (b"", True) if one_tenant else (secrets.token_bytes(32), False)

@@ -283,7 +283,7 @@ class Runs:
         run.hold()
 
     def attach(self, run: Run, reader: object) -> Run:
-        """One more reader, of the run that goes on in place of this one if it has failed. One that is `over` only replays."""
+        """One more reader, of the run that goes on in place of this one if it failed. One that is over is replayed."""
         if run.error is not None:
             run = self._resume(run)
         if run.finished:

@@ -61,8 +61,8 @@ class SessionBlocks:
         return max((prefix.tokens for record in records for prefix in record.public_prefixes), default=0)
 
     async def erase(self, session: Session) -> None:
-        """Have every worker and vault forget what only this session had, its strays too. Raises nothing: what a worker that
-        is away had in memory goes with it. Workers of other regions are told in the background."""
+        """Have every worker and vault forget what only this session had, its strays too. Raises nothing: what a worker
+        that is away had in memory goes with it. Workers of other regions are told in the background."""
         assert session.head is not None
         tenant = tenant_of(session.key)
         question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays)
@@ -75,7 +75,7 @@ class SessionBlocks:
         self._erase_later(head.model, question, (HOME, *head.regions))
 
     def _erase_later(self, model: str, question: AdminRequest, regions: Iterable[str]) -> None:
-        """Workers that do not answer are told again for a minute. After that a region keeps what it has until its eviction."""
+        """Workers that do not answer are told again for a minute; later a region keeps what it has until eviction."""
         for region in regions:
             if len(self._erasing) >= MAX_LATER:
                 log.warning("region %s is not told what to forget: too much is on its way", region or "here")

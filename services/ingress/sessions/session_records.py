@@ -36,7 +36,7 @@ class TurnCommitted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionRecords:
-    """Holds nothing itself. All methods raise Unavailable without NATS; those of a turn SessionBusy where it is lost."""
+    """Holds nothing itself. All methods raise Unavailable without NATS; those of a turn SessionBusy if it is lost."""
 
     bucket: Bucket
     is_ingress_alive: Callable[[str], bool]
@@ -122,7 +122,7 @@ class SessionRecords:
     # ------------------------------------------------------------------ beside the head
 
     async def write_history(self, turn: OpenTurn, generation: str, ids: tuple[int, ...], kept: int) -> None:
-        """The chunks of what the turn is about to commit; the first `kept` ids are there already. Raises as `commit` does."""
+        """The chunks of a turn before its commit; the first `kept` ids lie there already. Raises as `commit` does."""
         session = turn.session
         for n in range(kept // CHUNK_IDS, chunks_of(len(ids))):
             revision = session.chunk_revisions[n] if kept and n < len(session.chunk_revisions) else 0

@@ -238,7 +238,7 @@ class Sessions:
             await self._records.erase_beside(session.key, session.head)
 
     async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
-        """End a turn that failed: the session is as before, but for what these `regions` and `strays` add. Never raises;
+        """End a turn that failed: the session is as before, but for what `regions` and `strays` add. Never raises;
         without NATS the lease runs out instead."""
         session = turn.session
         async with turn.lock:
@@ -254,7 +254,7 @@ class Sessions:
     async def _keep_strays(
         self, session: Session, head: SessionHead, history: tuple[int, ...], more: Sequence[Stray]
     ) -> SessionHead:
-        """Write what lies beside the history now, `more` than before, and forget what is too much. Returns the new head."""
+        """Write what lies beside the history now, `more` than before, and forget what is too much. Returns the head."""
         before, known = session.head, list[Stray]()
         if before is not None:
             known = moved(await self._records.strays(session.key, before), session.ids, history)
@@ -315,8 +315,8 @@ class Sessions:
             await self.renew()
 
     async def renew(self) -> None:
-        """Once, of all running turns. A turn that was lost is noticed when it commits; one that another ingress let go of,
-        which ran the same request for a while, is taken again."""
+        """Once, of all running turns. A turn that was lost is noticed when it commits; one that another ingress let go
+        of, which ran the same request for a while, is taken again."""
         for request, turn in list(self._turns.items()):
             async with turn.lock:
                 if request not in self._turns:

@@ -53,8 +53,8 @@ class SessionTurn(HeldTurn):
     _held: OpenTurn | None = None
 
     async def open(self) -> None:
-        """Raises SessionBusy while another turn runs, or where one was committed since this one was cut; LimitExceeded for
-        too many sessions of the tenant."""
+        """Raises SessionBusy while another turn runs, or where one was committed since this one was cut; LimitExceeded
+        for too many sessions of the tenant."""
         if self._cut:
             self.session = await self.books.sessions.read(self.tenant, self.session.seq_id)
         session = self.session
