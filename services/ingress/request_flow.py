@@ -28,7 +28,6 @@ from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
 from kvfleet.ingress.limits.callers import default_max_tokens
 from kvfleet.ingress.limits.limiter import RunUsage
 from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, TokenCosts
-from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
@@ -38,7 +37,7 @@ from kvfleet.ingress.requests.native_schema import DEFAULT_MAX_TOKENS, GenerateA
 from kvfleet.ingress.requests.openai_schema import ChatAsk, CompletionAsk, read_chat, read_completion
 from kvfleet.ingress.requests.sampling_plan import plan_sampling, prompt_must_fit
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
-from kvfleet.ingress.runs.jobs import Job, Prepare
+from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.sessions.session import Session
@@ -94,10 +93,8 @@ class RequestFlow:
         if session is not None and self.parts.books.sessions.fits(len(prompt.ids) + sampling.max_tokens):
             kept = SessionTurn(self.parts.books, tenant, session, model.name, call.name.request, prompt.ids, None)
         turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
-        head = _answer_head(call, model, sampling, prompt.ids, chat=True)
-        form = OpenAiForm(head, ask.include_usage)
-        generation = self._generation(call, model, prompt.ids, sampling, conversation)
-        return Job(generation, form, turn, sys.getsizeof(prompt.text), self._level(call, model), _costs(ask.stream))
+        form = _openai_form(call, model, sampling, prompt.ids, chat=True)
+        return self._job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
         ask = call.ask
@@ -110,10 +107,8 @@ class RequestFlow:
         sampling = self._sampling(call, model, len(ids), "prompt", default=16)
         if ask.prompt is None:  # what cannot fit is not looked through
             await self.prompts.check_ids(model, ids)
-        head = _answer_head(call, model, sampling, ids, chat=False)
-        form = OpenAiForm(head, ask.include_usage)
-        generation = self._generation(call, model, ids, sampling, None)
-        return Job(generation, form, level=self._level(call, model), costs=_costs(ask.stream))
+        form = _openai_form(call, model, sampling, ids, chat=False)
+        return self._job(call, model, ids, sampling, form, HeldTurn())
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
         """The history is kept whole, also what a `context_overflow` policy leaves out of a turn."""
@@ -127,8 +122,7 @@ class RequestFlow:
         self.parts.books.sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
         turn = SessionTurn(self.parts.books, tenant, session, model.name, request, ids, history=len(session.ids))
         form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling), prompt_digest(ids))
-        generation = self._generation(call, model, ids, sampling, session.key)
-        return Job(generation, form, turn, level=self._level(call, model))
+        return self._job(call, model, ids, sampling, form, turn, session.key)
 
     def _sampling(
         self, call: Call[Ask], model: ServedModel, prompt_tokens: int, field: str, default: int | None = None
@@ -138,29 +132,39 @@ class RequestFlow:
         ask, default = call.ask.sampling, default or self.parts.config.default_max_tokens
         default = default_max_tokens(call.caller, ask.max_tokens, ask.max_tokens_field, default)
         said = plan_sampling(ask, model.bundle, prompt_tokens=prompt_tokens, field=field, default_max_tokens=default)
-        self.parts.runs.memory.check_longest(said, _costs(getattr(call.ask, "stream", True)), ask.max_tokens_field)
+        self.parts.runs.memory.check_longest(said, _costs(call.ask), ask.max_tokens_field)
         return said
 
-    def _generation(
-        self, call: Call[Ask], model: ServedModel, ids: tuple[int, ...], sampling: Sampling, conversation: str | None
-    ) -> Generation:
-        placement = call.ask.placement
-        return Generation(
+    def _job(
+        self,
+        call: Call[Ask],
+        model: ServedModel,
+        ids: tuple[int, ...],
+        sampling: Sampling,
+        form: Form,
+        turn: HeldTurn,
+        conversation: str | None = None,
+        turn_bytes: int = 0,
+    ) -> Job:
+        placement, config = call.ask.placement, self.parts.config
+        generation = Generation(
             model=model.name,
             sampling=sampling,
             prompt_ids=ids,
             tenant=call.caller.tenant,
             session=conversation,
             priority=call.priority,
-            deadline_s=self.parts.config.request_deadline_s,
-            patience_s=self.parts.config.no_worker_timeout_s,
-            max_wait_s=self.parts.config.max_wait_s,
+            deadline_s=config.request_deadline_s,
+            patience_s=config.no_worker_timeout_s,
+            max_wait_s=config.max_wait_s,
             policy=placement.policy,
             worker=placement.worker,
             request=call.name.request,
             traceparent=call.traceparent,
             exact=call.ask.exact,
         )
+        level = self.parts.metrics.levels.of(model.name, call.route)
+        return Job(generation, form, turn, turn_bytes, level, _costs(call.ask))
 
     async def _session_of(self, call: Call[GenerateAsk]) -> Session:
         """The session as it was before this turn, if this turn was committed last."""
@@ -278,9 +282,6 @@ class RequestFlow:
             else:
                 self.parts.admission.release(caller, repeat=True)
 
-    def _level(self, call: Call[Ask], model: ServedModel) -> ServiceLevel:
-        return self.parts.metrics.levels.of(model.name, call.route)
-
     def _observe(self, call: Call[Ask], run: Run) -> None:
         """Metrics of one request, when who began it is done with it."""
         transcript, level = run.transcript, run.level
@@ -311,23 +312,22 @@ def _count_tokens(tally: RequestTally, usage: RunUsage, count: int) -> None:
     usage.generated(count)
 
 
-def _costs(streams: bool) -> TokenCosts:
-    return STREAMED if streams else WHOLE
+def _costs(ask: GenerateAsk | ChatAsk | CompletionAsk) -> TokenCosts:
+    return STREAMED if isinstance(ask, GenerateAsk) or ask.stream else WHOLE
 
 
-def _answer_head(
-    call: Call[Ask], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], *, chat: bool
-) -> AnswerHead:
-    return AnswerHead(
-        call.name.request,
-        model.name,
-        int(time.time()),
-        model.fingerprint,
-        chat,
-        sampling.n,
-        _spelling(model, sampling),
-        prompt_digest(ids),
-    )
+def _openai_form(
+    call: Call[ChatAsk] | Call[CompletionAsk],
+    model: ServedModel,
+    sampling: Sampling,
+    ids: tuple[int, ...],
+    *,
+    chat: bool,
+) -> OpenAiForm:
+    request, begun_at = call.name.request, int(time.time())
+    spelling, digest = _spelling(model, sampling), prompt_digest(ids)
+    head = AnswerHead(request, model.name, begun_at, model.fingerprint, chat, sampling.n, spelling, digest)
+    return OpenAiForm(head, call.ask.include_usage)
 
 
 def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:

@@ -5,7 +5,7 @@ Pure: what a turn holds, and the formats of events, are others'.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvfleet.ingress.limits.run_memory import STREAMED, TokenCosts
@@ -109,7 +109,7 @@ class Job:
 
     generation: Generation
     form: Form
-    turn: HeldTurn = field(default_factory=HeldTurn)
+    turn: HeldTurn
     turn_bytes: int = 0
     level: ServiceLevel | None = None
     costs: TokenCosts = STREAMED

@@ -19,7 +19,7 @@ from kvfleet.ingress.http.sse import complete, gather, relay
 from kvfleet.ingress.limits.run_memory import RunMemory
 from kvfleet.ingress.prompts.token_spelling import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, Position
-from kvfleet.ingress.runs.jobs import Form, Job
+from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError, WorkerLost
@@ -149,7 +149,7 @@ def run_of(stream: ScriptedStream, form: Form, wire: Wire, choices: int = 1) -> 
     """What the request flow makes of a request, with `wire` as its only reader."""
 
     async def prepare() -> Job:
-        return Job(Generation("m", Sampling(max_tokens=9, n=choices), (1,)), form)
+        return Job(Generation("m", Sampling(max_tokens=9, n=choices), (1,)), form, HeldTurn())
 
     run = Run("t", "r", b"", False, prepare, lambda generation, before: stream, RunMemory())
     run.readers.add(wire.exchange)
