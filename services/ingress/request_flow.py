@@ -25,9 +25,9 @@ from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm, answer
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
+from kvfleet.ingress.limits.admission import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.limits.callers import default_max_tokens
 from kvfleet.ingress.limits.limiter import RunUsage
-from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of

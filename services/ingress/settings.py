@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from kvfleet.ingress.limits.run_memory import DEFAULT_BYTES
+from kvfleet.ingress.limits.admission import DEFAULT_BYTES
 from kvservice.settings import ServiceSettings
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvfleet.ingress.limits.run_memory import STREAMED, TokenCosts
+from kvfleet.ingress.limits.admission import STREAMED, TokenCosts
 from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.runs.event_ids import EventIds, Position, past_the_end
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript

@@ -18,9 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvfleet.ingress.limits.admission import RunMemory
 from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.limits.limiter import RunUsage
-from kvfleet.ingress.limits.run_memory import RunMemory
 from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.runs.jobs import Form, Job, Prepare, Start
 from kvfleet.ingress.runs.repeats import RequestName

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvfleet.ingress.runs.strays import bounded, ids_of, moved, settled
+from kvfleet.ingress.runs.transcript import bounded, ids_of, moved, settled
 from kvfleet.ingress.sessions.session import (
     LeaseObserver,
     OpenTurn,

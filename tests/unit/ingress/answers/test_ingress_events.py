@@ -16,7 +16,7 @@ from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_events import AnswerHead, OpenAiForm, answer_body
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, relay
-from kvfleet.ingress.limits.run_memory import RunMemory
+from kvfleet.ingress.limits.admission import RunMemory
 from kvfleet.ingress.prompts.token_spelling import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, Position
 from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job

@@ -11,7 +11,7 @@ from ingress_build import demo_tokenizer
 from test_ingress_runs import Rig, settle
 
 from kvfleet.ingress.answers.openai_events import AnswerHead, answer_body
-from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, RunMemory, TokenCosts
+from kvfleet.ingress.limits.admission import STREAMED, WHOLE, RunMemory, TokenCosts
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import BASE_BYTES, Transcript
 from kvfleet.ingress.settings import RunLimits
