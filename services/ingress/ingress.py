@@ -19,7 +19,6 @@ from kvfleet.ingress.fleet.routes import FleetRoutes
 from kvfleet.ingress.http.body_reader import BodyReader
 from kvfleet.ingress.http.web_guard import WebGuard
 from kvfleet.ingress.limits.admission import Admission
-from kvfleet.ingress.limits.service_levels import Targets
 from kvfleet.ingress.limits.shared_usage import SharedUsage
 from kvfleet.ingress.limits.shared_usage_exchange import UsageExchange
 from kvfleet.ingress.parts import IngressParts
@@ -131,7 +130,7 @@ class Ingress:
         self.guard = WebGuard(config.web, is_open=tenancy.is_open)
         self.metrics = IngressMetrics(
             registry,
-            Targets(config.slo_ttft_s, config.slo_itl_s),
+            config.targets,
             lambda: [record.model for record in self.models.served()],
         )
         self.regions = OtherRegions(client.connection, client.subjects, client.now)

@@ -6,12 +6,13 @@ Sizes are in bytes, tokens or characters as named, times in seconds.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import Field
 
 from kvfleet.ingress.limits.admission import DEFAULT_BYTES
+from kvfleet.ingress.limits.service_levels import Targets
 from kvservice.settings import ServiceSettings
 
 
@@ -153,8 +154,7 @@ class IngressConfig:
     tokenize_inline_chars: int = 4096  # longer texts are tokenised off the event loop (about 1 ms is spent on these)
     tokenizer_threads: int = 2
     fleet_key: bytes = b""  # the same at all ingresses: request ids of Idempotency-Keys follow from it
-    slo_ttft_s: float = 2.0  # targets by which goodput is counted
-    slo_itl_s: float = 0.1
+    targets: Targets = field(default_factory=Targets)  # by which goodput is counted
     default_model: str | None = None  # for /generate without `model_name`; else the only served model
     sessions: SessionLimits = SessionLimits()
     runs: RunLimits = RunLimits()
@@ -172,8 +172,7 @@ def config_of(settings: IngressSettings, member: str) -> IngressConfig:
         max_wait_s=settings.max_wait_s,
         splice_bytes=settings.splice_memory_bytes,
         fleet_key=settings.fleet_key.encode(),
-        slo_ttft_s=settings.slo_ttft_s,
-        slo_itl_s=settings.slo_itl_s,
+        targets=Targets(settings.slo_ttft_s, settings.slo_itl_s),
         sessions=SessionLimits(
             idle_expiry_s=settings.session_ttl_s,
             per_tenant=settings.max_sessions_per_tenant,

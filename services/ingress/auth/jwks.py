@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfleet.ingress.auth.oidc import OidcRules, TokenHead, caller_of, read_claims, read_head, refused
+from kvfleet.ingress.auth.oidc import OidcRules, caller_of, read_claims, read_head, refused
 from kvfleet.ingress.limits.callers import Caller
 from kvproto.errors import InvalidRequest, KvfleetError, Unavailable
 from kvservice.lifecycle import in_daemon_thread
@@ -94,9 +94,9 @@ class IssuerKeys:
 
     async def caller_of(self, token: str) -> Caller:
         """Raises AuthenticationFailed, PermissionDenied, Unavailable while the issuer does not answer."""
-        head = read_head(token, self.rules)
-        key = await self._key_of(head)
-        return caller_of(read_claims(token, head.algorithm, key.key, self.rules), self.rules)
+        algorithm, kid = read_head(token, self.rules)
+        key = await self._key_of(algorithm, kid)
+        return caller_of(read_claims(token, algorithm, key.key, self.rules), self.rules)
 
     async def run(self) -> None:
         while True:
@@ -131,15 +131,15 @@ class IssuerKeys:
         self.keys = keys
         self._fetched_at = self.now()
 
-    async def _key_of(self, head: TokenHead) -> SigningKey:
+    async def _key_of(self, algorithm: str, kid: str | None) -> SigningKey:
         if self._fetched_at is not None and self.now() - self._fetched_at > KEPT_S:
             self.keys = ()
-        if (found := self._find(head)) is not None:
+        if (found := self._find(algorithm, kid)) is not None:
             return found
         if self._asked_at is None or self.now() - self._asked_at >= COOLDOWN_S or self._fetching is not None:
             with contextlib.suppress(KvfleetError):
                 await self.refresh()
-            if (found := self._find(head)) is not None:
+            if (found := self._find(algorithm, kid)) is not None:
                 return found
         if not self._is_answering:
             raise Unavailable("the token's issuer does not answer: nobody can tell", retry_after_s=COOLDOWN_S)
@@ -149,12 +149,12 @@ class IssuerKeys:
     def _is_answering(self) -> bool:
         return self._fetched_at is not None and self._asked_at is not None and self._fetched_at >= self._asked_at
 
-    def _find(self, head: TokenHead) -> SigningKey | None:
+    def _find(self, algorithm: str, kid: str | None) -> SigningKey | None:
         """By its id; a token that names none means the only one of its algorithm."""
-        fitting = [key for key in self.keys if key.algorithm == head.algorithm]
-        if head.kid is None:
+        fitting = [key for key in self.keys if key.algorithm == algorithm]
+        if kid is None:
             return fitting[0] if len(fitting) == 1 else None
-        return next((key for key in fitting if key.kid == head.kid), None)
+        return next((key for key in fitting if key.kid == kid), None)
 
 
 def check_url(url: str, setting: str) -> None:

@@ -39,14 +39,6 @@ class OidcRules:
     leeway_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenHead:
-    """What a token says of how it was signed, unverified."""
-
-    algorithm: str
-    kid: str | None
-
-
 def read_algorithms(said: str) -> tuple[str, ...]:
     """An allow-list as a setting has it. Raises InvalidRequest for one that must not be in it."""
     names = tuple(name.strip() for name in said.split(",") if name.strip())
@@ -55,8 +47,9 @@ def read_algorithms(said: str) -> tuple[str, ...]:
     return names
 
 
-def read_head(token: str, rules: OidcRules) -> TokenHead:
-    """Raises AuthenticationFailed for what is no token, or signed as is not allowed."""
+def read_head(token: str, rules: OidcRules) -> tuple[str, str | None]:
+    """The algorithm and the id of its key, unverified. Raises AuthenticationFailed for what is no token, or signed as
+    is not allowed."""
     import jwt  # here, so that only an ingress with an issuer loads it, and the others start sooner
 
     try:
@@ -68,7 +61,7 @@ def read_head(token: str, rules: OidcRules) -> TokenHead:
         raise refused("the token is signed with an algorithm that is not allowed")
     if kid is not None and not isinstance(kid, str):
         raise refused("the token's kid is no text")
-    return TokenHead(algorithm, kid)
+    return algorithm, kid
 
 
 def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[str, Any]:

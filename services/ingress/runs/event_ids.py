@@ -77,16 +77,6 @@ def prompt_digest(ids: Sequence[int]) -> str:
     return base32(blake2b(pack_ids(ids), digest_size=5).digest())
 
 
-def check_prompt(at: Position, prompt: str) -> None:
-    """Raises PromptChanged where a client has read the beginning of another stream."""
-    if at.prompt and prompt and at.prompt != prompt:
-        raise PromptChanged(
-            "the stream was begun from other prompt ids: this ingress reads the conversation differently. Send the "
-            f"request again without {LAST_EVENT_ID}, or to the ingress that it was begun at",
-            field=LAST_EVENT_ID,
-        )
-
-
 def check_choices(at: Position, choices: int) -> None:
     """Raises InvalidRequest for a position that no stream with so many choices has."""
     if len(at.counts) > choices or (choices == 1 and at.ended) or len(at.ended) == choices:
@@ -109,8 +99,14 @@ class EventIds:
         prompt: str = "",
         lines: bool = True,
     ) -> None:
-        """`announced`: a choice begins with an event of its own, before its first token. `prompt`: `prompt_digest`."""
-        check_prompt(at, prompt)
+        """`announced`: a choice begins with an event of its own, before its first token. `prompt`: `prompt_digest`.
+        Raises PromptChanged where the client has read the beginning of another stream."""
+        if at.prompt and prompt and at.prompt != prompt:
+            raise PromptChanged(
+                "the stream was begun from other prompt ids: this ingress reads the conversation differently. Send the "
+                f"request again without {LAST_EVENT_ID}, or to the ingress that it was begun at",
+                field=LAST_EVENT_ID,
+            )
         check_choices(at, choices)
         self.lines = lines
         self._prefix = b"%b:" % (f"{request}.{prompt}" if prompt else request).encode()

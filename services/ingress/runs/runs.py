@@ -292,7 +292,9 @@ class Runs:
             self.attached_total += 1
         elif run.form is not None:
             self.resumed_total += 1
-            self._revive(run)
+            if self._ended[run.keyed].pop(run.request, None) is not None:
+                self.kept_bytes -= run.size
+            run.hold()
         run.join(reader)
         return run
 
@@ -344,11 +346,6 @@ class Runs:
         self._ended[run.keyed][run.request] = self.now()
         self.kept_bytes += run.size
         self.sweep()
-
-    def _revive(self, run: Run) -> None:
-        if self._ended[run.keyed].pop(run.request, None) is not None:
-            self.kept_bytes -= run.size
-        run.hold()
 
     def _resume(self, failed: Run) -> Run:
         """In place of one that failed, one that goes on where it did."""

@@ -108,18 +108,14 @@ class SessionIndex:
 
     async def _make_room(self, tenant: str) -> int:
         """Erase about a hundredth of the limit at once, so that a tenant at its limit does not pay for every turn."""
-        gone = 0
-        for key in self.table.surplus(tenant, max(1, self.limits.per_tenant // 100)):
-            gone += await self.sessions.erase_key(key, only_expired=False)
-        return gone
+        surplus = self.table.surplus(tenant, max(1, self.limits.per_tenant // 100))
+        return sum([await self.sessions.erase_key(key, only_expired=False) for key in surplus])
 
     async def sweep(self) -> int:
         """Erase expired sessions; returns how many. Two ingresses that sweep at once do no harm."""
         before = self.unix_ms() - int(self.limits.idle_expiry_s * 1000)
-        gone = 0
-        for key in self.table.unused_since(before, SWEPT_AT_ONCE):
-            gone += await self.sessions.erase_key(key, only_expired=True)
-        return gone
+        unused = self.table.unused_since(before, SWEPT_AT_ONCE)
+        return sum([await self.sessions.erase_key(key, only_expired=True) for key in unused])
 
     async def run(self) -> None:
         await self.rewatch()

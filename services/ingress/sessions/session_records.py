@@ -41,8 +41,6 @@ class SessionRecords:
     bucket: Bucket
     is_ingress_alive: Callable[[str], bool]
 
-    # ------------------------------------------------------------------ reading
-
     async def head(self, key: str) -> tuple[SessionHead | None, int]:
         """The head, None where there is none, and its revision."""
         entry = await self.bucket.get(key)
@@ -70,8 +68,6 @@ class SessionRecords:
             return codec.decode(SessionStrays, entry.value).chains if entry.value is not None else ()
         except CodecError as error:
             raise Unavailable(f"the record {entry.key} is unreadable: {error}") from None
-
-    # ------------------------------------------------------------------ the head of a turn
 
     async def renew(self, turn: OpenTurn, head: SessionHead) -> None:
         """Also where another ingress that ran the same request has let go of it, or is gone."""
@@ -118,8 +114,6 @@ class SessionRecords:
         found = head.turn if head is not None else None
         is_held = found is not None and found.ingress != ours.ingress and self.is_ingress_alive(found.ingress)
         return is_as_before(session, head, ours.request) and not is_held
-
-    # ------------------------------------------------------------------ beside the head
 
     async def write_history(self, turn: OpenTurn, generation: str, ids: tuple[int, ...], kept: int) -> None:
         """The chunks of a turn before its commit; the first `kept` ids lie there already. Raises as `commit` does."""
