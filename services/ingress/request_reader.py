@@ -75,7 +75,9 @@ class RequestReader:
         """Headers, then the body of a caller that would be let in. Its place is free when this returns: the caller goes
         on to admit it in the same step of the event loop."""
         arrived_at, trace = now(), request_trace.begin(self.tracer, exchange, route)
-        caller = await self._authenticate(exchange)
+        caller, admission = await identify(self.parts.tenancy, exchange), self.parts.admission
+        # Any answer says what is left of the caller's limits.
+        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
         name = name_request(
             caller.tenant,
             exchange.header(b"last-event-id"),
@@ -86,7 +88,7 @@ class RequestReader:
         repeat, returns = repeat_state(self.parts.runs.known(caller.tenant, name))
         if not repeat:
             self.parts.runs.memory.check_room()
-        with self.parts.admission.reading(caller, now(), repeat=repeat, returns=returns):
+        with admission.reading(caller, now(), repeat=repeat, returns=returns):
             ask, digest = await self.bodies.read(exchange, route, read)
         if self.parts.runs.is_foreign(caller.tenant, name.request):
             if name.at != START:  # under another id it would be another stream: none is begun in the middle
@@ -101,12 +103,6 @@ class RequestReader:
             trace.names_session = route == "generate" or getattr(ask, "seq_id", None) is not None
         given = None if self.tracer.enabled else exchange.header(b"traceparent")  # others may trace
         return Call(route, ask, caller, priority, name, digest, trace, given, arrived_at)
-
-    async def _authenticate(self, exchange: Exchange) -> Caller:
-        """The caller; answers say what is left of its limits. Raises as `Tenancy.authenticate` does."""
-        caller, admission = await identify(self.parts.tenancy, exchange), self.parts.admission
-        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
-        return caller
 
 
 def repeat_state(found: Run | None) -> tuple[bool, int]:

@@ -5,7 +5,7 @@
       └────────────────┘  lease not renewed, or its ingress gone: the next turn may take it
 
 The head's `length` says which ids count, so a chunk may be written before the turn is committed. Chunks are written by
-compare-and-set as the head is (`session_records`): an ingress that was away, lost its lease and comes back cannot
+compare-and-set as the head is (`session`): an ingress that was away, lost its lease and comes back cannot
 overwrite what followed. A history that is replaced instead of extended gets a new generation of chunks.
 
 What requests of a session computed besides its history (turns that were cut, further choices, what a history that was
@@ -26,12 +26,13 @@ from kvfleet.ingress.sessions.session import (
     LeaseObserver,
     OpenTurn,
     Session,
+    SessionRecords,
+    TurnCommitted,
     is_as_before,
     is_expired,
     joined,
     not_found,
 )
-from kvfleet.ingress.sessions.session_records import SessionRecords, TurnCommitted
 from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.buckets import Bucket, StaleRevision

@@ -14,9 +14,8 @@ from ingress_build import MemoryBucket
 
 from kvfleet.ingress.sessions import session as session_module
 from kvfleet.ingress.sessions import sessions as module
-from kvfleet.ingress.sessions.session import OpenTurn, Session, is_expired
+from kvfleet.ingress.sessions.session import CHUNK_IDS, OpenTurn, Session, is_expired
 from kvfleet.ingress.sessions.session_index import SessionIndex, SessionTable, auto_seq_id
-from kvfleet.ingress.sessions.session_records import CHUNK_IDS
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
