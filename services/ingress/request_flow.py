@@ -93,7 +93,7 @@ class RequestFlow:
         if session is not None and self.parts.books.sessions.fits(len(prompt.ids) + sampling.max_tokens):
             kept = SessionTurn(self.parts.books, tenant, session, model.name, call.name.request, prompt.ids, None)
         turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
-        form = _openai_form(call, model, sampling, prompt.ids, chat=True)
+        form = _openai_form(call, model, sampling, prompt.ids)
         return self._job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
@@ -107,7 +107,7 @@ class RequestFlow:
         sampling = self._sampling(call, model, len(ids), "prompt", default=16)
         if ask.prompt is None:  # what cannot fit is not looked through
             await self.prompts.check_ids(model, ids)
-        form = _openai_form(call, model, sampling, ids, chat=False)
+        form = _openai_form(call, model, sampling, ids)
         return self._job(call, model, ids, sampling, form, HeldTurn())
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
@@ -317,15 +317,10 @@ def _costs(ask: GenerateAsk | ChatAsk | CompletionAsk) -> TokenCosts:
 
 
 def _openai_form(
-    call: Call[ChatAsk] | Call[CompletionAsk],
-    model: ServedModel,
-    sampling: Sampling,
-    ids: tuple[int, ...],
-    *,
-    chat: bool,
+    call: Call[ChatAsk] | Call[CompletionAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...]
 ) -> OpenAiForm:
     request, begun_at = call.name.request, int(time.time())
-    spelling, digest = _spelling(model, sampling), prompt_digest(ids)
+    spelling, digest, chat = _spelling(model, sampling), prompt_digest(ids), isinstance(call.ask, ChatAsk)
     head = AnswerHead(request, model.name, begun_at, model.fingerprint, chat, sampling.n, spelling, digest)
     return OpenAiForm(head, call.ask.include_usage)
 

@@ -30,8 +30,6 @@ CHUNK_IDS = 4096
 WRITE_TRIES = 4
 MAX_OBSERVED = 65_536  # sessions
 
-IsOurs = Callable[["Session", Turn, SessionHead | None], bool]  # of a turn of ours, by the head that lies there
-
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -129,6 +127,9 @@ def joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
 
 def not_found(seq_id: str) -> SessionNotFound:
     return SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
+
+
+IsOurs = Callable[[Session, Turn, SessionHead | None], bool]  # of a turn of ours, by the head that lies there
 
 
 class TurnCommitted(Exception):
