@@ -22,9 +22,10 @@ def limit_headers(limiter: Limiter, caller: Caller, now: float, unix_s: float) -
         if not (account.limits.requests_per_minute or account.limits.tokens_per_minute):
             continue
         account.settle(now, unix_s)
-        for found, (bucket, rate, capacity) in zip((requests, tokens), account.buckets(), strict=True):
-            if rate and bucket.level is not None:
-                found.append((max(0.0, bucket.level), rate, (capacity - bucket.level) * MINUTE_S / rate))
+        for found, bucket in ((requests, account.requests), (tokens, account.tokens)):
+            if bucket.level is not None:
+                reset_s = (bucket.capacity - bucket.level) * MINUTE_S / bucket.per_minute
+                found.append((max(0.0, bucket.level), bucket.per_minute, reset_s))
     headers: Headers = []
     for what, found in ((b"requests", requests), (b"tokens", tokens)):
         if found:

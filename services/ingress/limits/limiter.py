@@ -33,24 +33,43 @@ Key = tuple[str, str]  # tenant, caller's name; "": all of the tenant's callers 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """What may be used at once; below zero: a debt. None: no request has used it yet, so it is full."""
+    """What may be used at once; below zero: a debt. None: no limit, or not used yet, so it is full. Rate and capacity
+    are those of the limits at the last `fill`."""
 
     level: float | None = None
+    per_minute: float = 0.0
+    capacity: float = 0.0
     filled_at: float = 0.0
 
-    def level_at(self, now: float, per_minute: float, capacity: float, used: float) -> float:
+    def level_at(self, now: float, used: float) -> float:
         """What is in it once `used` is taken, and the time since the last `fill` has brought what it brings."""
         if self.level is None:
-            return capacity - used
-        return min(capacity, self.level - used + (now - self.filled_at) * per_minute / MINUTE_S)
+            return self.capacity - used
+        return min(self.capacity, self.level - used + (now - self.filled_at) * self.per_minute / MINUTE_S)
 
     def fill(self, now: float, per_minute: float, capacity: float, used: float) -> None:
-        self.level = self.level_at(now, per_minute, capacity, used)
+        self.per_minute, self.capacity = per_minute, capacity
+        self.level = self.level_at(now, used) if per_minute else None
         self.filled_at = now
 
-    def take(self, count: float) -> None:
-        assert self.level is not None
-        self.level -= count
+    def lacking(self, now: float, used: float) -> float:
+        """Until it is full; nothing is filled."""
+        return self.capacity - self.level_at(now, used) if self.per_minute else 0.0
+
+    def wait_s(self, count: float) -> float:
+        """Until so much may be taken; filled just now."""
+        if self.level is None or self.level >= count - ROUNDING:
+            return 0.0
+        return (count - self.level) * MINUTE_S / self.per_minute
+
+    def take(self, count: float, least: float = -math.inf) -> None:
+        """Down to the debt `least` at most, if there is no more already."""
+        if self.level is not None and count:
+            self.level = max(self.level - count, min(self.level, least))
+
+    @property
+    def is_full(self) -> bool:
+        return self.level is None or self.level >= self.capacity - ROUNDING
 
 
 @dataclass(slots=True)
@@ -84,14 +103,6 @@ class Account:
         tenant, caller = self.key
         return "this API key" if caller else f"tenant {tenant}"
 
-    def buckets(self) -> tuple[tuple[TokenBucket, float, float], tuple[TokenBucket, float, float]]:
-        """That of requests and that of tokens, each with its rate per minute and its capacity."""
-        limits = self.limits
-        return (
-            (self.requests, limits.requests_per_minute, limits.request_burst),
-            (self.tokens, limits.tokens_per_minute, limits.tokens_per_minute),
-        )
-
     def settle(self, now: float, unix_s: float) -> None:
         """Bring all up to now. A limit that is new begins with a full bucket."""
         generated, self.generated = self.generated, 0
@@ -101,61 +112,33 @@ class Account:
         self.day_tokens += generated
         self.own_day_tokens += generated
         self.spent += generated
-        for (bucket, rate, capacity), used in zip(self.buckets(), (0.0, generated), strict=True):
-            if rate:
-                bucket.fill(now, rate, capacity, used)
-            else:
-                bucket.level = None
+        limits = self.limits
+        self.requests.fill(now, limits.requests_per_minute, limits.request_burst, 0.0)
+        self.tokens.fill(now, limits.tokens_per_minute, limits.tokens_per_minute, generated)
 
     def used_elsewhere(self, requests: float, tokens: float, now: float, unix_s: float, *, late: bool) -> None:
         """Other ingresses have counted so much more, a moment ago. `late`: perhaps long ago, when this one could not
         know. Then it leaves a debt of one bucket at most: what ingresses admitted while they could not reach one
         another must not shut a caller out for as long again."""
         self.settle(now, unix_s)
-        for (bucket, _, capacity), count in zip(self.buckets(), (requests, tokens), strict=True):
-            if count and bucket.level is not None:
-                least = min(bucket.level, -capacity) if late else -math.inf
-                bucket.level = max(bucket.level - count, least)
+        for bucket, count in ((self.requests, requests), (self.tokens, tokens)):
+            bucket.take(count, -bucket.capacity if late else -math.inf)
 
     def known_elsewhere(
         self, lacking_requests: float, lacking_tokens: float, day_tokens: int, now: float, unix_s: float
     ) -> None:
         """As much is gone already, by the count of one who was here before; of each bucket twice its worth at most."""
         self.settle(now, unix_s)
-        for (bucket, _, capacity), lacking in zip(self.buckets(), (lacking_requests, lacking_tokens), strict=True):
+        for bucket, lacking in ((self.requests, lacking_requests), (self.tokens, lacking_tokens)):
             if bucket.level is not None:
-                bucket.level = min(bucket.level, max(capacity - lacking, -capacity))
+                bucket.level = min(bucket.level, max(bucket.capacity - lacking, -bucket.capacity))
         self.day_tokens = max(self.day_tokens, day_tokens)
-
-    def lacking(self, now: float) -> tuple[float, float]:
-        """Requests and tokens until its buckets are full; nothing is settled."""
-        (asks, rate, burst), (tokens, per_minute, most) = self.buckets()
-        return (
-            burst - asks.level_at(now, rate, burst, 0.0) if rate else 0.0,
-            most - tokens.level_at(now, per_minute, most, self.generated) if per_minute else 0.0,
-        )
 
     def is_idle(self) -> bool:
         """Whether a new account would say the same; settled just now."""
-        if self.running or self.reading or self.running_elsewhere or (self.limits.tokens_per_day and self.day_tokens):
-            return False
-        return all(
-            bucket.level is None or bucket.level >= capacity - ROUNDING for bucket, _, capacity in self.buckets()
-        )
-
-    def request_wait(self) -> float:
-        """Seconds until one more request may start, beside those that are being read; settled just now."""
-        level = self.requests.level
-        if level is None or level - self.asking >= 1.0 - ROUNDING:
-            return 0.0
-        return (1.0 + self.asking - level) * MINUTE_S / self.limits.requests_per_minute
-
-    def token_wait(self, tokens: int) -> float:
-        """Seconds until so many tokens may be taken; settled just now."""
-        level = self.tokens.level
-        if level is None or level >= tokens - ROUNDING:
-            return 0.0
-        return (tokens - level) * MINUTE_S / self.limits.tokens_per_minute
+        is_used = self.running or self.reading or self.running_elsewhere
+        is_used = is_used or (self.limits.tokens_per_day and self.day_tokens)
+        return not is_used and self.requests.is_full and self.tokens.is_full
 
 
 @dataclass(slots=True)
@@ -233,7 +216,7 @@ class Limiter:
             account.running += choices
             account.asked += charged
             account.touched = True
-            if charged and account.limits.requests_per_minute:
+            if charged:
                 account.requests.take(1.0)
 
     def release(self, caller: Caller, *, choices: int = 1) -> None:
@@ -257,7 +240,7 @@ class Limiter:
                 raise InvalidRequest(f"at most {most} choices run at once with {whose}, got {choices}", field="n")
             if most and account.running + account.running_elsewhere + account.reading + choices > most:
                 waits.append((BUSY_RETRY_S, f"at most {most} requests at once with {whose}, each choice counts"))
-            if charged and (wait := account.request_wait()):
+            if charged and (wait := account.requests.wait_s(1.0 + account.asking)):
                 waits.append((wait, f"at most {limits.requests_per_minute:g} requests per minute with {whose}"))
         _refuse_to_wait(waits)
         return own, all_
@@ -277,9 +260,10 @@ class Limiter:
                     raise PayloadTooLarge(
                         f"{prompt_tokens} tokens, and {name} of {whose} is {limit:g}: no waiting helps", field="prompt"
                     )
-            if wait := account.token_wait(prompt_tokens):
+            if wait := account.tokens.wait_s(prompt_tokens):
+                wait = max(wait, account.requests.wait_s(1.0 + account.asking))  # another must be free by then
                 per_minute = f"at most {limits.tokens_per_minute:g} tokens per minute with {whose}"
-                waits.append((max(wait, account.request_wait()), per_minute))  # another request must be free by then
+                waits.append((wait, per_minute))
             if limits.tokens_per_day and account.day_tokens + prompt_tokens > limits.tokens_per_day:
                 waits.append((DAY_S - unix_s % DAY_S, f"at most {limits.tokens_per_day} tokens a day with {whose}"))
         _refuse_to_wait(waits)
@@ -289,8 +273,7 @@ class Limiter:
             account.own_day_tokens += prompt_tokens
             account.spent += prompt_tokens
             account.touched = True
-            if account.limits.tokens_per_minute:
-                account.tokens.take(prompt_tokens)
+            account.tokens.take(prompt_tokens)
 
     def every(self) -> Iterator[Account]:
         """Those of callers, then those of tenants."""

@@ -145,7 +145,7 @@ class SharedUsage:
         """None where it is as a new one."""
         account.touched = False
         limits = account.limits
-        requests, tokens = account.lacking(now)
+        requests, tokens = account.requests.lacking(now, 0.0), account.tokens.lacking(now, account.generated)
         is_today = account.day == int(unix_s // DAY_S)
         day_tokens = account.day_tokens + account.generated if limits.tokens_per_day and is_today else 0
         is_used = bool(requests > ROUNDING or tokens > ROUNDING or day_tokens)

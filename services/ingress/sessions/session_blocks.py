@@ -42,7 +42,10 @@ class SessionBlocks:
         """What each worker holds; those that do not answer are left out. A long history goes to those alone that hold
         its beginning: blocks are found along their chain, so the others hold nothing of what follows."""
         workers = self._workers_of(model)
-        begin = BEGIN_TOKENS + self._longest_public_prefix(workers)
+        # Where a chain starts is told by the public prefix that it begins with, so that is asked about too.
+        records = [self.client.members.view.workers[worker].record for worker in workers]
+        prefixes = (prefix.tokens for record in records for prefix in record.public_prefixes)
+        begin = BEGIN_TOKENS + max(prefixes, default=0)
         found = await self._inspect(workers, tenant, ids[:begin])
         if len(ids) <= begin:
             return found
@@ -54,11 +57,6 @@ class SessionBlocks:
     async def _inspect(self, workers: list[str], tenant: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
         answers = await self._ask_all(workers, AdminRequest(AdminCommand.INSPECT, tenant, ids), FIND_TIMEOUT_S)
         return {worker: codec.decode(Inspection, answer) for worker, answer in answers.items()}
-
-    def _longest_public_prefix(self, workers: list[str]) -> int:
-        """Tokens. Where a chain starts is told by the public prefix that it begins with, so that is asked about too."""
-        records = (self.client.members.view.workers[worker].record for worker in workers)
-        return max((prefix.tokens for record in records for prefix in record.public_prefixes), default=0)
 
     async def erase(self, session: Session) -> None:
         """Have every worker and vault forget what only this session had, its strays too. Raises nothing: what a worker
