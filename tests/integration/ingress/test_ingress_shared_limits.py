@@ -160,7 +160,7 @@ async def test_what_is_no_report_is_counted_and_changes_nothing(
 async def test_an_ingress_that_goes_says_that_nothing_runs_there(serving: Serve, worker: ScriptedWorker) -> None:
     keys = keys_of(a={"max_concurrent": 1})
     one, two = await asyncio.gather(serving(keys=keys), serving(keys=keys))
-    limiter, caller = one.ingress.admission.limiter, one.ingress.tenancy._keys.keys[0].caller
+    limiter, caller = one.ingress.admission.limiter, one.ingress.tenancy.keys.keys[0].caller
     limiter.admit(caller, one.client.now(), 0.0)
     await until(lambda: account_of(two, "a").running_elsewhere)
     limiter.release(caller)
@@ -178,7 +178,7 @@ async def test_what_was_used_without_nats_is_told_afterwards(
         try:
             assert (await ask(one, "a")).status_code == 200
             await until(lambda: account_of(two, "a").day_tokens == 44)
-            admission, caller = one.ingress.admission, one.ingress.tenancy._keys.keys[0].caller
+            admission, caller = one.ingress.admission, one.ingress.tenancy.keys.keys[0].caller
             told = one.ingress.usage_exchange.sent_total
             proxy.partition()
             proxy.cut()
