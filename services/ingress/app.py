@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route, Router
@@ -34,7 +35,6 @@ EXPOSED += [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset
 
 
 def create_app(ingress: Ingress) -> ASGIApp:
-    """The ASGI application of one started ingress."""
     flow, routes = ingress.flow, ingress.routes
     metrics, audit = ingress.metrics, ingress.audit
     dashboard = Dashboard()
@@ -92,36 +92,34 @@ class _AsSent(Router):
         await super().__call__({**scope, "path": scope["raw_path"].decode("latin-1")}, receive, send)
 
 
+@dataclass(eq=False, slots=True)
 class Endpoint:
     """One handler as an ASGI application: the top of its task, where errors become answers."""
 
-    def __init__(
-        self, handler: Handler, route: str, metrics: IngressMetrics, audit: Audit, guard: WebGuard | None
-    ) -> None:
-        self._handler = handler
-        self._route = route
-        self._metrics = metrics
-        self._audit = audit
-        self._guard = guard
+    handler: Handler
+    route: str
+    metrics: IngressMetrics
+    audit: Audit
+    guard: WebGuard | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, new_request_id())
         failure: KvfleetError | None = None
         try:
-            if self._guard is not None:
-                self._guard.check(exchange)
-            await self._handler(exchange)
+            if self.guard is not None:
+                self.guard.check(exchange)
+            await self.handler(exchange)
         except KvfleetError as error:
             failure = error
             exchange.outcome = error.code
             if exchange.started:
-                self._metrics.tally.stream_errors += 1
+                self.metrics.tally.stream_errors += 1
             if not exchange.gone:
                 await exchange.refuse(error)
         except Exception:  # the task's top: a fault of ours is one 500, or one cut stream
             exchange.outcome = KvfleetError.code
             log.exception(
-                "request %s on %s failed", exchange.request_id, self._route, extra={"request": exchange.request_id}
+                "request %s on %s failed", exchange.request_id, self.route, extra={"request": exchange.request_id}
             )
             if exchange.started:
                 raise  # the server cuts the connection: the client must not take what it has for the whole
@@ -129,12 +127,12 @@ class Endpoint:
             await exchange.refuse(failure)
         finally:
             code = CLIENT_LEFT if exchange.gone else exchange.status
-            self._metrics.requests.labels(self._route, str(code)).inc()
+            self.metrics.requests.labels(self.route, str(code)).inc()
             if exchange.trace is not None:
                 exchange.trace.end(exchange.request_id, code)
-            self._audit.ended(exchange, self._route, code, failure)
+            self.audit.ended(exchange, self.route, code, failure)
             if exchange.outcome:
-                self._metrics.ended(self._route, exchange.outcome)
+                self.metrics.ended(self.route, exchange.outcome)
 
 
 class _Route(Route):

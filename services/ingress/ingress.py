@@ -7,17 +7,17 @@ import contextlib
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.config import IngressConfig
 from kvfleet.ingress.fleet.routes import FleetRoutes
 from kvfleet.ingress.http.body_reader import BodyReader
 from kvfleet.ingress.http.web_guard import WebGuard
 from kvfleet.ingress.limits.admission import Admission
-from kvfleet.ingress.limits.service_levels import Targets
 from kvfleet.ingress.limits.shared_usage import SharedUsage
 from kvfleet.ingress.limits.shared_usage_exchange import UsageExchange
 from kvfleet.ingress.parts import IngressParts
@@ -32,6 +32,7 @@ from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvfleet.ingress.sessions.session_index import SessionIndex
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.sessions.turns import SessionBooks
+from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics, IngressReading
 from kvproto.buckets import Bucket
@@ -43,23 +44,79 @@ from kvservice import tracing
 from kvservice.tracing import Tracer
 
 DRAIN_POLL_S = 0.05
+READINGS = (  # name, kind, help, and where an `Ingress` has it
+    ("running_requests", "gauge", "Requests admitted and not yet ended.", "admission.running"),
+    ("refused_requests", "counter", "Refused by admission.", "admission.refused_total"),
+    ("refused_callers", "counter", "Refused as nobody known.", "tenancy.refused_total"),
+    ("api_keys", "gauge", "Configured API keys.", "tenancy.key_count"),
+    (
+        "counting_ingresses",
+        "gauge",
+        "Other ingresses that told within 3 s what limited callers use there.",
+        "usage.peers",
+    ),
+    ("told_usage_reports", "counter", "Reports sent to them.", "usage_exchange.sent_total"),
+    ("heard_usage_reports", "counter", "Reports of theirs.", "usage_exchange.received_total"),
+    (
+        "ignored_usage_reports",
+        "counter",
+        "Reports, or accounts in one, that were unreadable, of a life that is over, or too many.",
+        "usage_exchange.ignored_total",
+    ),
+    ("placed_attempts", "counter", "Attempts placed by placement.", "client.counters.placed_total"),
+    (
+        "placement_fallbacks",
+        "counter",
+        "Attempts placed by the ring because placement did not answer.",
+        "client.counters.fallback_total",
+    ),
+    (
+        "placement_unasked",
+        "counter",
+        "Of them, those of which placement was not even asked, as it had not answered for a while.",
+        "client.counters.unasked_total",
+    ),
+    ("spilled_attempts", "counter", "Attempts placed in another region.", "client.counters.spilled_total"),
+    (
+        "region_refusals",
+        "counter",
+        "Other regions that could not take a request, or did not answer.",
+        "client.counters.region_refusals_total",
+    ),
+    ("lost_attempts", "counter", "Attempts whose worker was lost.", "client.counters.lost_total"),
+    ("resends", "counter", "Times a worker was asked for frames again.", "client.counters.resends_total"),
+    ("orphan_frames", "counter", "Frames for nobody.", "client.inbox.orphan_frames_total"),
+    ("malformed_frames", "counter", "Frames that were unreadable.", "client.inbox.malformed_total"),
+    ("splice_hits", "counter", "Chats whose history was known.", "splices.hits_total"),
+    ("splice_misses", "counter", "Chats whose history was not.", "splices.misses_total"),
+    ("splice_bytes", "gauge", "Memory of known histories.", "splices.bytes_used"),
+    ("kept_runs", "gauge", "Ended and cut requests that may be asked for again.", "runs.kept"),
+    ("kept_run_bytes", "gauge", "Memory of them.", "runs.kept_bytes"),
+    ("running_run_bytes", "gauge", "Memory of running ones.", "runs.memory.used"),
+    ("attached_requests", "counter", "Repeats that joined a running request.", "runs.attached_total"),
+    ("resumed_requests", "counter", "Repeats that went on with a cut request.", "runs.resumed_total"),
+    ("replayed_requests", "counter", "Repeats of finished requests.", "runs.replayed_total"),
+    ("sessions", "gauge", "Sessions of all tenants.", "session_index.table.total"),
+    ("running_turns", "gauge", "Session turns running here.", "sessions.running"),
+    ("ready_workers", "gauge", "Workers that take new work.", "ready_workers"),
+)
 
 
 class Ingress:
-    """All of one ingress process but its web server. `open` needs a client whose members are listed."""
+    """An ingress process but its web server. Its client's members are listed already; `readings` are of other parts."""
 
     def __init__(
         self,
         client: Client,
         config: IngressConfig,
+        bucket: Bucket,
         tenancy: Tenancy,
         registry: CollectorRegistry,
-        bucket: Bucket,
-        audit: Audit,
-        readings: Iterable[IngressReading],
+        audit: Audit = NO_AUDIT,
+        readings: Iterable[IngressReading] = (),
         tracer: Tracer = tracing.NULL,
     ) -> None:
-        self._client = client
+        self.client = client
         self._executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[Any]] = []
         self.unready = False  # set before a drain: load balancers look elsewhere, requests are still served
@@ -73,65 +130,51 @@ class Ingress:
         self.guard = WebGuard(config.web, is_open=tenancy.is_open)
         self.metrics = IngressMetrics(
             registry,
-            Targets(config.slo_ttft_s, config.slo_itl_s),
+            config.targets,
             lambda: [record.model for record in self.models.served()],
         )
         self.regions = OtherRegions(client.connection, client.subjects, client.now)
         self.models = Models(client, client.members.view, self._executor, self.regions)
         self.regions.on_change = self.models.on_regions
         self.splices = SpliceIndex(config.splice_bytes)
-        self.session_blocks = SessionBlocks(client, self.regions)
+        self.session_blocks = SessionBlocks(client, self.regions.workers)
         self.sessions = Sessions(
             bucket,
             config.id,
             config.sessions,
-            unix_ms=unix_ms,
-            is_ingress_alive=self._is_ingress_alive,
+            unix_ms,
+            lambda ingress: ingress == config.id or (Role.INGRESS, ingress) in client.members.view.members,
             forget=self.session_blocks.forget,
         )
-        self.session_index = SessionIndex(bucket, self.sessions, config.sessions, unix_ms=unix_ms)
+        self.session_index = SessionIndex(bucket, self.sessions, config.sessions, unix_ms)
         self.runs = Runs(config.runs, client.now)
-        self._id = config.id
         books = SessionBooks(self.sessions, self.session_index, self.metrics.tally)
-        parts = IngressParts(client, config, tenancy, self.admission, self.models, books, self.metrics)
+        parts = IngressParts(client, config, tenancy, self.admission, self.models, books, self.metrics, self.runs)
         bodies = BodyReader(self._executor, config.max_body_bytes, config.body_timeout_s)
-        reader = RequestReader(parts, bodies, self.runs, audit, tracer)
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
-        self.flow = RequestFlow(parts, reader, prompts, self.runs)
+        self.flow = RequestFlow(parts, RequestReader(parts, bodies, audit, tracer), prompts)
         self.routes = FleetRoutes(
             parts, self.session_blocks, self.regions, lambda: self.unready or self.admission.draining
         )
         self.metrics.read_also((*self._readings(), *readings))
 
-    @classmethod
-    async def open(
-        cls,
-        client: Client,
-        config: IngressConfig,
-        tenancy: Tenancy,
-        registry: CollectorRegistry,
-        *,
-        audit: Audit = NO_AUDIT,
-        readings: Iterable[IngressReading] = (),
-        tracer: Tracer = tracing.NULL,
-    ) -> Ingress:
-        """Build and start; `readings` are metrics of parts that were built before. Raises Unavailable when the sessions
-        bucket does not exist."""
-        bucket = await Bucket.open(client.connection, client.subjects.sessions_bucket)
-        ingress = cls(client, config, tenancy, registry, bucket, audit, readings, tracer)
-        await ingress.regions.start()
-        await ingress.usage_exchange.start()
-        ingress.start()
-        return ingress
+    @property
+    def ready_workers(self) -> int:
+        return sum(1 for _ in self.client.members.view.ready())
 
-    def start(self) -> None:
-        self._client.members.listeners.append(self.models.on_member)
-        self._client.connection.on_reconnect.append(self._on_reconnect)
+    async def start(self) -> None:
+        await self.regions.start()
+        await self.usage_exchange.start()
+        self.client.members.listeners.append(self.models.on_member)
+        self.client.connection.on_reconnect.append(self.session_index.rewatch)
         self.models.start()
-        self._tasks.append(asyncio.create_task(self.sessions.run(), name="session-leases"))
-        self._tasks.append(asyncio.create_task(self.session_index.run(), name="session-index"))
-        self._tasks.append(asyncio.create_task(self.runs.run(), name="runs"))
-        self._tasks.append(asyncio.create_task(self.usage_exchange.run(), name="usage"))
+        for name, part in (
+            ("session-leases", self.sessions),
+            ("session-index", self.session_index),
+            ("runs", self.runs),
+            ("usage", self.usage_exchange),
+        ):
+            self._tasks.append(asyncio.create_task(part.run(), name=name))
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; False if some is still running after the timeout."""
@@ -142,15 +185,14 @@ class Ingress:
         return not self.admission.running
 
     def end_streams(self, error: KvfleetError) -> None:
-        """What still runs ends with this error as its last event."""
-        self._client.fail_streams(error)
+        self.client.fail_streams(error)
 
     async def close(self) -> None:
         """Stop the background tasks; the client stays its owner's."""
         with contextlib.suppress(ValueError):
-            self._client.members.listeners.remove(self.models.on_member)
+            self.client.members.listeners.remove(self.models.on_member)
         with contextlib.suppress(ValueError):
-            self._client.connection.on_reconnect.remove(self._on_reconnect)
+            self.client.connection.on_reconnect.remove(self.session_index.rewatch)
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -163,94 +205,9 @@ class Ingress:
         await self.models.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _on_reconnect(self) -> None:
-        self.session_index.rewatch()
-
-    def _is_ingress_alive(self, ingress: str) -> bool:
-        return ingress == self._id or (Role.INGRESS, ingress) in self._client.members.view.members
-
     def _readings(self) -> tuple[IngressReading, ...]:
-        counters, inbox, view = self._client.counters, self._client.inbox, self._client.members.view
-        runs, tenancy, usage, exchange = self.runs, self.tenancy, self.usage, self.usage_exchange
-        return (
-            IngressReading(
-                "running_requests", "Requests admitted and not yet ended.", "gauge", lambda: self.admission.running
-            ),
-            IngressReading(
-                "refused_requests", "Refused by admission.", "counter", lambda: self.admission.refused_total
-            ),
-            IngressReading("refused_callers", "Refused as nobody known.", "counter", lambda: tenancy.refused_total),
-            IngressReading("api_keys", "Configured API keys.", "gauge", lambda: tenancy.key_count),
-            IngressReading(
-                "counting_ingresses",
-                "Other ingresses that told within 3 s what limited callers use there.",
-                "gauge",
-                lambda: usage.peers,
-            ),
-            IngressReading("told_usage_reports", "Reports sent to them.", "counter", lambda: exchange.sent_total),
-            IngressReading("heard_usage_reports", "Reports of theirs.", "counter", lambda: exchange.received_total),
-            IngressReading(
-                "ignored_usage_reports",
-                "Reports, or accounts in one, that were unreadable, of a life that is over, or too many.",
-                "counter",
-                lambda: usage.refused_total + exchange.malformed_total,
-            ),
-            IngressReading(
-                "placed_attempts", "Attempts placed by placement.", "counter", lambda: counters.placed_total
-            ),
-            IngressReading(
-                "placement_fallbacks",
-                "Attempts placed by the ring because placement did not answer.",
-                "counter",
-                lambda: counters.fallback_total,
-            ),
-            IngressReading(
-                "placement_unasked",
-                "Of them, those of which placement was not even asked, as it had not answered for a while.",
-                "counter",
-                lambda: counters.unasked_total,
-            ),
-            IngressReading(
-                "spilled_attempts", "Attempts placed in another region.", "counter", lambda: counters.spilled_total
-            ),
-            IngressReading(
-                "region_refusals",
-                "Other regions that could not take a request, or did not answer.",
-                "counter",
-                lambda: counters.region_refusals_total,
-            ),
-            IngressReading("lost_attempts", "Attempts whose worker was lost.", "counter", lambda: counters.lost_total),
-            IngressReading(
-                "resends", "Times a worker was asked for frames again.", "counter", lambda: counters.resends_total
-            ),
-            IngressReading("orphan_frames", "Frames for nobody.", "counter", lambda: inbox.orphan_frames_total),
-            IngressReading(
-                "malformed_frames", "Frames that were unreadable.", "counter", lambda: inbox.malformed_total
-            ),
-            IngressReading("splice_hits", "Chats whose history was known.", "counter", lambda: self.splices.hits_total),
-            IngressReading(
-                "splice_misses", "Chats whose history was not.", "counter", lambda: self.splices.misses_total
-            ),
-            IngressReading("splice_bytes", "Memory of known histories.", "gauge", lambda: self.splices.bytes_used),
-            IngressReading(
-                "kept_runs", "Ended and cut requests that may be asked for again.", "gauge", lambda: runs.kept
-            ),
-            IngressReading("kept_run_bytes", "Memory of them.", "gauge", lambda: runs.kept_bytes),
-            IngressReading("running_run_bytes", "Memory of running ones.", "gauge", lambda: runs.memory.used),
-            IngressReading(
-                "attached_requests", "Repeats that joined a running request.", "counter", lambda: runs.attached_total
-            ),
-            IngressReading(
-                "resumed_requests", "Repeats that went on with a cut request.", "counter", lambda: runs.resumed_total
-            ),
-            IngressReading(
-                "replayed_requests", "Repeats of finished requests.", "counter", lambda: runs.replayed_total
-            ),
-            IngressReading("sessions", "Sessions of all tenants.", "gauge", lambda: self.session_index.table.total),
-            IngressReading("running_turns", "Session turns running here.", "gauge", lambda: self.sessions.running),
-            IngressReading(
-                "ready_workers", "Workers that take new work.", "gauge", lambda: sum(1 for _ in view.ready())
-            ),
+        return tuple(
+            IngressReading(name, help_, kind, partial(attrgetter(path), self)) for name, kind, help_, path in READINGS
         )
 
 

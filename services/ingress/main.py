@@ -1,4 +1,4 @@
-"""Wiring of an ingress process: settings, NATS, client, lease, uvicorn."""
+"""Wiring of an ingress process: settings, NATS, client, lease, uvicorn; metrics and probes on a port of their own."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from kvfleet.ingress.app import create_app, for_browsers
 from kvfleet.ingress.auth.access import Access
-from kvfleet.ingress.config import IngressConfig, RunLimits, SessionLimits, WebRules
 from kvfleet.ingress.ingress import Ingress
-from kvfleet.ingress.probes import IngressProbes
-from kvfleet.ingress.settings import IngressSettings
+from kvfleet.ingress.settings import IngressSettings, config_of, listed
+from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.errors import Draining, InvalidRequest, Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Role
 from kvproto.subjects import INGRESS_INBOX, Subjects
 from kvservice import lifecycle, logs
+from kvservice.lifecycle import Lifecycle
 from kvservice.membership import member_record, open_bucket
+from kvservice.metrics import MetricsServer
 from kvservice.nats_connection import connect
+from kvservice.probes import STUCK_S
 from kvservice.process_metrics import common_readings
 from kvservice.settings import load
 from kvservice.tracing_start import open_tracer
@@ -33,42 +39,8 @@ from kvservice.tracing_start import open_tracer
 log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
-
-
-def config_of(settings: IngressSettings, member: str) -> IngressConfig:
-    return IngressConfig(
-        id=member,
-        max_body_bytes=settings.max_body_bytes,
-        body_timeout_s=settings.body_timeout_s,
-        max_concurrent=settings.max_streams,
-        default_max_tokens=settings.default_max_tokens,
-        request_deadline_s=settings.request_deadline_s,
-        max_wait_s=settings.max_wait_s,
-        splice_bytes=settings.splice_memory_bytes,
-        fleet_key=settings.fleet_key.encode(),
-        slo_ttft_s=settings.slo_ttft_s,
-        slo_itl_s=settings.slo_itl_s,
-        sessions=SessionLimits(
-            idle_expiry_s=settings.session_ttl_s,
-            per_tenant=settings.max_sessions_per_tenant,
-            max_tokens=settings.max_session_tokens,
-        ),
-        runs=RunLimits(
-            settings.resume_grace_s,
-            settings.replay_s,
-            settings.resume_memory_bytes,
-            running_bytes=settings.stream_memory_bytes,
-        ),
-        web=WebRules(
-            own_hosts=(settings.host, socket.gethostname()),
-            allowed_hosts=listed(settings.allowed_hosts) if settings.allowed_hosts is not None else None,
-            cors_origins=listed(settings.cors_origins),
-        ),
-    )
-
-
-def listed(text: str) -> tuple[str, ...]:
-    return tuple(one.strip() for one in text.split(",") if one.strip())
+READ_S = 3.0
+T = TypeVar("T")
 
 
 class _Server(uvicorn.Server):
@@ -92,7 +64,7 @@ def _socket(settings: IngressSettings, config: uvicorn.Config) -> socket.socket:
         raise InvalidRequest(f"{settings.listen_fd} is no socket: {error.strerror}", field="listen_fd") from None
 
 
-async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, life: lifecycle.Lifecycle) -> None:
+async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, life: Lifecycle) -> None:
     config = uvicorn.Config(
         for_browsers(create_app(ingress), listed(settings.cors_origins)),
         host=settings.host,
@@ -142,7 +114,57 @@ async def _settle(ingress: Ingress) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
+class IngressProbes(Collector):
+    """Metrics and probes on `--metrics-port`; without one it does nothing. Owned by the process's main coroutine.
+
+    The port is open from the start, and not ready until a request would be served. Its server has its own threads; what
+    the event loop owns is read there.
+    """
+
+    def __init__(self, settings: IngressSettings, life: Lifecycle) -> None:
+        """Raises Unavailable for a port that is taken."""
+        self._registry = CollectorRegistry()
+        self._life = life
+        self._loop = asyncio.get_running_loop()
+        self._ingress: Ingress | None = None
+        if settings.metrics_port is None:
+            return
+        server = MetricsServer(
+            self._registry, settings.host, settings.metrics_port, self._is_ready, lambda: life.idle_s < STUCK_S
+        )
+        life.closing("metrics", server.close)
+        log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
+
+    def serving(self, ingress: Ingress) -> None:
+        """From now on requests may be served, and its metrics are shown."""
+        self._ingress = ingress
+        self._registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        assert self._ingress is not None
+        registry = self._ingress.metrics.registry
+        return self._read(lambda: list(registry.collect()))
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # registering must not ask the event loop, which it runs on
+
+    def _is_ready(self) -> bool:
+        ingress = self._ingress if not self._life.stopping.is_set() else None
+        try:
+            return ingress is not None and not self._read(ingress.routes.missing)
+        except TimeoutError:
+            return False
+
+    def _read(self, question: Callable[[], T]) -> T:
+        """Have the event loop answer. Raises TimeoutError."""
+
+        async def ask() -> T:
+            return question()
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(READ_S)
+
+
+async def serve(settings: IngressSettings, life: Lifecycle) -> None:
     tracer = open_tracer(settings, "ingress", life)
     access = Access(settings, asyncio.get_running_loop().time)
     access.start(life)
@@ -163,15 +185,17 @@ async def serve(settings: IngressSettings, life: lifecycle.Lifecycle) -> None:
     bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
     client = await Client.over(connection, subjects)
     life.closing("client", client.close)
-    ingress = await Ingress.open(
+    ingress = Ingress(
         client,
         config_of(settings, member),
+        await Bucket.open(connection, subjects.sessions_bucket),
         access.tenancy,
         CollectorRegistry(),
-        audit=access.audit,
-        readings=access.readings(),
-        tracer=tracer,
+        access.audit,
+        access.readings(),
+        tracer,
     )
+    await ingress.start()
     certificates = {"nats": settings.nats_cert, "https": settings.tls_cert}
     ingress.metrics.show_common(common_readings("ingress", connection, certificates))
     life.closing("ingress", ingress.close)

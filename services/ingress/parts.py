@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.config import IngressConfig
 from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.prompts.models import Models
+from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.turns import SessionBooks
+from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.client import Client
 
@@ -16,7 +17,7 @@ from kvproto.client import Client
 @dataclass(frozen=True, slots=True)
 class IngressParts:
     """Each part is owned by the event loop. `client` reaches the fleet, `tenancy` knows the callers, `admission` lets
-    them in, `models` are those that are served, `books` keep the sessions."""
+    them in, `models` are those that are served, `books` keep the sessions, `runs` what requests have brought."""
 
     client: Client
     config: IngressConfig
@@ -25,3 +26,4 @@ class IngressParts:
     models: Models
     books: SessionBooks
     metrics: IngressMetrics
+    runs: Runs

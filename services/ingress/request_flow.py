@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvfleet.ingress.answers.native_events import NativeForm
@@ -25,10 +26,9 @@ from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
+from kvfleet.ingress.limits.admission import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.limits.callers import default_max_tokens
 from kvfleet.ingress.limits.limiter import RunUsage
-from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, TokenCosts
-from kvfleet.ingress.limits.service_levels import ServiceLevel
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
@@ -45,12 +45,13 @@ from kvfleet.ingress.requests.bodies import (
 )
 from kvfleet.ingress.requests.sampling_plan import plan_sampling, prompt_must_fit
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
-from kvfleet.ingress.runs.jobs import Job, Prepare
+from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName
-from kvfleet.ingress.runs.runs import Run, Runs
+from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_index import auto_seq_id
-from kvfleet.ingress.sessions.turns import ChatTurn, PlainTurn, SessionTurn
+from kvfleet.ingress.sessions.turns import ChatTurn, SessionTurn
+from kvfleet.ingress.telemetry.metrics import RequestTally
 from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.client import Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
@@ -60,135 +61,125 @@ from kvproto.streams.stream import Stream
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class RequestFlow:
     """The three generating routes. Owned by the event loop; holds no state of a request between its awaits."""
 
-    def __init__(self, parts: IngressParts, reader: RequestReader, prompts: Prompts, runs: Runs) -> None:
-        self._client = parts.client
-        self._config = parts.config
-        self._admission = parts.admission
-        self._models = parts.models
-        self._books = parts.books
-        self._sessions = parts.books.sessions
-        self._metrics = parts.metrics
-        self._tally = parts.metrics.tally
-        self._reader = reader
-        self._prompts = prompts
-        self._runs = runs
+    parts: IngressParts
+    reader: RequestReader
+    prompts: Prompts
 
     # ------------------------------------------------------------------ routes
 
     async def chat_completions(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions. Of several choices the first is the one that is remembered as the turn."""
-        call = await self._reader.read(exchange, "chat_completions", read_chat)
+        call = await self.reader.read(exchange, "chat_completions", read_chat)
         await self._serve(exchange, call, lambda: self._chat_job(call), streams=call.ask.stream)
 
     async def completions(self, exchange: Exchange) -> None:
-        """POST /v1/completions."""
-        call = await self._reader.read(exchange, "completions", read_completion)
+        call = await self.reader.read(exchange, "completions", read_completion)
         await self._serve(exchange, call, lambda: self._completion_job(call), streams=call.ask.stream)
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one."""
-        call = await self._reader.read(exchange, "generate", read_generate)
+        call = await self.reader.read(exchange, "generate", read_generate)
         await self._serve(exchange, call, lambda: self._generate_job(call), streams=True)
 
     # ------------------------------------------------------------------ jobs
 
     async def _chat_job(self, call: Call[ChatAsk]) -> Job:
         ask, tenant = call.ask, call.caller.tenant
-        model = await self._models.get(ask.model)
+        model = await self.parts.models.get(ask.model)
         session = await self._offered_session(tenant, ask.seq_id)
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
-        prompt = await self._prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
-        self._tally.spliced_tokens += prompt.spliced
+        prompt = await self.prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
+        self.parts.metrics.tally.spliced_tokens += prompt.spliced
         sampling = self._sampling(call, model, len(prompt.ids), "messages")
         conversation = session.key if session is not None else conversation_of(ask.messages)
-        turn = ChatTurn(
-            self._books,
-            self._prompts,
-            tenant,
-            session,
-            model,
-            call.name.request,
-            prompt,
-            longest=len(prompt.ids) + sampling.max_tokens,
-        )
-        head = _answer_head(call, model, sampling, prompt.ids, chat=True)
-        form = OpenAiForm(head, ask.include_usage)
-        generation = self._generation(call, model, prompt.ids, sampling, conversation)
-        return Job(generation, form, turn, sys.getsizeof(prompt.text), self._level(call, model), _costs(ask.stream))
+        kept = None
+        if session is not None and self.parts.books.sessions.fits(len(prompt.ids) + sampling.max_tokens):
+            kept = SessionTurn(self.parts.books, tenant, session, model.name, call.name.request, prompt.ids, None)
+        turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
+        form = _openai_form(call, model, sampling, prompt.ids)
+        return self._job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
         ask = call.ask
-        model = await self._models.get(ask.model)
+        model = await self.parts.models.get(ask.model)
         if ask.prompt is not None:
             must_fit = prompt_must_fit(ask.sampling.overflow)
-            ids = await self._prompts.plain(model, ask.prompt, begins=True, must_fit=must_fit)
+            ids = await self.prompts.plain(model, ask.prompt, begins=True, must_fit=must_fit)
         else:
             ids = ask.prompt_ids
         sampling = self._sampling(call, model, len(ids), "prompt", default=16)
         if ask.prompt is None:  # what cannot fit is not looked through
-            await self._prompts.check_ids(model, ids)
-        head = _answer_head(call, model, sampling, ids, chat=False)
-        form = OpenAiForm(head, ask.include_usage)
-        generation = self._generation(call, model, ids, sampling, None)
-        return Job(generation, form, PlainTurn(), level=self._level(call, model), costs=_costs(ask.stream))
+            await self.prompts.check_ids(model, ids)
+        form = _openai_form(call, model, sampling, ids)
+        return self._job(call, model, ids, sampling, form, HeldTurn())
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
         """The history is kept whole, also what a `context_overflow` policy leaves out of a turn."""
         ask, tenant, request = call.ask, call.caller.tenant, call.name.request
         session = await self._session_of(call)
-        model = await self._models.get(self._model_of_turn(session, ask.model), field="model_name")
+        model = await self.parts.models.get(self._model_of_turn(session, ask.model), field="model_name")
         must_fit = prompt_must_fit(ask.sampling.overflow)
-        tail = await self._prompts.plain(model, ask.prompt, begins=not session.ids, must_fit=must_fit)
+        tail = await self.prompts.plain(model, ask.prompt, begins=not session.ids, must_fit=must_fit)
         ids = session.ids + tail
         sampling = self._sampling(call, model, len(ids), "prompt", default=DEFAULT_MAX_TOKENS)
-        self._sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
-        turn = SessionTurn(self._books, tenant, session, model.name, request, ids, history=len(session.ids))
+        self.parts.books.sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
+        turn = SessionTurn(self.parts.books, tenant, session, model.name, request, ids, history=len(session.ids))
         form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling), prompt_digest(ids))
-        generation = self._generation(call, model, ids, sampling, session.key)
-        return Job(generation, form, turn, level=self._level(call, model))
+        return self._job(call, model, ids, sampling, form, turn, session.key)
 
     def _sampling(
         self, call: Call[Ask], model: ServedModel, prompt_tokens: int, field: str, default: int | None = None
     ) -> Sampling:
         if not prompt_tokens:
             raise InvalidRequest("must hold at least 1 token", field=field)
-        ask, default = call.ask.sampling, default or self._config.default_max_tokens
+        ask, default = call.ask.sampling, default or self.parts.config.default_max_tokens
         default = default_max_tokens(call.caller, ask.max_tokens, ask.max_tokens_field, default)
         said = plan_sampling(ask, model.bundle, prompt_tokens=prompt_tokens, field=field, default_max_tokens=default)
-        self._runs.memory.check_longest(said, _costs(getattr(call.ask, "stream", True)), ask.max_tokens_field)
+        self.parts.runs.memory.check_longest(said, _costs(call.ask), ask.max_tokens_field)
         return said
 
-    def _generation(
-        self, call: Call[Ask], model: ServedModel, ids: tuple[int, ...], sampling: Sampling, conversation: str | None
-    ) -> Generation:
-        placement = call.ask.placement
-        return Generation(
+    def _job(
+        self,
+        call: Call[Ask],
+        model: ServedModel,
+        ids: tuple[int, ...],
+        sampling: Sampling,
+        form: Form,
+        turn: HeldTurn,
+        conversation: str | None = None,
+        turn_bytes: int = 0,
+    ) -> Job:
+        placement, config = call.ask.placement, self.parts.config
+        generation = Generation(
             model=model.name,
             sampling=sampling,
             prompt_ids=ids,
             tenant=call.caller.tenant,
             session=conversation,
             priority=call.priority,
-            deadline_s=self._config.request_deadline_s,
-            patience_s=self._config.no_worker_timeout_s,
-            max_wait_s=self._config.max_wait_s,
+            deadline_s=config.request_deadline_s,
+            patience_s=config.no_worker_timeout_s,
+            max_wait_s=config.max_wait_s,
             policy=placement.policy,
             worker=placement.worker,
             request=call.name.request,
             traceparent=call.traceparent,
             exact=call.ask.exact,
         )
+        level = self.parts.metrics.levels.of(model.name, call.route)
+        return Job(generation, form, turn, turn_bytes, level, _costs(call.ask))
 
     async def _session_of(self, call: Call[GenerateAsk]) -> Session:
         """The session as it was before this turn, if this turn was committed last."""
         tenant, name, seq_id = call.caller.tenant, call.name, call.ask.seq_id
         if seq_id is None and not name.named:
-            return self._sessions.fresh(tenant, auto_seq_id(name.request))
-        session = await self._sessions.read(tenant, seq_id or auto_seq_id(name.request))
+            return self.parts.books.sessions.fresh(tenant, auto_seq_id(name.request))
+        session = await self.parts.books.sessions.read(tenant, seq_id or auto_seq_id(name.request))
         if session.is_last(name.request):
             return session.before_last()
         if name.at != START and session.has_moved_on(name.request):
@@ -197,31 +188,29 @@ class RequestFlow:
 
     def _model_of_turn(self, session: Session, said: str | None) -> str:
         if session.head is None or not session.head.turns:
-            return said or self._models.default_name(self._config.default_model)
+            return said or self.parts.models.default_name(self.parts.config.default_model)
         if said is not None and said != session.head.model:
             raise InvalidRequest(f"this session is of {session.head.model!r}", field="model_name")
         return session.head.model
 
     async def _offered_session(self, tenant: str, seq_id: str | None) -> Session | None:
-        if seq_id is not None:
-            with contextlib.suppress(Unavailable):
-                return await self._sessions.read(tenant, seq_id)
+        with contextlib.suppress(Unavailable):
+            return await self.parts.books.sessions.read(tenant, seq_id) if seq_id is not None else None
         return None
 
     # ------------------------------------------------------------------ running
 
     async def _serve(self, exchange: Exchange, call: Call[Ask], prepare: Prepare, *, streams: bool) -> None:
-        """Admit, run it or attach it to the run that it repeats, carry that to the caller; then the end. Raises the
-        run's KvfleetError."""
+        """Admit, run or attach to the run that it repeats, carry that to the caller, end. Raises the run's error."""
         name = call.name
         if name.at != START and not streams:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
-        found = self._runs.find(call.caller.tenant, name, call.digest)
+        found = self.parts.runs.find(call.caller.tenant, name, call.digest)
         with self._admitted(exchange, call, found, prepare) as run:
             exchange.usage, exchange.repeats = run.usage, found is not None
             about = {"request": name.request, "tenant": call.caller.tenant}
             log.debug("request %s: %s", name.request, call.route, extra=about)
-            self._tally.active_streams += 1
+            self.parts.metrics.tally.active_streams += 1
             try:
                 last = await self._carry(exchange, call, run, streams=streams)
             except KvfleetError as error:
@@ -230,25 +219,24 @@ class RequestFlow:
                     raise _begun_otherwise(name) from error
                 raise
             finally:
-                self._tally.active_streams -= 1
+                self.parts.metrics.tally.active_streams -= 1
                 if call.trace is not None:
                     call.trace.has_carried(run, call.arrived_at, found=found is not None)
                 if found is None:
                     self._observe(call, run)
-                await self._runs.detach(run, exchange)
+                await self.parts.runs.detach(run, exchange)
+        exchange.outcome = run.transcript.choices[0].reason or ""
         if streams:
-            exchange.outcome = _reason_of(run)
             await complete(exchange, run.transcript, last)
         else:
             assert isinstance(run.form, OpenAiForm)
-            exchange.outcome = _reason_of(run)
             answer = answer_body(run.form.head, run.transcript)
             await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
 
     async def _carry(self, exchange: Exchange, call: Call[Ask], run: Run, *, streams: bool) -> list[bytes]:
         """All but the end; returns the last events."""
         assert run.usage is not None
-        on_tokens = partial(self._count_tokens, run.usage)
+        on_tokens = partial(_count_tokens, self.parts.metrics.tally, run.usage)
         if not streams:
             await gather(exchange, run, on_tokens=on_tokens)
             return []
@@ -257,7 +245,7 @@ class RequestFlow:
             run,
             call.name.at,
             id_lines=call.name.named or wants_lines(exchange.header(b"accept")),
-            keepalive_s=self._config.keepalive_s,
+            keepalive_s=self.parts.config.keepalive_s,
             on_tokens=on_tokens,
         )
 
@@ -266,32 +254,31 @@ class RequestFlow:
     ) -> Stream:
         """Raises LimitExceeded, PayloadTooLarge where its prompt is more than the limits leave."""
         usage.model = generation.model
-        self._admission.charge(usage, len(generation.prompt_ids), now())
+        self.parts.admission.charge(usage, len(generation.prompt_ids), now())
         trail = trace.trail(generation) if trace is not None else None
-        return self._client.generate(generation, before, trail)
+        return self.parts.client.generate(generation, before, trail)
 
     @contextlib.contextmanager
     def _admitted(self, exchange: Exchange, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
-        """The run that a request is about, found or new, with one more reader. It counts once in its key's limits for
-        as long as it runs, whichever of its readers are left; what was parked and goes on runs anew, and is not charged
-        anew."""
+        """The run that a request is about, found or new, with one more reader. It counts once in its key's limits while
+        it runs, whichever readers are left; what was parked and goes on is not charged anew."""
         caller = call.caller
         repeat, returns = repeat_state(found)
         choices = call.ask.sampling.n
-        self._admission.admit(caller, now(), choices=choices, repeat=repeat, returns=returns)
+        self.parts.admission.admit(caller, now(), choices=choices, repeat=repeat, returns=returns)
         run = found
         if run is None:
-            trace, usage = call.trace, self._admission.limiter.usage_of(caller)
+            trace, usage = call.trace, self.parts.admission.limiter.usage_of(caller)
             start = partial(self._start, trace, usage)
             if trace is not None:
                 prepare = trace.tokenising(prepare)
-            run = Run(caller.tenant, call.name.request, call.digest, call.name.keyed, prepare, start, self._runs.memory)
+            name, memory = call.name, self.parts.runs.memory
+            run = Run(caller.tenant, name.request, call.digest, name.keyed, prepare, start, memory, usage=usage)
             run.traceparent = trace.span.traceparent if trace is not None else None
-            run.usage = usage
-            self._runs.add(run)
+            self.parts.runs.add(run)
         elif call.trace is not None:
             call.trace.span.link(run.traceparent)
-        run = self._runs.attach(run, exchange)
+        run = self.parts.runs.attach(run, exchange)
         if not repeat:
             run.payer = caller
         try:
@@ -299,16 +286,9 @@ class RequestFlow:
         finally:
             if run.payer is not None and (run.over or not run.readers):
                 payer, run.payer = run.payer, None
-                self._admission.release(payer, choices=choices)
+                self.parts.admission.release(payer, choices=choices)
             else:
-                self._admission.release(caller, repeat=True)
-
-    def _level(self, call: Call[Ask], model: ServedModel) -> ServiceLevel:
-        return self._metrics.levels.of(model.name, call.route)
-
-    def _count_tokens(self, usage: RunUsage, count: int) -> None:
-        self._tally.generated_tokens += count
-        usage.generated(count)
+                self.parts.admission.release(caller, repeat=True)
 
     def _observe(self, call: Call[Ask], run: Run) -> None:
         """Metrics of one request, when who began it is done with it."""
@@ -325,36 +305,32 @@ class RequestFlow:
             failed = run.error is not None and run.error.http_status >= 500
             if run.finished or failed:
                 tokens = sum(transcript.totals)
-                level.judge(self._metrics.levels.targets, ttft_s, itl_s, tokens, finished=run.finished)
+                level.judge(self.parts.metrics.levels.targets, ttft_s, itl_s, tokens, finished=run.finished)
         if transcript.finished is not None:
-            self._tally.prompt_tokens += transcript.finished.prompt_tokens
-            self._tally.cached_tokens += cached_tokens(transcript)
+            tally = self.parts.metrics.tally
+            tally.prompt_tokens += transcript.finished.prompt_tokens
+            tally.cached_tokens += cached_tokens(transcript)
         if run.usage is not None:
             run.usage.cached_tokens = cached_tokens(transcript)
 
 
-def _costs(streams: bool) -> TokenCosts:
-    return STREAMED if streams else WHOLE
+def _count_tokens(tally: RequestTally, usage: RunUsage, count: int) -> None:
+    """The hot path: once for each read of the stream."""
+    tally.generated_tokens += count
+    usage.generated(count)
 
 
-def _reason_of(run: Run) -> str:
-    """What a finished run's first choice ended with."""
-    return run.transcript.choices[0].reason or ""
+def _costs(ask: GenerateAsk | ChatAsk | CompletionAsk) -> TokenCosts:
+    return STREAMED if isinstance(ask, GenerateAsk) or ask.stream else WHOLE
 
 
-def _answer_head(
-    call: Call[Ask], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], *, chat: bool
-) -> AnswerHead:
-    return AnswerHead(
-        call.name.request,
-        model.name,
-        int(time.time()),
-        model.fingerprint,
-        chat,
-        sampling.n,
-        _spelling(model, sampling),
-        prompt_digest(ids),
-    )
+def _openai_form(
+    call: Call[ChatAsk] | Call[CompletionAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...]
+) -> OpenAiForm:
+    request, begun_at = call.name.request, int(time.time())
+    spelling, digest, chat = _spelling(model, sampling), prompt_digest(ids), isinstance(call.ask, ChatAsk)
+    head = AnswerHead(request, model.name, begun_at, model.fingerprint, chat, sampling.n, spelling, digest)
+    return OpenAiForm(head, call.ask.include_usage)
 
 
 def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:

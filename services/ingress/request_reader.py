@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from kvfleet.ingress.auth.tenancy import identify
@@ -24,13 +24,12 @@ from kvfleet.ingress.requests.bodies import ChatAsk, CompletionAsk, GenerateAsk
 from kvfleet.ingress.requests.fields import Body
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START
 from kvfleet.ingress.runs.repeats import RequestName, key_secret, name_request
-from kvfleet.ingress.runs.runs import Run, Runs
+from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.telemetry import request_trace
 from kvfleet.ingress.telemetry.audit import Audit
 from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_request_id
-from kvservice import tracing
 from kvservice.tracing import Tracer
 
 log = logging.getLogger(__name__)
@@ -53,30 +52,31 @@ class Call(Generic[Ask]):
     arrived_at: float
 
 
+@dataclass(eq=False, slots=True)
 class RequestReader:
     """What all three generating routes begin with."""
 
-    def __init__(
-        self, parts: IngressParts, bodies: BodyReader, runs: Runs, audit: Audit, tracer: Tracer = tracing.NULL
-    ) -> None:
-        self._tenancy = parts.tenancy
-        self._admission = parts.admission
-        self._models = parts.models
-        self._bodies = bodies
-        self._runs = runs
-        self._audit = audit
-        self._tracer = tracer
-        fleet_key, has_one_tenant = parts.config.fleet_key, parts.tenancy.has_one_tenant
+    parts: IngressParts
+    bodies: BodyReader
+    audit: Audit
+    tracer: Tracer
+    _secret: bytes = field(init=False)
+    _sealed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        fleet_key, has_one_tenant = self.parts.config.fleet_key, self.parts.tenancy.has_one_tenant
         self._secret, everywhere = key_secret(fleet_key, one_tenant=has_one_tenant)
         self._sealed = bool(fleet_key) and not has_one_tenant
         if not everywhere:
             log.warning("no fleet key: an Idempotency-Key is known to this ingress only")
 
     async def read(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> Call[Ask]:
-        """Headers, then the body of a caller that would be let in. When this returns its place is free, and its caller
-        goes on to admit it in the same step of the event loop."""
-        arrived_at, trace = now(), request_trace.begin(self._tracer, exchange, route)
-        caller = await self._authenticate(exchange)
+        """Headers, then the body of a caller that would be let in. Its place is free when this returns: the caller goes
+        on to admit it in the same step of the event loop."""
+        arrived_at, trace = now(), request_trace.begin(self.tracer, exchange, route)
+        caller, admission = await identify(self.parts.tenancy, exchange), self.parts.admission
+        # Any answer says what is left of the caller's limits.
+        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
         name = name_request(
             caller.tenant,
             exchange.header(b"last-event-id"),
@@ -84,30 +84,24 @@ class RequestReader:
             self._secret,
             sealed=self._sealed,
         )
-        repeat, returns = repeat_state(self._runs.known(caller.tenant, name))
+        repeat, returns = repeat_state(self.parts.runs.known(caller.tenant, name))
         if not repeat:
-            self._runs.memory.check_room()
-        with self._admission.reading(caller, now(), repeat=repeat, returns=returns):
-            ask, digest = await self._bodies.read(exchange, route, read)
-        if self._runs.is_foreign(caller.tenant, name.request):
+            self.parts.runs.memory.check_room()
+        with admission.reading(caller, now(), repeat=repeat, returns=returns):
+            ask, digest = await self.bodies.read(exchange, route, read)
+        if self.parts.runs.is_foreign(caller.tenant, name.request):
             if name.at != START:  # under another id it would be another stream: none is begun in the middle
                 raise InvalidRequest("is of no request that is known here", field=LAST_EVENT_ID)
             name = replace(name, request=new_request_id())
         exchange.request_id = name.request
         require_policy(caller, ask.placement.policy)
         priority = priority_of(caller, ask.placement.priority)
-        if self._audit.is_on:
-            self._audit.request_started(exchange, route, self._models.known(ask.model))
+        if self.audit.is_on:
+            self.audit.request_started(exchange, route, self.parts.models.known(ask.model))
         if trace is not None:
             trace.names_session = route == "generate" or getattr(ask, "seq_id", None) is not None
-        given = None if self._tracer.enabled else exchange.header(b"traceparent")  # others may trace
+        given = None if self.tracer.enabled else exchange.header(b"traceparent")  # others may trace
         return Call(route, ask, caller, priority, name, digest, trace, given, arrived_at)
-
-    async def _authenticate(self, exchange: Exchange) -> Caller:
-        """The caller; answers say what is left of its limits. Raises as `Tenancy.authenticate` does."""
-        caller, admission = await identify(self._tenancy, exchange), self._admission
-        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
-        return caller
 
 
 def repeat_state(found: Run | None) -> tuple[bool, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 # lower floors alone. What is not named stands above all.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvfleet.ingress": (
-        ("requests",), ("limits", "prompts"), ("config", "settings"), ("runs",), ("http",), ("answers", "telemetry"),
+        ("requests",), ("limits", "prompts"), ("settings",), ("runs",), ("http",), ("answers", "telemetry"),
         ("auth", "sessions"), ("parts",), ("fleet",), ("dashboard",),
     ),
     "kvfleet.placement": (
@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- floors -->\n", "<!-- end of floors -->\n"
 ABOVE = {
-    "kvfleet.ingress": ("main app ingress", "request_flow", "request_reader", "probes"),
+    "kvfleet.ingress": ("main app ingress", "request_flow", "request_reader"),
     "kvfleet.placement": ("main loop", "placement_metrics"),
     "kvfleet.worker": ("main", "worker_metrics"),
     "kvfleet.vault": ("main loop", "vault_metrics"),

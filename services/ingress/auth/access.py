@@ -1,6 +1,9 @@
-"""Wiring: who may come in, and what is written down about it: API keys, an issuer, the audit log, and their reloads.
+"""Wiring: who may come in, and what is written down about it: API keys, an issuer, the audit log. Files that say so are
+taken up when they change: by looking every half second, or at once at SIGHUP; the audit log follows its name itself.
 
-SIGHUP ─▶ `reload_now`: keys and certificates are read at once; the audit log follows its name without it
+What is there must look the same twice, so that a file in the middle of being written is not taken; links that are
+swapped, as Kubernetes does with a mounted secret, are noticed as any other change. What cannot be used is said once,
+and what was there stays; what could not be taken just now (a retryable error) is tried again at each look.
 """
 
 from __future__ import annotations
@@ -10,17 +13,16 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvfleet.ingress.auth.api_keys import KeySet, parse_keys
-from kvfleet.ingress.auth.jwks import REFRESH_S, Fetch, IssuerKeys
-from kvfleet.ingress.auth.jwks_fetch import check_url, fetch_key_set, read_key_file
-from kvfleet.ingress.auth.key_file import read_sources
+from kvfleet.ingress.auth.jwks import IssuerKeys, check_url, fetch_key_set, read_key_file
+from kvfleet.ingress.auth.key_files import check_tls, read_pair, read_sources, use_pair
 from kvfleet.ingress.auth.oidc import OidcRules, read_algorithms
-from kvfleet.ingress.auth.reload import Reload
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.auth.tls_files import check_tls, read_pair, use_pair
 from kvfleet.ingress.settings import IngressSettings
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit, open_audit_file
 from kvfleet.ingress.telemetry.audit_file import AuditFile
@@ -30,7 +32,70 @@ from kvservice.lifecycle import Lifecycle
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.5
 FILE_REFRESH_S = 1.0  # of an issuer's keys in a file
+S = TypeVar("S")
+
+
+@dataclass(eq=False, slots=True)
+class Reload(Generic[S]):
+    """One source. `read` blocks, in a thread; `take` raises KvfleetError for what is of no use. Owned by the loop."""
+
+    what: str
+    read: Callable[[], S]
+    take: Callable[[S], None]
+    seen: S | str  # at the last look; what it said, or why it could not be read
+    on_reload: Callable[[str, str | None], None] = lambda what, why_not: None
+    reloads_total: int = 0
+    failures_total: int = 0
+    _decided: S | str = field(init=False)  # the same, when that was last acted upon
+    _told: int = 0  # times that `now` was called
+
+    def __post_init__(self) -> None:
+        self._decided = self.seen
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            told = self._told
+            said = await asyncio.to_thread(self._look)
+            if told != self._told:
+                continue  # what this look saw is older than what was taken meanwhile
+            if said == self.seen:
+                self._decide(said)
+            self.seen = said
+
+    def now(self) -> None:
+        """Take up what is there, without waiting for it to settle; what could not be used is tried again."""
+        self._told += 1
+        self.seen = self._look()
+        self._decided = ""
+        self._decide(self.seen)
+
+    def _look(self) -> S | str:
+        try:
+            return self.read()
+        except KvfleetError as error:
+            return str(error)
+
+    def _decide(self, said: S | str) -> None:
+        if said == self._decided:
+            return
+        self._decided = said
+        try:
+            if isinstance(said, str):
+                raise KvfleetError(said)
+            self.take(said)
+        except KvfleetError as error:
+            self.failures_total += 1
+            if error.retryable:
+                self._decided = ""
+            log.error("%s: what is there now cannot be used, the old ones stay: %s", self.what, error)
+            self.on_reload(self.what, str(error))
+        else:
+            self.reloads_total += 1
+            log.info("%s: reloaded", self.what)
+            self.on_reload(self.what, None)
 
 
 class Access:
@@ -48,21 +113,15 @@ class Access:
             self.audit = Audit(self._audit_file.write, time.time)
         self._issuer = _issuer_of(settings, now)
         path = settings.api_keys_file
-        texts: tuple[str, ...] = ()
-        if path is not None:
-            texts = read_sources(path, "api_keys_file")
+        texts = read_sources(path, "api_keys_file") if path is not None else ()
         keys = self._parse(texts)
         if path is not None and not keys.keys and self._issuer is None:
             raise InvalidRequest(f"{path} holds no key", field="api_keys_file")
         self.tenancy = Tenancy(keys, time.time, issuer=self._issuer, reloads=path is not None)
         self._keys_reload: Reload[Any] | None = None
         if path is not None:
-            self._keys_reload = self._reload(
-                "API keys",
-                lambda: read_sources(path, "api_keys_file"),
-                lambda said: self.tenancy.use(self._parse(said)),
-                texts,
-            )
+            read = partial(read_sources, path, "api_keys_file")
+            self._keys_reload = self._reload("API keys", read, lambda said: self.tenancy.use(self._parse(said)), texts)
 
     def _parse(self, texts: tuple[str, ...]) -> KeySet:
         """What the setting and the files say together."""
@@ -80,21 +139,13 @@ class Access:
         assert cert is not None
         assert key is not None
 
-        def take(said: tuple[bytes, bytes]) -> None:
-            use_pair(context, *said)
-
-        reload = self._reload("TLS certificate", lambda: read_pair(cert, key), take, read_pair(cert, key))
+        read = partial(read_pair, cert, key)
+        reload = self._reload("TLS certificate", read, lambda said: use_pair(context, *said), read())
         life.spawn(reload.run(), "reload")
 
     def start(self, life: Lifecycle) -> None:
-        """What keeps all this up to date, until the process ends."""
         if self._audit_file is not None:
-            audit_file = self._audit_file
-
-            async def close() -> None:
-                await asyncio.to_thread(audit_file.close)
-
-            life.closing("audit log", close)
+            life.closing("audit log", partial(asyncio.to_thread, self._audit_file.close))
         if self._issuer is not None:
             life.spawn(self._issuer.run(), "issuer")
         for reload in self._reloads:
@@ -113,23 +164,25 @@ class Access:
         def of(part: Any, name: str) -> Callable[[], float]:
             return lambda: getattr(part, name) if part is not None else 0
 
-        return (
-            IngressReading("api_key_reloads", "API key files taken up.", "counter", of(keys, "reloads_total")),
-            IngressReading(
+        rows = (
+            ("api_key_reloads", "counter", "API key files taken up.", of(keys, "reloads_total")),
+            (
                 "api_key_reload_failures",
-                "API key files that could not be used: the old keys stay.",
                 "counter",
+                "API key files that could not be used: the old keys stay.",
                 of(keys, "failures_total"),
             ),
-            IngressReading("issuer_keys", "Keys of the OIDC issuer.", "gauge", of(issuer, "key_count")),
-            IngressReading("issuer_fetches", "Times that they were asked for.", "counter", of(issuer, "fetches_total")),
-            IngressReading("issuer_fetch_failures", "Times in vain.", "counter", of(issuer, "failures_total")),
-            IngressReading("audit_lines", "Lines of the audit log.", "counter", of(audit, "written_total")),
-            IngressReading("audit_dropped_lines", "Lines that were lost.", "counter", of(audit, "dropped_total")),
+            ("issuer_keys", "gauge", "Keys of the OIDC issuer.", of(issuer, "key_count")),
+            ("issuer_fetches", "counter", "Times that they were asked for.", of(issuer, "fetches_total")),
+            ("issuer_fetch_failures", "counter", "Times in vain.", of(issuer, "failures_total")),
+            ("audit_lines", "counter", "Lines of the audit log.", of(audit, "written_total")),
+            ("audit_dropped_lines", "counter", "Lines that were lost.", of(audit, "dropped_total")),
         )
+        return tuple(IngressReading(name, help_, kind, read) for name, kind, help_, read in rows)
 
 
 def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKeys | None:
+    """Its keys are from a URL, a file, or wherever the issuer's description says."""
     issuer, audience = settings.oidc_issuer, settings.oidc_audience
     if issuer is None:
         if settings.oidc_jwks is not None or audience is not None:
@@ -147,18 +200,13 @@ def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKey
         limits_claim=settings.oidc_limits_claim,
         leeway_s=settings.oidc_leeway_s,
     )
-    fetch, refresh_s = _fetch_of(issuer, settings.oidc_jwks)
-    return IssuerKeys(rules, fetch, now, refresh_s=refresh_s)
-
-
-def _fetch_of(issuer: str, said: str | None) -> tuple[Fetch, float]:
-    """From a URL, a file, or wherever the issuer's description says."""
+    said = settings.oidc_jwks
     if said is not None and "://" not in said:
-        path = Path(said)
+        read = partial(read_key_file, Path(said))
         try:
-            read_key_file(path)  # a file that is not there is a mistake; an issuer may come later
+            read()  # a file that is not there is a mistake; an issuer may come later
         except KvfleetError as error:
             raise InvalidRequest(error.message, field="oidc_jwks") from None
-        return lambda: read_key_file(path), FILE_REFRESH_S
+        return IssuerKeys(rules, read, now, FILE_REFRESH_S)
     check_url(said if said is not None else issuer, "oidc_jwks" if said is not None else "oidc_issuer")
-    return lambda: fetch_key_set(issuer, said), REFRESH_S
+    return IssuerKeys(rules, partial(fetch_key_set, issuer, said), now)

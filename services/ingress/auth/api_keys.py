@@ -24,11 +24,12 @@ No message repeats what stands in the text but names of fields: a key may stand 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -48,8 +49,7 @@ _KNOWN = {"name", "sha256", "tenant", "admin", "disabled", "not_after", "policie
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One configured key: a request that presents what has one of these hashes is of `caller`, unless it is too
-    late."""
+    """One configured key: a request that presents what has one of these hashes is `caller`'s, unless it is too late."""
 
     sha256: tuple[str, ...]
     caller: Caller
@@ -83,35 +83,34 @@ def parse_keys(*sources: str) -> KeySet:
         value = _parse(source)
         if isinstance(value, list):
             value = {"keys": value}
-        if not isinstance(value, dict) or not value.keys() & {"keys", "tenants"}:
-            raise InvalidRequest("must hold a list of tables named keys", field="api_keys")
+        is_table = isinstance(value, dict) and bool(value.keys() & {"keys", "tenants"})
+        _require(is_table, "must hold a list of tables named keys", "api_keys")
         for unknown in value.keys() - {"keys", "tenants"}:
             raise InvalidRequest("unknown", field=f"api_keys: {_field(unknown)}")
-        if not isinstance(listed := value.get("keys", []), list):
-            raise InvalidRequest("must be a list of tables named keys", field="api_keys")
+        listed = value.get("keys", [])
+        _require(isinstance(listed, list), "must be a list of tables named keys", "api_keys")
         entries += listed
         tenants |= _read_tenants(value.get("tenants", {}))
     read = KeySet(tuple(_read_key(entry, f"api_keys[{i}]") for i, entry in enumerate(entries)), tenants)
-    _must_differ("name", (key.caller.name for key in read.keys))
-    _must_differ("sha256", (one for key in read.keys for one in key.sha256))
-    return KeySet(tuple(_of_tenant(key, read) for key in read.keys), tenants)
+    names = [key.caller.name for key in read.keys]
+    hashes = [one for key in read.keys for one in key.sha256]
+    for what, values in (("name", names), ("sha256", hashes)):
+        _require(len(set(values)) == len(values), f"two keys have the same {what}", "api_keys")
+    keys = []
+    for key in read.keys:
+        caller = replace(key.caller, tenant_limits=read.limits_of(key.caller.tenant))
+        keys.append(replace(key, caller=caller))
+    return replace(read, keys=tuple(keys))
 
 
-def _must_differ(what: str, values: Iterable[str]) -> None:
-    seen = list(values)
-    if len(set(seen)) != len(seen):
-        raise InvalidRequest(f"two keys have the same {what}", field="api_keys")
-
-
-def _of_tenant(key: ApiKey, keys: KeySet) -> ApiKey:
-    return replace(key, caller=replace(key.caller, tenant_limits=keys.limits_of(key.caller.tenant)))
+def _require(good: bool, what: str, field: str) -> None:
+    if not good:
+        raise InvalidRequest(what, field=field)
 
 
 def _parse(source: str) -> Any:
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(source)
-    except ValueError:
-        pass
     try:
         return tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
@@ -127,14 +126,12 @@ def _field(name: Any) -> str:
 
 
 def _read_tenants(value: Any) -> dict[str, KeyLimits]:
-    if not isinstance(value, dict):
-        raise InvalidRequest("must be a table of tables", field="tenants")
+    _require(isinstance(value, dict), "must be a table of tables", "tenants")
     out: dict[str, KeyLimits] = {}
     for at, (tenant, entry) in enumerate(value.items()):
-        if tenant != ANY_TENANT and not is_token(tenant):
-            raise InvalidRequest("must be named with 1 to 64 of A-Z a-z 0-9 _ -, or *", field=f"tenants[{at}]")
-        if not isinstance(entry, dict):
-            raise InvalidRequest("must be a table", field=f"tenants.{tenant}")
+        named = tenant == ANY_TENANT or is_token(tenant)
+        _require(named, "must be named with 1 to 64 of A-Z a-z 0-9 _ -, or *", f"tenants[{at}]")
+        _require(isinstance(entry, dict), "must be a table", f"tenants.{tenant}")
         for unknown in entry.keys() - set(LIMITS):
             raise InvalidRequest("unknown", field=f"tenants.{tenant}.{_field(unknown)}")
         out[tenant] = read_limits(entry, f"tenants.{tenant}")
@@ -142,57 +139,39 @@ def _read_tenants(value: Any) -> dict[str, KeyLimits]:
 
 
 def _read_key(entry: Any, field: str) -> ApiKey:
-    if not isinstance(entry, dict):
-        raise InvalidRequest("must be a table", field=field)
+    _require(isinstance(entry, dict), "must be a table", field)
     for unknown in entry.keys() - _KNOWN:
         raise InvalidRequest("unknown", field=f"{field}.{_field(unknown)}")
     sha256 = entry.get("sha256")
     hashes = [sha256] if isinstance(sha256, str) else sha256
-    if not isinstance(hashes, list) or not hashes or not all(isinstance(h, str) and _SHA256.match(h) for h in hashes):
-        raise InvalidRequest("must be the key's SHA-256 as 64 lower-case hex digits", field=f"{field}.sha256")
+    hashed = isinstance(hashes, list) and hashes and all(isinstance(h, str) and _SHA256.match(h) for h in hashes)
+    _require(bool(hashed), "must be the key's SHA-256 as 64 lower-case hex digits", f"{field}.sha256")
     name = entry.get("name", hashes[0][:8])
-    if not isinstance(name, str) or not _NAME.match(name):
-        raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ . @ / - and space", field=f"{field}.name")
+    named = isinstance(name, str) and _NAME.match(name) is not None
+    _require(named, "must be 1 to 64 of A-Z a-z 0-9 _ . @ / - and space", f"{field}.name")
     tenant = entry.get("tenant", DEFAULT_TENANT)
-    if not isinstance(tenant, str) or not is_token(tenant):
-        raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field=f"{field}.tenant")
+    _require(isinstance(tenant, str) and is_token(tenant), "must be 1 to 64 of A-Z a-z 0-9 _ -", f"{field}.tenant")
     for flag in ("admin", "disabled"):
-        if not isinstance(entry.get(flag, False), bool):
-            raise InvalidRequest("must be a boolean", field=f"{field}.{flag}")
-    max_priority = entry.get("max_priority", 0)
-    if type(max_priority) is not int or not -MAX_PRIORITY <= max_priority <= MAX_PRIORITY:
-        raise InvalidRequest(
-            f"must be an integer within [{-MAX_PRIORITY}, {MAX_PRIORITY}]", field=f"{field}.max_priority"
-        )
-    caller = Caller(
-        name=name,
-        tenant=tenant,
-        admin=entry.get("admin", False),
-        limits=read_limits(entry, field),
-        policies=_read_policies(entry.get("policies", []), f"{field}.policies"),
-        max_priority=max_priority,
-    )
+        _require(isinstance(entry.get(flag, False), bool), "must be a boolean", f"{field}.{flag}")
+    highest = entry.get("max_priority", 0)
+    within = type(highest) is int and -MAX_PRIORITY <= highest <= MAX_PRIORITY
+    _require(within, f"must be an integer within [{-MAX_PRIORITY}, {MAX_PRIORITY}]", f"{field}.max_priority")
+    limits = read_limits(entry, field)
+    policies = entry.get("policies", [])  # names as placement has them; which there are only placement knows
+    are_names = isinstance(policies, list) and all(isinstance(one, str) and is_token(one) for one in policies)
+    _require(are_names, "must be a list of names", f"{field}.policies")
+    caller = Caller(name, tenant, entry.get("admin", False), limits, policies=tuple(policies), max_priority=highest)
     not_after = _read_moment(entry.get("not_after"), f"{field}.not_after")
     return ApiKey(tuple(hashes), caller, entry.get("disabled", False), not_after)
-
-
-def _read_policies(value: Any, field: str) -> tuple[str, ...]:
-    """Names as placement has them; which there are only placement knows."""
-    if not isinstance(value, list) or not all(isinstance(name, str) and is_token(name) for name in value):
-        raise InvalidRequest("must be a list of names", field=field)
-    return tuple(value)
 
 
 def _read_moment(value: Any, field: str) -> float | None:
     """A date-time with an offset: TOML's own, or a string."""
     if value is None:
         return None
-    moment = value
     if isinstance(value, str):
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError:
-            moment = None
-    if not isinstance(moment, datetime) or moment.tzinfo is None:
+        with contextlib.suppress(ValueError):
+            value = datetime.fromisoformat(value)
+    if not isinstance(value, datetime) or value.tzinfo is None:
         raise InvalidRequest("must be a date and time with an offset, as 2027-01-01T00:00:00Z", field=field)
-    return moment.timestamp()
+    return value.timestamp()

@@ -1,22 +1,29 @@
-"""Loop: the keys of an issuer, kept up to date.
+"""Loop: the keys of an issuer: fetched with httpx, and kept up to date.
 
 They are fetched at the start, every few minutes, and when a token names one that is not here, though not more often
 than once in `COOLDOWN_S`, for all askers together: all wait for the same fetch. While the issuer does not answer, the
 last keys serve for a day; a token whose key is not among them is refused with 503, since it may be good.
+
+A fetch blocks, in a thread which no shutdown waits for. TLS is asked for wherever the issuer is not on this host, also
+of what the issuer's own description names; redirects are not followed. Certificates are checked against the system's
+authorities (`SSL_CERT_FILE` names others), not against those that httpx would bring.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kvfleet.ingress.auth.oidc import OidcRules, TokenHead, caller_of, read_claims, read_head
+from kvfleet.ingress.auth.oidc import OidcRules, caller_of, read_claims, read_head, refused
 from kvfleet.ingress.limits.callers import Caller
-from kvproto.errors import AuthenticationFailed, KvfleetError, Unavailable
+from kvproto.errors import InvalidRequest, KvfleetError, Unavailable
 from kvservice.lifecycle import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -26,6 +33,11 @@ COOLDOWN_S = 10.0
 FETCH_S = 8.0  # that tokens with unknown keys wait at most
 KEPT_S = 86_400.0  # without an answer of the issuer
 MIN_RSA_BITS = 2048
+TIMEOUT_S = 5.0
+MAX_BYTES = 1024 * 1024
+DISCOVERY = "/.well-known/openid-configuration"
+_ON_THIS_HOST = ("127.0.0.1", "::1", "localhost")
+_HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvfleet"}
 
 Fetch = Callable[[], dict[str, Any]]
 
@@ -61,39 +73,36 @@ def read_key_set(key_set: dict[str, Any]) -> tuple[SigningKey, ...]:
     return tuple(out)
 
 
+@dataclass(eq=False, slots=True)
 class IssuerKeys:
     """One issuer's tokens and their keys. Owned by the event loop; `fetch` blocks, and runs in a thread."""
 
-    def __init__(
-        self, rules: OidcRules, fetch: Fetch, now: Callable[[], float], *, refresh_s: float = REFRESH_S
-    ) -> None:
-        self._rules = rules
-        self._fetch = fetch
-        self._now = now
-        self._refresh_s = refresh_s
-        self._keys: tuple[SigningKey, ...] = ()
-        self._fetched_at: float | None = None  # the last time that it worked
-        self._asked_at: float | None = None
-        self._fetching: asyncio.Task[None] | None = None
-        self.fetches_total = 0
-        self.failures_total = 0
+    rules: OidcRules
+    fetch: Fetch
+    now: Callable[[], float]
+    refresh_s: float = REFRESH_S
+    keys: tuple[SigningKey, ...] = ()
+    fetches_total: int = 0
+    failures_total: int = 0
+    _fetched_at: float | None = None  # the last time that it worked
+    _asked_at: float | None = None
+    _fetching: asyncio.Task[None] | None = None
 
     @property
     def key_count(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     async def caller_of(self, token: str) -> Caller:
         """Raises AuthenticationFailed, PermissionDenied, Unavailable while the issuer does not answer."""
-        head = read_head(token, self._rules)
-        key = await self._key_of(head)
-        return caller_of(read_claims(token, head.algorithm, key.key, self._rules), self._rules)
+        algorithm, kid = read_head(token, self.rules)
+        key = await self._key_of(algorithm, kid)
+        return caller_of(read_claims(token, algorithm, key.key, self.rules), self.rules)
 
     async def run(self) -> None:
-        """Keep the keys up to date, for ever."""
         while True:
             with contextlib.suppress(KvfleetError):
                 await self.refresh()
-            await asyncio.sleep(self._refresh_s if self._is_answering else COOLDOWN_S)
+            await asyncio.sleep(self.refresh_s if self._is_answering else COOLDOWN_S)
 
     async def refresh(self) -> None:
         """Fetch them now. Raises Unavailable; what is there stays."""
@@ -108,46 +117,109 @@ class IssuerKeys:
             task.exception()  # those that wait have it
 
     async def _refresh(self) -> None:
-        self._asked_at = self._now()
+        self._asked_at = self.now()
         self.fetches_total += 1
         try:
             async with asyncio.timeout(FETCH_S):
-                keys = read_key_set(await in_daemon_thread(self._fetch))
+                keys = read_key_set(await in_daemon_thread(self.fetch))
         except (KvfleetError, TimeoutError) as error:
             self.failures_total += 1
-            log.warning(
-                "the issuer's keys could not be had, %d are kept: %s", len(self._keys), str(error) or "too slow"
-            )
+            log.warning("the issuer's keys could not be had, %d are kept: %s", len(self.keys), str(error) or "too slow")
             raise Unavailable("the issuer's keys could not be had") from None
-        if [key.kid for key in keys] != [key.kid for key in self._keys]:
+        if [key.kid for key in keys] != [key.kid for key in self.keys]:
             log.info("the issuer has %d keys", len(keys))
-        self._keys = keys
-        self._fetched_at = self._now()
+        self.keys = keys
+        self._fetched_at = self.now()
 
-    async def _key_of(self, head: TokenHead) -> SigningKey:
-        if self._fetched_at is not None and self._now() - self._fetched_at > KEPT_S:
-            self._keys = ()
-        if (found := self._find(head)) is not None:
+    async def _key_of(self, algorithm: str, kid: str | None) -> SigningKey:
+        if self._fetched_at is not None and self.now() - self._fetched_at > KEPT_S:
+            self.keys = ()
+        if (found := self._find(algorithm, kid)) is not None:
             return found
-        if self._asked_at is None or self._now() - self._asked_at >= COOLDOWN_S or self._fetching is not None:
+        if self._asked_at is None or self.now() - self._asked_at >= COOLDOWN_S or self._fetching is not None:
             with contextlib.suppress(KvfleetError):
                 await self.refresh()
-            if (found := self._find(head)) is not None:
+            if (found := self._find(algorithm, kid)) is not None:
                 return found
         if not self._is_answering:
             raise Unavailable("the token's issuer does not answer: nobody can tell", retry_after_s=COOLDOWN_S)
-        raise AuthenticationFailed(
-            "the token is signed with a key that its issuer does not have", field="authorization"
-        )
+        raise refused("the token is signed with a key that its issuer does not have")
 
     @property
     def _is_answering(self) -> bool:
-        """Whether the last fetch worked."""
         return self._fetched_at is not None and self._asked_at is not None and self._fetched_at >= self._asked_at
 
-    def _find(self, head: TokenHead) -> SigningKey | None:
+    def _find(self, algorithm: str, kid: str | None) -> SigningKey | None:
         """By its id; a token that names none means the only one of its algorithm."""
-        fitting = [key for key in self._keys if key.algorithm == head.algorithm]
-        if head.kid is None:
+        fitting = [key for key in self.keys if key.algorithm == algorithm]
+        if kid is None:
             return fitting[0] if len(fitting) == 1 else None
-        return next((key for key in fitting if key.kid == head.kid), None)
+        return next((key for key in fitting if key.kid == kid), None)
+
+
+def check_url(url: str, setting: str) -> None:
+    """Raises InvalidRequest for one that keys must not come from."""
+    import httpx  # here, so that only an ingress with an issuer's URL loads it, and the others start sooner
+
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError):
+        raise InvalidRequest("is no URL", field=setting) from None
+    good = parts.scheme == "https" or (parts.scheme == "http" and parts.host in _ON_THIS_HOST)
+    if not good or not parts.host or parts.userinfo:
+        raise InvalidRequest("must be an https URL (http on this host only) without credentials", field=setting)
+
+
+def fetch_key_set(issuer: str, url: str | None) -> dict[str, Any]:
+    """The key set at `url`, else where the issuer's description says. Raises Unavailable."""
+    if url is None:
+        described = _fetch_json(issuer.rstrip("/") + DISCOVERY)
+        if described.get("issuer") != issuer:
+            raise Unavailable("the issuer's description is of another issuer")
+        url = described.get("jwks_uri")
+        if not isinstance(url, str):
+            raise Unavailable("the issuer's description has no jwks_uri")
+        try:
+            check_url(url, "jwks_uri")
+        except InvalidRequest as error:
+            raise Unavailable(str(error)) from None
+    return _fetch_json(url)
+
+
+def read_key_file(path: Path) -> dict[str, Any]:
+    """The same from a file. Raises Unavailable."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise Unavailable(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise Unavailable(f"{path} is no JSON") from None
+    if not isinstance(value, dict):
+        raise Unavailable(f"{path} holds no object")
+    return value
+
+
+def _fetch_json(url: str) -> dict[str, Any]:
+    import httpx
+
+    failures = (httpx.HTTPError, OSError, ValueError, httpx.InvalidURL, ImportError)  # the last two: of a proxy's URL
+    data = bytearray()
+    try:
+        with httpx.stream(
+            "GET", url, headers=_HEADERS, timeout=TIMEOUT_S, follow_redirects=False, verify=ssl.create_default_context()
+        ) as answer:
+            if not answer.is_success:
+                raise Unavailable(f"the issuer answers {answer.status_code}")
+            for part in answer.iter_raw():  # one that is compressed all the same could unfold to any size
+                data += part
+                if len(data) > MAX_BYTES:
+                    raise Unavailable(f"the issuer's answer is longer than {MAX_BYTES} bytes")
+    except failures as error:
+        raise Unavailable(f"the issuer does not answer: {type(error).__name__}") from None
+    try:
+        value = json.loads(data)
+    except ValueError:
+        raise Unavailable("the issuer's answer is no JSON") from None
+    if not isinstance(value, dict):
+        raise Unavailable("the issuer's answer is no object")
+    return value

@@ -15,6 +15,13 @@ from kvproto.ids import is_token
 
 ALGORITHMS = ("RS256", "ES256", "EdDSA")  # all that may be allowed: signatures whose secret half stays with the issuer
 MAX_SUBJECT_CHARS = 128
+REFUSALS = {  # by the name of PyJWT's error
+    "ExpiredSignatureError": "the token has expired",
+    "ImmatureSignatureError": "the token is not valid yet",
+    "InvalidAudienceError": "the token is for another audience",
+    "InvalidIssuerError": "the token is of another issuer",
+    "InvalidSignatureError": "the token's signature is wrong",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +39,6 @@ class OidcRules:
     leeway_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenHead:
-    """What a token says of how it was signed, unverified."""
-
-    algorithm: str
-    kid: str | None
-
-
 def read_algorithms(said: str) -> tuple[str, ...]:
     """An allow-list as a setting has it. Raises InvalidRequest for one that must not be in it."""
     names = tuple(name.strip() for name in said.split(",") if name.strip())
@@ -48,20 +47,21 @@ def read_algorithms(said: str) -> tuple[str, ...]:
     return names
 
 
-def read_head(token: str, rules: OidcRules) -> TokenHead:
-    """Raises AuthenticationFailed for what is no token, or signed as is not allowed."""
+def read_head(token: str, rules: OidcRules) -> tuple[str, str | None]:
+    """The algorithm and the id of its key, unverified. Raises AuthenticationFailed for what is no token, or signed as
+    is not allowed."""
     import jwt  # here, so that only an ingress with an issuer loads it, and the others start sooner
 
     try:
         head = jwt.get_unverified_header(token)
     except jwt.PyJWTError:
-        raise _refused("this is neither a known API key nor a token") from None
+        raise refused("this is neither a known API key nor a token") from None
     algorithm, kid = head.get("alg"), head.get("kid")
     if algorithm not in rules.algorithms:
-        raise _refused("the token is signed with an algorithm that is not allowed")
+        raise refused("the token is signed with an algorithm that is not allowed")
     if kid is not None and not isinstance(kid, str):
-        raise _refused("the token's kid is no text")
-    return TokenHead(algorithm, kid)
+        raise refused("the token's kid is no text")
+    return algorithm, kid
 
 
 def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[str, Any]:
@@ -78,26 +78,15 @@ def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[
             leeway=rules.leeway_s,
             options={"require": ["exp", "iss", "aud", "sub"]},
         )
-    except jwt.ExpiredSignatureError:
-        raise _refused("the token has expired") from None
-    except jwt.ImmatureSignatureError:
-        raise _refused("the token is not valid yet") from None
-    except jwt.InvalidAudienceError:
-        raise _refused("the token is for another audience") from None
-    except jwt.InvalidIssuerError:
-        raise _refused("the token is of another issuer") from None
     except jwt.MissingRequiredClaimError as error:
-        raise _refused(f"the token lacks {error.claim}") from None
-    except jwt.InvalidSignatureError:
-        raise _refused("the token's signature is wrong") from None
-    except (jwt.PyJWTError, ValueError, TypeError):
-        raise _refused("the token is malformed") from None
+        raise refused(f"the token lacks {error.claim}") from None
+    except (jwt.PyJWTError, ValueError, TypeError) as error:
+        raise refused(REFUSALS.get(type(error).__name__, "the token is malformed")) from None
     return claims
 
 
 def caller_of(claims: dict[str, Any], rules: OidcRules) -> Caller:
-    """The bearer of a token that is right. Raises PermissionDenied where it does not say what it must: the token is
-    good, but not for this."""
+    """The bearer of a good token. Raises PermissionDenied where it does not say what is needed here."""
     subject = claims["sub"]
     if not 1 <= len(subject) <= MAX_SUBJECT_CHARS or not subject.isprintable():
         raise PermissionDenied(f"the token's sub is not 1 to {MAX_SUBJECT_CHARS} characters", field="authorization")
@@ -134,5 +123,5 @@ def claim_at(claims: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _refused(why: str) -> AuthenticationFailed:
+def refused(why: str) -> AuthenticationFailed:
     return AuthenticationFailed(why, field="authorization")

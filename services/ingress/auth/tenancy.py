@@ -8,10 +8,11 @@ token of the issuer is asked of it, if there is one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from kvfleet.ingress.auth.api_keys import ApiKey, KeySet, hash_key
+from kvfleet.ingress.auth.jwks import IssuerKeys
+from kvfleet.ingress.auth.oidc import refused
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.limits.callers import OPEN, Caller
 from kvproto.errors import AuthenticationFailed, Unavailable
@@ -19,41 +20,35 @@ from kvproto.errors import AuthenticationFailed, Unavailable
 MAX_PRESENTED_CHARS = 16 * 1024
 
 
-class Issuer(Protocol):
-    """What knows the callers of signed tokens."""
-
-    async def caller_of(self, token: str) -> Caller:
-        """Without its tenant's limits. Raises AuthenticationFailed, PermissionDenied, Unavailable."""
-
-
+@dataclass(eq=False)
 class Tenancy:
     """Owned by the event loop; `use` replaces the keys. `reloads` says that others may be there later."""
 
-    def __init__(
-        self, keys: KeySet, unix_s: Callable[[], float], *, issuer: Issuer | None = None, reloads: bool = False
-    ) -> None:
-        self._unix_s = unix_s
-        self._issuer = issuer
-        self._reloads = reloads
-        self.is_open = not keys.keys and issuer is None
-        self.refused_total = 0
-        self.use(keys)
+    keys: KeySet
+    unix_s: Callable[[], float]
+    issuer: IssuerKeys | None = None
+    reloads: bool = False
+    refused_total: int = 0
+
+    def __post_init__(self) -> None:
+        self.is_open = not self.keys.keys and self.issuer is None
+        self.use(self.keys)
 
     def use(self, keys: KeySet) -> None:
         """From the next request on. An ingress that was not open never becomes so."""
-        self._keys = keys
+        self.keys = keys
         self._by_hash: dict[str, ApiKey] = {one: key for key in keys.keys for one in key.sha256}
 
     @property
     def key_count(self) -> int:
-        return len(self._keys.keys)
+        return len(self.keys.keys)
 
     @property
     def has_one_tenant(self) -> bool:
         """Whether all callers, now and later, are of one tenant."""
         if self.is_open:
             return True
-        return self._issuer is None and not self._reloads and len({k.caller.tenant for k in self._keys.keys}) == 1
+        return self.issuer is None and not self.reloads and len({k.caller.tenant for k in self.keys.keys}) == 1
 
     async def authenticate(self, authorization: str | None, api_key: str | None = None) -> Caller:
         """From `Authorization: Bearer <key or token>` or `x-api-key: <key>`. Raises AuthenticationFailed; of a token
@@ -71,23 +66,20 @@ class Tenancy:
         is_bearer = scheme.lower() == "bearer"
         presented = said.strip() if is_bearer else api_key
         if not presented:
-            raise AuthenticationFailed("no API key: send `Authorization: Bearer <key>`", field="authorization")
+            raise refused("no API key: send `Authorization: Bearer <key>`")
         if len(presented) > MAX_PRESENTED_CHARS:
-            raise AuthenticationFailed("this is too long for an API key", field="authorization")
+            raise refused("this is too long for an API key")
         found = self._by_hash.get(hash_key(presented))
         if found is not None:
-            return self._bearer_of(found)
-        if self._issuer is None or not is_bearer or presented.count(".") != 2:
-            raise AuthenticationFailed("this API key is not known", field="authorization")
-        caller = await self._issuer.caller_of(presented)
-        return replace(caller, tenant_limits=self._keys.limits_of(caller.tenant))
-
-    def _bearer_of(self, key: ApiKey) -> Caller:
-        if key.disabled:
-            raise AuthenticationFailed("this API key is disabled", field="authorization")
-        if key.not_after is not None and self._unix_s() >= key.not_after:
-            raise AuthenticationFailed("this API key has expired", field="authorization")
-        return key.caller
+            if found.disabled:
+                raise refused("this API key is disabled")
+            if found.not_after is not None and self.unix_s() >= found.not_after:
+                raise refused("this API key has expired")
+            return found.caller
+        if self.issuer is None or not is_bearer or presented.count(".") != 2:
+            raise refused("this API key is not known")
+        caller = await self.issuer.caller_of(presented)
+        return replace(caller, tenant_limits=self.keys.limits_of(caller.tenant))
 
 
 async def identify(tenancy: Tenancy, exchange: Exchange) -> Caller:

@@ -10,24 +10,22 @@ from __future__ import annotations
 import math
 
 from kvfleet.ingress.http.error_bodies import Headers
-from kvfleet.ingress.limits.callers import Caller
-from kvfleet.ingress.limits.limiter import MINUTE_S, Limiter, request_burst
+from kvfleet.ingress.limits.callers import MINUTE_S, Caller
+from kvfleet.ingress.limits.limiter import Limiter
 
 
 def limit_headers(limiter: Limiter, caller: Caller, now: float, unix_s: float) -> Headers:
     """Empty for a caller whose requests and tokens nothing limits."""
     requests: list[tuple[float, float, float]] = []  # remaining, limit, seconds until it is whole again
     tokens: list[tuple[float, float, float]] = []
-    for account, limits, _ in limiter.accounts(caller):
-        if not (limits.requests_per_minute or limits.tokens_per_minute):
+    for account in limiter.accounts(caller):
+        if not (account.limits.requests_per_minute or account.limits.tokens_per_minute):
             continue
-        account.settle(limits, now, unix_s)
-        for found, bucket, rate, capacity in (
-            (requests, account.requests, limits.requests_per_minute, request_burst(limits)),
-            (tokens, account.tokens, limits.tokens_per_minute, limits.tokens_per_minute),
-        ):
-            if rate and bucket.level is not None:
-                found.append((max(0.0, bucket.level), rate, (capacity - bucket.level) * MINUTE_S / rate))
+        account.settle(now, unix_s)
+        for found, bucket in ((requests, account.requests), (tokens, account.tokens)):
+            if bucket.level is not None:
+                reset_s = (bucket.capacity - bucket.level) * MINUTE_S / bucket.per_minute
+                found.append((max(0.0, bucket.level), bucket.per_minute, reset_s))
     headers: Headers = []
     for what, found in ((b"requests", requests), (b"tokens", tokens)):
         if found:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvfleet.ingress.http.error_bodies import Headers
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.runs.event_ids import Position
-from kvfleet.ingress.runs.event_writer import EventReader
+from kvfleet.ingress.runs.jobs import EventReader
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.errors import Cancelled

@@ -14,8 +14,8 @@ from __future__ import annotations
 import ipaddress
 from urllib.parse import urlsplit
 
-from kvfleet.ingress.config import WebRules
 from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.settings import WebRules
 from kvproto.errors import MisdirectedRequest, PermissionDenied
 
 ANY = "*"

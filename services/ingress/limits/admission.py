@@ -1,6 +1,11 @@
-"""Who may start now: concurrent requests of the process, and what the caller's and its tenant's limits leave. Pure.
+"""Who may start now: concurrent requests of the process, what the caller's and its tenant's limits leave, and the
+memory of what runs. Pure: `now` is in seconds of any clock that does not go back, `unix_s` reads the wall clock.
 
-Time is passed in: `now` in seconds of any clock that does not go back, `unix_s` reads the wall clock.
+    used <= half   all grow, new ones are let in
+    used > half    none is let in; a run that holds more than an even share of the half, and would grow, ends
+
+So the runs that are beyond their share do not grow, those below reach it at most, and no more than the whole is used.
+Costs are what CPython takes, measured by a test: an answer that is sent whole is built of its transcript at the end.
 """
 
 from __future__ import annotations
@@ -12,15 +17,15 @@ from dataclasses import dataclass, field
 from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.limits.limiter import Limiter, RunUsage
 from kvproto.errors import Draining, LimitExceeded, PayloadTooLarge, Unavailable
+from kvproto.messages import Sampling
 
+DEFAULT_BYTES = 384 * 1024 * 1024
 FREE_RETURNS = 8  # of one run: a client whose connection breaks is not charged again, one that plays with it is
 
 
 @dataclass(slots=True)
 class Admission:
-    """State of one process's admission. Owned by the event loop; every `admit` is paired with one `release`.
-
-        reading ─▶ (body) ─▶ admit ─▶ (run) ─▶ release
+    """Owned by the event loop. `reading` ─▶ (body) ─▶ `admit` ─▶ (run) ─▶ `release`.
 
     A request has its place while its body is read, so that nothing is read of a caller that is over a limit; it gives
     it up and is admitted in one step of the event loop.
@@ -38,8 +43,7 @@ class Admission:
 
     @contextmanager
     def reading(self, caller: Caller, now: float, *, repeat: bool = False, returns: int = 0) -> Iterator[None]:
-        """A place while a request is read. Raises as `admit`, whose words `repeat` and `returns` are, as far as its
-        headers tell what it is."""
+        """A place while a request is read. Raises as `admit` does, as far as its headers tell what it is."""
         charged = _is_charged(returns)
         with self._counting_refusals():
             self._check_process()
@@ -57,9 +61,9 @@ class Admission:
         """Count the request in. Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry;
         InvalidRequest (400) for more choices than the caller may ever have.
 
-        A `repeat` of a request that runs already, or has finished, is not one more of the caller's: its client may be
-        back before the loss of its connection was noticed. One that goes on after it was parked runs once more, and so
-        counts in `max_concurrent`, but in no rate; `returns` says how often.
+        A `repeat` of a request that runs or has finished is not one more of the caller's: its client may be back before
+        the loss of its connection was noticed. One that goes on after it was parked runs once more, so it counts in
+        `max_concurrent`, but in no rate; `returns` says how often.
         """
         with self._counting_refusals():
             self._check_process()
@@ -73,7 +77,6 @@ class Admission:
         self.running += 1
 
     def release(self, caller: Caller, *, choices: int = 1, repeat: bool = False) -> None:
-        """The request has ended, well or not."""
         self.running -= 1
         if repeat:
             self.repeats -= 1
@@ -82,22 +85,20 @@ class Admission:
             self.limiter.release(caller, choices=choices)
 
     def meter(self, caller: Caller, now: float) -> None:
-        """Count a question that is work for workers as one of the rate of requests. Raises LimitExceeded."""
+        """Count a question that is work for workers as a request. Raises LimitExceeded."""
         with self._counting_refusals():
             self.limiter.admit(caller, now, self.unix_s(), choices=0)
 
     def charge(self, usage: RunUsage, prompt_tokens: int, now: float) -> None:
-        """Take the prompt of a run that is about to start, the first time. Raises LimitExceeded (429), PayloadTooLarge
-        (413) for one that is more than a limit as a whole."""
+        """Take the prompt of a run that starts for the first time. Raises as `Limiter.charge` does."""
         with self._counting_refusals():
             self.limiter.charge(usage, prompt_tokens, now, self.unix_s())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts do not add up."""
         self.limiter.check_integrity()
         assert self.choices == self.limiter.running
         assert 0 <= self.repeats <= self.running
-        assert self.limiter.reading <= self.being_read
+        assert sum(account.reading for account in self.limiter.every() if account.key[1]) <= self.being_read
 
     def _check_process(self) -> None:
         if self.draining:
@@ -116,3 +117,61 @@ class Admission:
 
 def _is_charged(returns: int) -> bool:
     return not 1 <= returns <= FREE_RETURNS
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """Bytes of memory for each token, for its log probability, and for each alternative to it."""
+
+    token: int
+    logprobs: int
+    alternative: int
+
+    def of(self, tokens: int, alternatives: int | None) -> int:
+        """`alternatives` None: no log probabilities."""
+        scored = self.logprobs + self.alternative * alternatives if alternatives is not None else 0
+        return tokens * (self.token + scored)
+
+
+STREAMED = TokenCosts(128, 256, 72)
+WHOLE = TokenCosts(192, 1024, 448)  # with the answer's JSON and what it is made of
+
+
+@dataclass(slots=True)
+class RunMemory:
+    """Owned by the event loop. A holder adds what it grows by, and gives back all of it."""
+
+    limit: int = DEFAULT_BYTES
+    used: int = 0
+    holders: int = 0
+
+    @property
+    def half(self) -> int:
+        return self.limit // 2
+
+    def check_room(self) -> None:
+        """Raises Unavailable where one more request would have to wait for others to end."""
+        if self.used > self.half:
+            raise Unavailable("running answers have used up their memory", retry_after_s=1.0)
+
+    def check_longest(self, sampling: Sampling, costs: TokenCosts, field: str) -> None:
+        """Raises PayloadTooLarge for a request whose longest answer no waiting makes room for."""
+        longest = costs.of(sampling.n * sampling.max_tokens, sampling.logprobs)
+        if longest > self.half:
+            raise PayloadTooLarge(
+                f"n * {field} is {sampling.n * sampling.max_tokens} tokens, which may take {megabytes(longest)} with "
+                f"what is asked of each; one answer may take {megabytes(self.half)}",
+                field=field,
+            )
+
+    def check_share(self, held: int) -> None:
+        """Raises PayloadTooLarge for a run that must not grow beyond what it holds."""
+        if self.used > self.half and held * self.holders > self.half:
+            raise PayloadTooLarge(
+                f"running answers have used up their memory, and this one has more than its share: {megabytes(held)}. "
+                "Ask for fewer choices, tokens or log probabilities"
+            )
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

@@ -14,6 +14,9 @@ from kvfleet.ingress.requests.asks import MAX_PRIORITY
 from kvproto.errors import InvalidRequest, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT
 
+BURST_S = 10.0
+MINUTE_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
@@ -24,6 +27,16 @@ class KeyLimits:
     tokens_per_minute: float = 0.0
     tokens_per_day: int = 0
     max_tokens: int = 0  # that one choice of a request may generate
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether there is anything that its callers could use up."""
+        return bool(self.max_concurrent or self.requests_per_minute or self.tokens_per_minute or self.tokens_per_day)
+
+    @property
+    def request_burst(self) -> float:
+        """Requests that may start at once."""
+        return max(1.0, self.requests_per_minute / MINUTE_S * BURST_S)
 
 
 NO_LIMITS = KeyLimits()
@@ -45,11 +58,8 @@ def read_limits(entry: Mapping[str, Any], field: str) -> KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One key's, or one token's, bearer. `name` is what logs and limits call it, within its tenant.
-
-    `policies` of placement may be named by its requests; an admin's may name any. `max_priority` is the highest that
-    its requests may have.
-    """
+    """One key's, or one token's, bearer. `name` is what logs and limits call it, within its tenant. Its requests may
+    name these `policies` of placement, an admin's any, and have a priority up to `max_priority`."""
 
     name: str
     tenant: str = DEFAULT_TENANT
@@ -84,10 +94,7 @@ def require_policy(caller: Caller, policy: str | None) -> None:
 
 
 def priority_of(caller: Caller, said: int | None) -> int:
-    """That of a request with this key: 0 unless it says otherwise, or the key's own where that is below.
-
-    Raises PermissionDenied for one above what the key's requests may have.
-    """
+    """0 unless the request says otherwise, or the key's where that is below. Raises PermissionDenied above that."""
     if said is None:
         return min(0, caller.max_priority)
     if said > caller.max_priority:

@@ -15,15 +15,14 @@ day's tokens are counted from midnight UTC.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvfleet.ingress.limits.callers import Caller, KeyLimits
+from kvfleet.ingress.limits.callers import BURST_S, MINUTE_S, NO_LIMITS, Caller, KeyLimits
 from kvproto.errors import InvalidRequest, LimitExceeded, PayloadTooLarge
 
-BURST_S = 10.0
-MINUTE_S = 60.0
 DAY_S = 86_400.0
 BUSY_RETRY_S = 1.0  # when a request will end is not known
 MAX_ACCOUNTS = 10_000  # beyond so many, those that are as good as new are dropped
@@ -34,44 +33,43 @@ Key = tuple[str, str]  # tenant, caller's name; "": all of the tenant's callers 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """What may be used at once; below zero: a debt. None: no request has used it yet, so it is full."""
+    """What may be used at once; below zero: a debt. None: no limit, or not used yet, so it is full. Rate and capacity
+    are those of the limits at the last `fill`."""
 
     level: float | None = None
+    per_minute: float = 0.0
+    capacity: float = 0.0
     filled_at: float = 0.0
 
-    def fill(self, per_minute: float, capacity: float, used: float, now: float) -> float:
-        """Take what was used, add what the time since the last call brought; returns the level."""
+    def level_at(self, now: float, used: float) -> float:
+        """What is in it once `used` is taken, and the time since the last `fill` has brought what it brings."""
         if self.level is None:
-            self.level = capacity - used
-        else:
-            self.level = min(capacity, self.level - used + (now - self.filled_at) * per_minute / MINUTE_S)
+            return self.capacity - used
+        return min(self.capacity, self.level - used + (now - self.filled_at) * self.per_minute / MINUTE_S)
+
+    def fill(self, now: float, per_minute: float, capacity: float, used: float) -> None:
+        self.per_minute, self.capacity = per_minute, capacity
+        self.level = self.level_at(now, used) if per_minute else None
         self.filled_at = now
-        return self.level
 
-    def take(self, count: float) -> None:
-        assert self.level is not None
-        self.level -= count
+    def lacking(self, now: float, used: float) -> float:
+        """Until it is full; nothing is filled."""
+        return self.capacity - self.level_at(now, used) if self.per_minute else 0.0
 
-    def take_late(self, count: float, capacity: float) -> None:
-        """What was used some time ago, when this bucket could not know. It leaves a debt of one bucket at most: what
-        ingresses admitted while they could not reach one another must not shut a caller out for as long again."""
-        if self.level is not None:
-            self.level = max(self.level - count, min(self.level, -capacity))
+    def wait_s(self, count: float) -> float:
+        """Until so much may be taken; filled just now."""
+        if self.level is None or self.level >= count - ROUNDING:
+            return 0.0
+        return (count - self.level) * MINUTE_S / self.per_minute
 
-    def lacking(self, per_minute: float, capacity: float, used: float, now: float) -> float:
-        """What would be missing from it after a `fill` now."""
-        if self.level is None:
-            return used
-        return max(0.0, capacity - (self.level - used + (now - self.filled_at) * per_minute / MINUTE_S))
+    def take(self, count: float, least: float = -math.inf) -> None:
+        """Down to the debt `least` at most, if there is no more already."""
+        if self.level is not None and count:
+            self.level = max(self.level - count, min(self.level, least))
 
-
-@dataclass(slots=True)
-class ReportedLife:
-    """What was reported of an account elsewhere, since it last was as a new one. Owned by `shared_usage`."""
-
-    life: int
-    born_at: float
-    at: float  # the last time
+    @property
+    def is_full(self) -> bool:
+        return self.level is None or self.level >= self.capacity - ROUNDING
 
 
 @dataclass(slots=True)
@@ -79,6 +77,7 @@ class Account:
     """What one caller, or all callers of one tenant, use: here, and elsewhere as far as that is known."""
 
     key: Key
+    limits: KeyLimits = NO_LIMITS  # in force
     running: int = 0  # choices
     reading: int = 0  # requests whose body is being read
     asking: int = 0  # of these, those that the rate of requests will count
@@ -89,14 +88,22 @@ class Account:
     day_tokens: int = 0
     running_elsewhere: int = 0
 
-    # for those elsewhere: what was counted here, since it was new
+    # for those elsewhere, and `shared_usage` reports it: what was counted here, since it was new
     asked: int = 0
     spent: int = 0  # as of the last settling
     own_day_tokens: int = 0  # those of `day`
     touched: bool = False  # used otherwise than by `generated`, and not reported yet
-    reported: ReportedLife | None = None
+    life: int = 0  # what was reported of it since it last was as a new one; 0: nothing was
+    born_at: float = 0.0  # when that began
+    reported_at: float = -math.inf  # the last time
 
-    def settle(self, limits: KeyLimits, now: float, unix_s: float) -> None:
+    @property
+    def whose(self) -> str:
+        """As messages call it."""
+        tenant, caller = self.key
+        return "this API key" if caller else f"tenant {tenant}"
+
+    def settle(self, now: float, unix_s: float) -> None:
         """Bring all up to now. A limit that is new begins with a full bucket."""
         generated, self.generated = self.generated, 0
         day = int(unix_s // DAY_S)
@@ -105,69 +112,33 @@ class Account:
         self.day_tokens += generated
         self.own_day_tokens += generated
         self.spent += generated
-        if limits.requests_per_minute:
-            self.requests.fill(limits.requests_per_minute, request_burst(limits), 0.0, now)
-        else:
-            self.requests.level = None
-        if limits.tokens_per_minute:
-            self.tokens.fill(limits.tokens_per_minute, limits.tokens_per_minute, generated, now)
-        else:
-            self.tokens.level = None
+        limits = self.limits
+        self.requests.fill(now, limits.requests_per_minute, limits.request_burst, 0.0)
+        self.tokens.fill(now, limits.tokens_per_minute, limits.tokens_per_minute, generated)
 
-    def used_elsewhere(
-        self, limits: KeyLimits, requests: float, tokens: float, now: float, unix_s: float, *, late: bool
-    ) -> None:
-        """Other ingresses have counted so much more, a moment ago; `late`: perhaps long ago."""
-        self.settle(limits, now, unix_s)
-        for bucket, count, capacity in (
-            (self.requests, requests, request_burst(limits)),
-            (self.tokens, tokens, limits.tokens_per_minute),
-        ):
-            if count and bucket.level is not None:
-                if late:
-                    bucket.take_late(count, capacity)
-                else:
-                    bucket.take(count)
+    def used_elsewhere(self, requests: float, tokens: float, now: float, unix_s: float, *, late: bool) -> None:
+        """Other ingresses have counted so much more, a moment ago. `late`: perhaps long ago, when this one could not
+        know. Then it leaves a debt of one bucket at most: what ingresses admitted while they could not reach one
+        another must not shut a caller out for as long again."""
+        self.settle(now, unix_s)
+        for bucket, count in ((self.requests, requests), (self.tokens, tokens)):
+            bucket.take(count, -bucket.capacity if late else -math.inf)
 
     def known_elsewhere(
-        self,
-        limits: KeyLimits,
-        lacking_requests: float,
-        lacking_tokens: float,
-        day_tokens: int,
-        now: float,
-        unix_s: float,
+        self, lacking_requests: float, lacking_tokens: float, day_tokens: int, now: float, unix_s: float
     ) -> None:
         """As much is gone already, by the count of one who was here before; of each bucket twice its worth at most."""
-        self.settle(limits, now, unix_s)
-        for bucket, lacking, capacity in (
-            (self.requests, lacking_requests, request_burst(limits)),
-            (self.tokens, lacking_tokens, limits.tokens_per_minute),
-        ):
+        self.settle(now, unix_s)
+        for bucket, lacking in ((self.requests, lacking_requests), (self.tokens, lacking_tokens)):
             if bucket.level is not None:
-                bucket.level = min(bucket.level, max(capacity - lacking, -capacity))
+                bucket.level = min(bucket.level, max(bucket.capacity - lacking, -bucket.capacity))
         self.day_tokens = max(self.day_tokens, day_tokens)
 
-    def lacking(self, limits: KeyLimits, now: float) -> tuple[float, float]:
-        """Requests and tokens until its buckets are full; nothing is settled."""
-        requests = tokens = 0.0
-        if limits.requests_per_minute:
-            requests = self.requests.lacking(limits.requests_per_minute, request_burst(limits), 0.0, now)
-        if limits.tokens_per_minute:
-            tokens = self.tokens.lacking(limits.tokens_per_minute, limits.tokens_per_minute, float(self.generated), now)
-        return requests, tokens
-
-    def is_idle(self, limits: KeyLimits) -> bool:
+    def is_idle(self) -> bool:
         """Whether a new account would say the same; settled just now."""
-        requests, tokens = self.requests.level, self.tokens.level
-        return (
-            not self.running
-            and not self.reading
-            and not self.running_elsewhere
-            and (requests is None or requests >= request_burst(limits) - ROUNDING)
-            and (tokens is None or tokens >= limits.tokens_per_minute - ROUNDING)
-            and not (limits.tokens_per_day and self.day_tokens)
-        )
+        is_used = self.running or self.reading or self.running_elsewhere
+        is_used = is_used or (self.limits.tokens_per_day and self.day_tokens)
+        return not is_used and self.requests.is_full and self.tokens.is_full
 
 
 @dataclass(slots=True)
@@ -197,204 +168,146 @@ class Limiter:
     are in force by then, and brings none of its own back.
     """
 
-    _own: dict[Key, tuple[Account, KeyLimits]] = field(default_factory=dict)
-    _tenants: dict[str, tuple[Account, KeyLimits]] = field(default_factory=dict)
+    _own: dict[Key, Account] = field(default_factory=dict)
+    _tenants: dict[Key, Account] = field(default_factory=dict)
     _dropped_at: float = -BURST_S
 
-    def accounts(self, caller: Caller) -> tuple[tuple[Account, KeyLimits, str], tuple[Account, KeyLimits, str]]:
-        """The caller's, and its tenant's, with the limits in force, and how messages call them. One that is not here
-        is opened with the caller's."""
-        own = self._own.get(name := (caller.tenant, caller.name))
+    def accounts(self, caller: Caller) -> tuple[Account, Account]:
+        """The caller's, and its tenant's. One that is not here is opened with the caller's limits."""
+        own = self._own.get(key := (caller.tenant, caller.name))
         if own is None:
-            own = self._own[name] = (Account(name), caller.limits)
-        all_ = self._tenants.get(caller.tenant)
+            own = self._own[key] = Account(key, caller.limits)
+        all_ = self._tenants.get(key := (caller.tenant, ""))
         if all_ is None:
-            all_ = self._tenants[caller.tenant] = (Account((caller.tenant, "")), caller.tenant_limits)
-        return (*own, "this API key"), (*all_, f"tenant {caller.tenant}")
+            all_ = self._tenants[key] = Account(key, caller.tenant_limits)
+        return own, all_
 
-    def find(self, key: Key) -> tuple[Account, KeyLimits] | None:
-        """One that is here, with the limits in force."""
-        return self._own.get(key) if key[1] else self._tenants.get(key[0])
+    def find(self, key: Key) -> Account | None:
+        return (self._own if key[1] else self._tenants).get(key)
 
-    def open(self, key: Key, limits: KeyLimits, now: float, unix_s: float) -> tuple[Account, KeyLimits] | None:
-        """One that is not here, as no request here has used it: with these limits until one does. None: there are
-        too many."""
+    def open(self, key: Key, limits: KeyLimits, now: float, unix_s: float) -> Account | None:
+        """One that no request here has used: with these limits until one does. None: there are too many."""
         if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
             if max(len(self._own), len(self._tenants)) >= MAX_OPENED_ACCOUNTS:
                 return None
-        opened = Account(key), limits
-        if key[1]:
-            self._own[key] = opened
-        else:
-            self._tenants[key[0]] = opened
+        opened = (self._own if key[1] else self._tenants)[key] = Account(key, limits)
         return opened
 
     def usage_of(self, caller: Caller) -> RunUsage:
-        own, tenants = self.accounts(caller)
-        return RunUsage(caller, own[0], tenants[0])
+        return RunUsage(caller, *self.accounts(caller))
 
     def reserve(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
         """A place for a request that is yet to be read; nothing of a rate is taken before `admit`. From now on the
         caller's limits are in force. Raises LimitExceeded."""
-        for account, _ in self._checked(caller, 1, now, unix_s, charged=charged):
+        for account in self._checked(caller, 1, now, unix_s, charged=charged):
             account.reading += 1
             account.asking += charged
 
     def unreserve(self, caller: Caller, *, charged: bool = True) -> None:
-        """It has been read, or given up."""
-        for account, _, _ in self.accounts(caller):
+        for account in self.accounts(caller):
             account.reading -= 1
             account.asking -= charged
 
     def admit(self, caller: Caller, now: float, unix_s: float, *, choices: int = 1, charged: bool = True) -> None:
         """Count one more request in; one that is not `charged` is not of the rate. Raises LimitExceeded, and
         InvalidRequest for more choices than may ever run at once."""
-        for account, limits in self._checked(caller, choices, now, unix_s, charged=charged):
+        for account in self._checked(caller, choices, now, unix_s, charged=charged):
             account.running += choices
             account.asked += charged
             account.touched = True
-            if charged and limits.requests_per_minute:
+            if charged:
                 account.requests.take(1.0)
 
     def release(self, caller: Caller, *, choices: int = 1) -> None:
-        for account, _, _ in self.accounts(caller):
+        for account in self.accounts(caller):
             account.running -= choices
             account.touched = True
 
     def _checked(
         self, caller: Caller, choices: int, now: float, unix_s: float, *, charged: bool
-    ) -> list[tuple[Account, KeyLimits]]:
+    ) -> tuple[Account, Account]:
         """The accounts, settled, of a caller who may start so much more, beside what is being read."""
         if len(self._own) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
-        self._put_in_force(caller)
-        both = self.accounts(caller)
+        own, all_ = self.accounts(caller)
+        own.limits, all_.limits = caller.limits, caller.tenant_limits
         waits: list[tuple[float, str]] = []
-        for account, limits, whose in both:
-            account.settle(limits, now, unix_s)
-            most = limits.max_concurrent
+        for account in (own, all_):
+            account.settle(now, unix_s)
+            limits, whose, most = account.limits, account.whose, account.limits.max_concurrent
             if most and choices > most:
                 raise InvalidRequest(f"at most {most} choices run at once with {whose}, got {choices}", field="n")
             if most and account.running + account.running_elsewhere + account.reading + choices > most:
                 waits.append((BUSY_RETRY_S, f"at most {most} requests at once with {whose}, each choice counts"))
-            if charged and (wait := request_wait(account, limits)):
+            if charged and (wait := account.requests.wait_s(1.0 + account.asking)):
                 waits.append((wait, f"at most {limits.requests_per_minute:g} requests per minute with {whose}"))
-        if waits:
-            raise _refusal(waits)
-        return [(account, limits) for account, limits, _ in both]
+        _refuse_to_wait(waits)
+        return own, all_
 
     def charge(self, usage: RunUsage, prompt_tokens: int, now: float, unix_s: float) -> None:
         """Take a run's prompt, once. Raises PayloadTooLarge for one that would never pass, LimitExceeded."""
         both = self.accounts(usage.caller)
-        usage.own, usage.tenants = both[0][0], both[1][0]  # while it was parked its accounts may have been dropped
+        usage.own, usage.tenants = both  # while it was parked its accounts may have been dropped
         if usage.prompt_tokens:
             return
         waits: list[tuple[float, str]] = []
-        for account, limits, whose in both:
-            account.settle(limits, now, unix_s)
-            for name, limit in (
-                ("tokens_per_minute", limits.tokens_per_minute),
-                ("tokens_per_day", limits.tokens_per_day),
-            ):
-                if limit and prompt_tokens > limit:
+        for account in both:
+            account.settle(now, unix_s)
+            limits, whose = account.limits, account.whose
+            for name in ("tokens_per_minute", "tokens_per_day"):
+                if (limit := getattr(limits, name)) and prompt_tokens > limit:
                     raise PayloadTooLarge(
                         f"{prompt_tokens} tokens, and {name} of {whose} is {limit:g}: no waiting helps", field="prompt"
                     )
-            if wait := token_wait(account, limits, prompt_tokens):
+            if wait := account.tokens.wait_s(prompt_tokens):
+                wait = max(wait, account.requests.wait_s(1.0 + account.asking))  # another must be free by then
                 per_minute = f"at most {limits.tokens_per_minute:g} tokens per minute with {whose}"
-                # By then another request must be free too.
-                waits.append((max(wait, request_wait(account, limits)), per_minute))
+                waits.append((wait, per_minute))
             if limits.tokens_per_day and account.day_tokens + prompt_tokens > limits.tokens_per_day:
-                wait = DAY_S - unix_s % DAY_S
-                waits.append((wait, f"at most {limits.tokens_per_day} tokens a day with {whose}"))
-        if waits:
-            raise _refusal(waits)
+                waits.append((DAY_S - unix_s % DAY_S, f"at most {limits.tokens_per_day} tokens a day with {whose}"))
+        _refuse_to_wait(waits)
         usage.prompt_tokens = prompt_tokens
-        for account, limits, _ in both:
+        for account in both:
             account.day_tokens += prompt_tokens
             account.own_day_tokens += prompt_tokens
             account.spent += prompt_tokens
             account.touched = True
-            if limits.tokens_per_minute:
-                account.tokens.take(prompt_tokens)
+            account.tokens.take(prompt_tokens)
 
     def every(self) -> Iterator[Account]:
         """Those of callers, then those of tenants."""
-        return (account for account, _ in self.with_limits())
-
-    def with_limits(self) -> Iterator[tuple[Account, KeyLimits]]:
-        """The same with the limits in force."""
         return chain(self._own.values(), self._tenants.values())
 
     @property
     def running(self) -> int:
-        """Choices of all callers."""
-        return sum(account.running for account, _ in self._own.values())
-
-    @property
-    def reading(self) -> int:
-        return sum(account.reading for account, _ in self._own.values())
+        return sum(account.running for account in self._own.values())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts do not add up."""
-        assert all(account.running >= 0 and account.generated >= 0 for account in self.every())
-        assert all(0 <= account.asking <= account.reading for account in self.every())
-        assert all(account.running_elsewhere >= 0 for account in self.every())
-        assert all(account.own_day_tokens <= account.day_tokens for account in self.every())
-        assert all(self.find(account.key) == (account, limits) for account, limits in self.with_limits())
-        assert self.running == sum(account.running for account, _ in self._tenants.values())
-        for tenant, (account, _) in self._tenants.items():
-            assert account.running == sum(own.running for (of, _), (own, _) in self._own.items() if of == tenant)
-
-    def _put_in_force(self, caller: Caller) -> None:
-        (own, own_limits, _), (tenants, tenant_limits, _) = self.accounts(caller)
-        if own_limits is not caller.limits:
-            self._own[own.key] = own, caller.limits
-        if tenant_limits is not caller.tenant_limits:
-            self._tenants[caller.tenant] = tenants, caller.tenant_limits
+        for account in self.every():
+            assert account.running >= 0
+            assert account.generated >= 0
+            assert 0 <= account.asking <= account.reading
+            assert account.running_elsewhere >= 0
+            assert account.own_day_tokens <= account.day_tokens
+            assert self.find(account.key) is account
+        for (tenant, _), account in self._tenants.items():
+            assert account.running == sum(own.running for (of, _), own in self._own.items() if of == tenant)
+        assert self.running == sum(account.running for account in self._tenants.values())
 
     def _make_room(self, now: float, unix_s: float) -> None:
-        if now >= self._dropped_at + BURST_S:
-            self._drop_idle(now, unix_s)
-            self._dropped_at = now
-
-    def _drop_idle(self, now: float, unix_s: float) -> None:
-        for account, limits in self.with_limits():
-            account.settle(limits, now, unix_s)
-        self._own = {name: one for name, one in self._own.items() if not one[0].is_idle(one[1])}
-        self._tenants = {name: one for name, one in self._tenants.items() if not one[0].is_idle(one[1])}
-
-
-def is_counted(limits: KeyLimits) -> bool:
-    """Whether there is anything that its callers could use up."""
-    return bool(
-        limits.max_concurrent or limits.requests_per_minute or limits.tokens_per_minute or limits.tokens_per_day
-    )
+        """Drop the accounts that are idle."""
+        if now < self._dropped_at + BURST_S:
+            return
+        self._dropped_at = now
+        for account in self.every():
+            account.settle(now, unix_s)
+        self._own = {key: account for key, account in self._own.items() if not account.is_idle()}
+        self._tenants = {key: account for key, account in self._tenants.items() if not account.is_idle()}
 
 
-def request_burst(limits: KeyLimits) -> float:
-    """Requests that may start at once."""
-    return max(1.0, limits.requests_per_minute / MINUTE_S * BURST_S)
-
-
-def request_wait(account: Account, limits: KeyLimits) -> float:
-    """Seconds until one more request may start, beside those that are being read; of an account that is settled."""
-    level = account.requests.level
-    if level is None or level - account.asking >= 1.0 - ROUNDING:
-        return 0.0
-    return (1.0 + account.asking - level) * MINUTE_S / limits.requests_per_minute
-
-
-def token_wait(account: Account, limits: KeyLimits, tokens: int) -> float:
-    """Seconds until so many tokens may be taken; of an account that is settled."""
-    level = account.tokens.level
-    if level is None or level >= tokens - ROUNDING:
-        return 0.0
-    return (tokens - level) * MINUTE_S / limits.tokens_per_minute
-
-
-def _refusal(waits: list[tuple[float, str]]) -> LimitExceeded:
-    """All must have passed, so the longest is the one to tell."""
-    wait, why = max(waits)
-    return LimitExceeded(why, retry_after_s=wait)
+def _refuse_to_wait(waits: list[tuple[float, str]]) -> None:
+    """Raises LimitExceeded if there are any. All must have passed, so the longest is the one to tell."""
+    if waits:
+        wait, why = max(waits)
+        raise LimitExceeded(why, retry_after_s=wait)

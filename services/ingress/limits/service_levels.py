@@ -12,8 +12,8 @@ The event loop owns it. What comes with every token costs a look-up in a short t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvservice.distribution import Distribution
 
@@ -29,19 +29,17 @@ class Targets:
     itl_s: float = 0.1
 
 
+@dataclass(eq=False, slots=True)
 class ServiceLevel:
     """Of one model on one route, since the start."""
 
-    __slots__ = ("good_requests", "good_tokens", "itl", "judged", "missed_itl", "missed_ttft", "ttft")
-
-    def __init__(self) -> None:
-        self.ttft = Distribution(TTFT_S)
-        self.itl = Distribution(ITL_S)
-        self.judged = 0
-        self.missed_ttft = 0
-        self.missed_itl = 0
-        self.good_requests = 0
-        self.good_tokens = 0
+    ttft: Distribution = field(default_factory=lambda: Distribution(TTFT_S))
+    itl: Distribution = field(default_factory=lambda: Distribution(ITL_S))
+    judged: int = 0
+    missed_ttft: int = 0
+    missed_itl: int = 0
+    good_requests: int = 0
+    good_tokens: int = 0
 
     def came(self, seconds: float | None, tokens: int, choices: int) -> None:
         """So long after the tokens before them, or as the first ones, `tokens` of `choices` choices came at once."""
@@ -67,28 +65,27 @@ class ServiceLevel:
             self.good_tokens += tokens
 
 
+@dataclass(eq=False, slots=True)
 class ServiceLevels:
     """`served` names the models that workers have now: their series are there before their first request."""
 
-    def __init__(self, targets: Targets, routes: Iterable[str], served: Callable[[], Iterable[str]]) -> None:
-        self.targets = targets
-        self._routes = tuple(routes)
-        self._served = served
-        self._known: dict[tuple[str, str], ServiceLevel] = {}
+    targets: Targets
+    routes: Sequence[str]
+    served: Callable[[], Iterable[str]]
+    _known: dict[tuple[str, str], ServiceLevel] = field(default_factory=dict)
 
     def of(self, model: str, route: str) -> ServiceLevel:
         """Of a model that is served, by its name; that of all others once there are too many."""
         level = self._known.get((model, route))
         if level is None:
-            if len(self._known) >= MAX_MODELS * len(self._routes):
+            if len(self._known) >= MAX_MODELS * len(self.routes):
                 model = OTHER
-            for each in self._routes:
+            for each in self.routes:
                 self._known.setdefault((model, each), ServiceLevel())
             level = self._known[model, route]
         return level
 
     def all(self) -> dict[tuple[str, ...], ServiceLevel]:
-        """By model and route."""
-        for model in self._served():
-            self.of(model, self._routes[0])
+        for model in self.served():
+            self.of(model, self.routes[0])
         return {by: level for by, level in self._known.items()}  # noqa: C416  its keys' type is wider

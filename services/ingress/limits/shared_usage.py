@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvfleet.ingress.limits.callers import KeyLimits
-from kvfleet.ingress.limits.limiter import DAY_S, ROUNDING, Account, Key, Limiter, ReportedLife, is_counted
+from kvfleet.ingress.limits.limiter import DAY_S, ROUNDING, Account, Key, Limiter
 from kvproto.messages import AccountUsage, UsageReport
 
 REFRESH_S = 1.0  # what was reported is reported again, with what was generated since, and in case it was lost
@@ -74,107 +75,97 @@ class Peer:
     running: dict[Key, PeerUsage] = field(default_factory=dict)  # those of them where something runs
 
 
+@dataclass(eq=False, slots=True)
 class SharedUsage:
-    """Owned by the event loop, as is the limiter, whose accounts it reads and changes.
+    """Owned by the event loop, as is the limiter, whose accounts it reads and changes. `ingress` and `epoch` are this
+    process's; `now` is the time of the last call, at first that of its start."""
 
-    `ingress` and `epoch` are this process's; `now` is when it begins to listen.
-    """
+    limiter: Limiter
+    ingress: str
+    epoch: str
+    now: float
+    refused_total: int = 0  # reports, or accounts in one, for which there was no room or no reason
+    _peers: dict[str, Peer] = field(default_factory=dict)
+    _peer_accounts: int = 0
+    _since: float = field(init=False)
+    _seq: int = 0
+    _lives: int = 0
+    _reported_at: float = field(init=False)
 
-    def __init__(self, limiter: Limiter, ingress: str, epoch: str, now: float) -> None:
-        self._limiter = limiter
-        self._ingress = ingress
-        self._epoch = epoch
-        self._peers: dict[str, Peer] = {}
-        self._peer_accounts = 0
-        self._since = now
-        self._now = now
-        self._seq = 0
-        self._lives = 0
-        self._reported_at = now  # all that was counted before
-        self.refused_total = 0  # reports, or accounts in one, for which there was no room or no reason
+    def __post_init__(self) -> None:
+        self._since = self._reported_at = self.now  # all that was counted before
 
     @property
     def peers(self) -> int:
         """Those that reported a moment ago."""
-        return sum(1 for peer in self._peers.values() if self._now - peer.reported_at <= SILENT_S)
+        return sum(1 for peer in self._peers.values() if self.now - peer.reported_at <= SILENT_S)
 
     # ------------------------------------------------------------------ sending
 
     def reports(self, now: float, unix_s: float, max_bytes: int) -> list[UsageReport]:
         """What the others should receive now, none of it longer than `max_bytes`; empty where no limit is in use."""
-        self._now = now
-        found: list[UsageReport] = []
-        entries: list[AccountUsage] = []
-        size = ENTRY_BYTES
-        for account, limits in self._due(now):
-            entry = self._entry(account, limits, now, unix_s)
+        self.now = now
+        found: list[list[AccountUsage]] = []
+        size = math.inf
+        for account in self._due(now):
+            entry = self._entry(account, now, unix_s)
             if entry is None:
                 continue
             more = ENTRY_BYTES + 4 * (len(entry.tenant) + len(entry.caller))
-            if entries and size + more > max_bytes:
-                found.append(self._report(entries))
-                entries, size = [], ENTRY_BYTES
-            entries.append(entry)
+            if size + more > max_bytes:
+                found.append([])
+                size = ENTRY_BYTES
+            found[-1].append(entry)
             size += more
-        if entries:
-            found.append(self._report(entries))
         self._reported_at = now
-        return found
+        first, self._seq = self._seq + 1, self._seq + len(found)
+        return [UsageReport(self.ingress, self.epoch, seq, tuple(said)) for seq, said in enumerate(found, first)]
 
     def report_again(self) -> None:
         """A peer missed what was reported before."""
-        for account, _ in self._limiter.with_limits():
-            if account.reported is not None:
-                account.reported.at = -math.inf
+        for account in self.limiter.every():
+            account.reported_at = -math.inf
 
-    def _report(self, entries: list[AccountUsage]) -> UsageReport:
-        self._seq += 1
-        return UsageReport(self._ingress, self._epoch, self._seq, tuple(entries))
-
-    def _due(self, now: float) -> list[tuple[Account, KeyLimits]]:
-        changed: list[tuple[float, int, Account, KeyLimits]] = []
-        repeated: list[tuple[float, int, Account, KeyLimits]] = []
-        for n, (account, limits) in enumerate(self._limiter.with_limits()):
-            reported = account.reported
-            if reported is None:
-                if account.touched:
-                    changed.append((-math.inf, n, account, limits))
-            elif account.touched:
-                changed.append((reported.at, n, account, limits))
-            elif now - reported.at >= REFRESH_S:
-                (changed if account.running else repeated).append((reported.at, n, account, limits))
-        if len(changed) > MAX_REPORTED:
-            changed.sort()
-        if len(repeated) > MAX_REPEATED:
-            repeated.sort()
+    def _due(self, now: float) -> list[Account]:
+        changed: list[Account] = []
+        repeated: list[Account] = []
+        for account in self.limiter.every():
+            is_old = account.life > 0 and now - account.reported_at >= REFRESH_S
+            if account.touched or (is_old and account.running):
+                changed.append(account)
+            elif is_old:
+                repeated.append(account)
+        for found, most in ((changed, MAX_REPORTED), (repeated, MAX_REPEATED)):
+            if len(found) > most:
+                found.sort(key=attrgetter("reported_at"))
         room = min(MAX_REPEATED, max(0, MAX_REPORTED - len(changed)))
-        return [one[2:] for one in (*changed[:MAX_REPORTED], *repeated[:room])]
+        return [*changed[:MAX_REPORTED], *repeated[:room]]
 
-    def _entry(self, account: Account, limits: KeyLimits, now: float, unix_s: float) -> AccountUsage | None:
+    def _entry(self, account: Account, now: float, unix_s: float) -> AccountUsage | None:
         """None where it is as a new one."""
         account.touched = False
-        requests, tokens = account.lacking(limits, now)
+        limits = account.limits
+        requests, tokens = account.requests.lacking(now, 0.0), account.tokens.lacking(now, account.generated)
         is_today = account.day == int(unix_s // DAY_S)
         day_tokens = account.day_tokens + account.generated if limits.tokens_per_day and is_today else 0
         is_used = bool(requests > ROUNDING or tokens > ROUNDING or day_tokens)
         ended = not account.running and not is_used  # what runs is reported to its end, limited no more or not
-        if account.reported is None and (ended or not is_counted(limits)):
-            _start_anew(account, limits, now, unix_s)
-            return None
-        if account.reported is None:
+        if not account.life:
+            if ended or not limits.are_counted:
+                _start_anew(account, now, unix_s)
+                return None
             self._lives += 1
-            account.reported = ReportedLife(self._lives, self._reported_at, now)
-        reported = account.reported
-        reported.at = now
+            account.life, account.born_at = self._lives, self._reported_at
+        account.reported_at = now
         tenant, caller = account.key
         entry = AccountUsage(
             tenant,
-            reported.life,
+            account.life,
             caller,
             requests_per_minute=limits.requests_per_minute,
             tokens_per_minute=limits.tokens_per_minute,
             tokens_per_day=limits.tokens_per_day,
-            age_s=now - reported.born_at,
+            age_s=now - account.born_at,
             running=account.running,
             requests=account.asked,
             tokens=account.spent + account.generated,
@@ -186,15 +177,15 @@ class SharedUsage:
             ended=ended,
         )
         if ended:
-            _start_anew(account, limits, now, unix_s)
+            _start_anew(account, now, unix_s)
         return entry
 
     # ------------------------------------------------------------------ receiving
 
     def receive(self, report: UsageReport, now: float, unix_s: float) -> None:
         """Take from the accounts here what another ingress has counted."""
-        self._now = now
-        if report.ingress == self._ingress:
+        self.now = now
+        if report.ingress == self.ingress:
             return
         peer = self._peer(report, now)
         if peer is None:
@@ -206,7 +197,7 @@ class SharedUsage:
 
     def expire(self, now: float) -> None:
         """A silent ingress has nothing running."""
-        self._now = now
+        self.now = now
         for name, peer in list(self._peers.items()):
             for key, known in list(peer.running.items()):
                 if now - known.at > SILENT_S:
@@ -240,14 +231,16 @@ class SharedUsage:
         known, gap_s, is_older = peer.accounts.get(key), entry.age_s, False
         if known is None and (entry.ended or seq < peer.forgot_seq):
             return
-        found = self._limiter.find(key) or self._limiter.open(key, _limits_of(entry), now, unix_s)
-        if found is None or (known is None and self._peer_accounts >= MAX_PEER_ACCOUNTS):
+        account = self.limiter.find(key)
+        if account is None:  # no request here has used it: its limits are known as far as they are needed
+            limits = KeyLimits(0, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
+            account = self.limiter.open(key, limits, now, unix_s)
+        if account is None or (known is None and self._peer_accounts >= MAX_PEER_ACCOUNTS):
             self.refused_total += 1
             peer.since = now
             if known is not None:
                 self._forget(peer, key, known)
             return
-        account, limits = found
         if known is None:
             is_older = entry.age_s > now - peer.since
             self._peer_accounts += 1
@@ -260,13 +253,12 @@ class SharedUsage:
             gap_s = now - known.at
         requests, tokens, day_tokens = known.more(entry, int(unix_s // DAY_S))
         if is_older:
-            lacking_day_tokens = entry.lacking_day_tokens if known.day == entry.day else 0
-            lacking = entry.lacking_requests, entry.lacking_tokens, lacking_day_tokens
-            account.known_elsewhere(limits, *lacking, now, unix_s)
+            of_day = entry.lacking_day_tokens if known.day == entry.day else 0
+            account.known_elsewhere(entry.lacking_requests, entry.lacking_tokens, of_day, now, unix_s)
         elif requests or tokens or day_tokens:
-            account.used_elsewhere(limits, requests, tokens, now, unix_s, late=gap_s > SILENT_S)
+            account.used_elsewhere(requests, tokens, now, unix_s, late=gap_s > SILENT_S)
             account.day_tokens += day_tokens
-        if limits.tokens_per_day and account.day_tokens and account.reported is None:
+        if account.limits.tokens_per_day and account.day_tokens and not account.life:
             account.touched = True  # an ingress that comes next learns of the day from those that are left
         if seq > known.seq:
             known.seq, known.at = seq, now
@@ -276,9 +268,9 @@ class SharedUsage:
                 self._forget(peer, key, known)
 
     def _runs(self, peer: Peer, key: Key, known: PeerUsage, running: int) -> None:
-        found = self._limiter.find(key)
-        if found is not None:
-            found[0].running_elsewhere += running - known.running
+        account = self.limiter.find(key)
+        if account is not None:
+            account.running_elsewhere += running - known.running
         known.running = running
         if running:
             peer.running[key] = known
@@ -309,9 +301,8 @@ class SharedUsage:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts do not add up."""
-        self._limiter.check_integrity()
-        for account in self._limiter.every():
+        self.limiter.check_integrity()
+        for account in self.limiter.every():
             assert account.running_elsewhere == sum(
                 peer.running[account.key].running for peer in self._peers.values() if account.key in peer.running
             )
@@ -320,12 +311,7 @@ class SharedUsage:
         assert self._peer_accounts == sum(len(peer.accounts) for peer in self._peers.values()) <= MAX_PEER_ACCOUNTS
 
 
-def _limits_of(entry: AccountUsage) -> KeyLimits:
-    """As far as they are needed where no request has used this account."""
-    return KeyLimits(0, entry.requests_per_minute, entry.tokens_per_minute, entry.tokens_per_day)
-
-
-def _start_anew(account: Account, limits: KeyLimits, now: float, unix_s: float) -> None:
-    account.settle(limits, now, unix_s)
+def _start_anew(account: Account, now: float, unix_s: float) -> None:
+    account.settle(now, unix_s)
     account.asked = account.spent = account.own_day_tokens = 0
-    account.reported = None
+    account.life, account.reported_at = 0, -math.inf

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvfleet.ingress.limits.shared_usage import SharedUsage
 from kvproto import codec
@@ -23,33 +24,29 @@ log = logging.getLogger(__name__)
 PERIOD_S = 0.25
 
 
+@dataclass(eq=False, slots=True)
 class UsageExchange:
     """Owned by the event loop. `start`, then `run` until cancelled, then `stop`."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        subject: str,
-        usage: SharedUsage,
-        now: Callable[[], float],
-        unix_s: Callable[[], float],
-    ) -> None:
-        self.sent_total = 0
-        self.received_total = 0
-        self.malformed_total = 0
-        self._connection = connection
-        self._subject = subject
-        self._usage = usage
-        self._now = now
-        self._unix_s = unix_s
-        self._subscription: Subscription | None = None
+    connection: Connection
+    subject: str
+    usage: SharedUsage
+    now: Callable[[], float]
+    unix_s: Callable[[], float]
+    sent_total: int = 0
+    received_total: int = 0
+    malformed_total: int = 0
+    _subscription: Subscription | None = None
+
+    @property
+    def ignored_total(self) -> int:
+        return self.usage.refused_total + self.malformed_total
 
     async def start(self) -> None:
-        self._subscription = await self._connection.subscribe(self._subject, self._on_report)
-        self._connection.on_reconnect.append(self._on_reconnect)
+        self._subscription = await self.connection.subscribe(self.subject, self._on_report)
+        self.connection.on_reconnect.append(self._on_reconnect)
 
     async def run(self) -> None:
-        """Report, for ever."""
         while True:
             await asyncio.sleep(PERIOD_S)
             try:
@@ -59,21 +56,21 @@ class UsageExchange:
 
     async def stop(self) -> None:
         """What has ended since the last report is reported: those that go on need not wait for this one's silence."""
-        if self._on_reconnect in self._connection.on_reconnect:
-            self._connection.on_reconnect.remove(self._on_reconnect)
+        if self._on_reconnect in self.connection.on_reconnect:
+            self.connection.on_reconnect.remove(self._on_reconnect)
         await self.turn()
         subscription, self._subscription = self._subscription, None
-        if subscription is not None and self._connection.is_connected:
+        if subscription is not None and self.connection.is_connected:
             await subscription.unsubscribe()
 
     async def turn(self) -> None:
-        now = self._now()
-        self._usage.expire(now)
-        if not self._connection.is_connected or self._connection.is_silent:
+        now = self.now()
+        self.usage.expire(now)
+        if not self.connection.is_connected or self.connection.is_silent:
             return
         try:
-            for report in self._usage.reports(now, self._unix_s(), self._connection.max_payload):
-                await self._connection.publish(self._subject, codec.encode(report))
+            for report in self.usage.reports(now, self.unix_s(), self.connection.max_payload):
+                await self.connection.publish(self.subject, codec.encode(report))
                 self.sent_total += 1
         except KvfleetError as error:  # the next report follows within a second
             log.debug("usage of limits not told: %s", error)
@@ -85,8 +82,8 @@ class UsageExchange:
             self.malformed_total += 1
             log.debug("a report on %s is unreadable: %s", message.subject, error)
             return
-        self._usage.receive(report, self._now(), self._unix_s())
+        self.usage.receive(report, self.now(), self.unix_s())
         self.received_total += 1
 
     async def _on_reconnect(self) -> None:
-        self._usage.report_again()
+        self.usage.report_again()

@@ -77,16 +77,6 @@ def prompt_digest(ids: Sequence[int]) -> str:
     return base32(blake2b(pack_ids(ids), digest_size=5).digest())
 
 
-def check_prompt(at: Position, prompt: str) -> None:
-    """Raises PromptChanged where a client has read the beginning of another stream."""
-    if at.prompt and prompt and at.prompt != prompt:
-        raise PromptChanged(
-            "the stream was begun from other prompt ids: this ingress reads the conversation differently. Send the "
-            f"request again without {LAST_EVENT_ID}, or to the ingress that it was begun at",
-            field=LAST_EVENT_ID,
-        )
-
-
 def check_choices(at: Position, choices: int) -> None:
     """Raises InvalidRequest for a position that no stream with so many choices has."""
     if len(at.counts) > choices or (choices == 1 and at.ended) or len(at.ended) == choices:
@@ -94,11 +84,8 @@ def check_choices(at: Position, choices: int) -> None:
 
 
 class EventIds:
-    """Where one reader is, and the ids of the events it gets. Owned by that reader's writer.
-
-    `counts` and `ended` are changed by the writer of events; `begun` choices have had their first event. With `lines`
-    each event begins with an `id:` line.
-    """
+    """Where one reader is, and the ids of the events it gets. Owned by that reader's writer, which changes `counts` and
+    `ended`; `begun` choices have had their first event. With `lines` each event begins with an `id:` line."""
 
     __slots__ = ("_ends", "_prefix", "begun", "counts", "ended", "lines", "skipped_ends")
 
@@ -112,8 +99,14 @@ class EventIds:
         prompt: str = "",
         lines: bool = True,
     ) -> None:
-        """`announced`: a choice begins with an event of its own, before its first token. `prompt`: `prompt_digest`."""
-        check_prompt(at, prompt)
+        """`announced`: a choice begins with an event of its own, before its first token. `prompt`: `prompt_digest`.
+        Raises PromptChanged where the client has read the beginning of another stream."""
+        if at.prompt and prompt and at.prompt != prompt:
+            raise PromptChanged(
+                "the stream was begun from other prompt ids: this ingress reads the conversation differently. Send the "
+                f"request again without {LAST_EVENT_ID}, or to the ingress that it was begun at",
+                field=LAST_EVENT_ID,
+            )
         check_choices(at, choices)
         self.lines = lines
         self._prefix = b"%b:" % (f"{request}.{prompt}" if prompt else request).encode()
@@ -152,7 +145,6 @@ class EventIds:
         return self._end(self._ends - 1)
 
     def line(self, event_id: bytes) -> bytes:
-        """What an event of this id begins with."""
         return b"id: %b\n" % event_id if self.lines else b""
 
     def comment(self, text: bytes) -> bytes:

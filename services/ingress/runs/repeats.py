@@ -42,15 +42,12 @@ class RequestName:
 
     @property
     def header(self) -> str:
-        """What named it."""
         return IDEMPOTENCY_KEY if self.keyed else LAST_EVENT_ID
 
 
 def key_secret(fleet_key: bytes, *, one_tenant: bool) -> tuple[bytes, bool]:
-    """What request ids of keys are hashed with, and whether all ingresses have the same.
-
-    Without a fleet key tenants are kept apart by a secret of this process alone: its keys mean nothing elsewhere.
-    """
+    """What request ids of keys are hashed with, and whether all ingresses have the same. Without a fleet key tenants
+    are kept apart by a secret of this process alone: its keys mean nothing elsewhere."""
     if fleet_key:
         return hashlib.blake2b(fleet_key, person=b"kvf-idempotency").digest(), True
     return (b"", True) if one_tenant else (secrets.token_bytes(32), False)
@@ -67,7 +64,7 @@ def name_request(
         request, at = read_event_id(last_event_id)
         if keyed is not None and keyed != request:
             raise InvalidRequest(f"is of another request than this {IDEMPOTENCY_KEY}", field=LAST_EVENT_ID)
-        if sealed and not is_sealed(tenant, request, secret):
+        if sealed and not hmac.compare_digest(seal(tenant, _bytes_of(request), secret), request):
             raise InvalidRequest("is of no request of this tenant", field=LAST_EVENT_ID)
         return RequestName(request, at, named=True, keyed=keyed is not None)
     if keyed is not None:
@@ -80,10 +77,6 @@ def seal(tenant: str, raw: bytes, secret: bytes) -> str:
     begin = raw[:OPEN_BYTES]
     keyed = hashlib.blake2b(tenant.encode() + b"\0" + begin, digest_size=6, key=secret, person=b"kvf-request-id")
     return base32(begin + keyed.digest())
-
-
-def is_sealed(tenant: str, request: str, secret: bytes) -> bool:
-    return hmac.compare_digest(seal(tenant, _bytes_of(request), secret), request)
 
 
 def _bytes_of(request: str) -> bytes:

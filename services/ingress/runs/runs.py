@@ -16,21 +16,23 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from kvfleet.ingress.config import RunLimits
+from kvfleet.ingress.limits.admission import RunMemory
 from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.limits.limiter import RunUsage
-from kvfleet.ingress.limits.run_memory import RunMemory
 from kvfleet.ingress.limits.service_levels import ServiceLevel
-from kvfleet.ingress.runs.event_writer import Form
-from kvfleet.ingress.runs.jobs import Job, Prepare, Start, TokenStream
+from kvfleet.ingress.runs.jobs import Form, Job, Prepare, Start
 from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.transcript import Transcript
+from kvfleet.ingress.settings import RunLimits
 from kvproto.errors import Cancelled, KvfleetError, LimitExceeded, PayloadTooLarge, RequestMismatch
+from kvproto.streams.stream import Stream
 
 SWEEP_PERIOD_S = 5.0
 
 
+@dataclass(eq=False, slots=True)
 class Run:
     """One request and what it has brought. Owned by the event loop; changed by whichever reader is in `step`.
 
@@ -38,44 +40,33 @@ class Run:
     job, and is let go of with all that it holds of the request's body as soon as it has; None where the job is there.
     """
 
-    def __init__(
-        self,
-        tenant: str,
-        request: str,
-        digest: bytes,
-        keyed: bool,
-        prepare: Prepare | None,
-        start: Start,
-        memory: RunMemory,
-    ) -> None:
-        self.tenant = tenant
-        self.request = request
-        self.digest = digest
-        self.keyed = keyed
-        self.form: Form | None = None  # once it was prepared
-        self.transcript = Transcript()
-        self.error: KvfleetError | None = None
-        self.finished = False
-        self.busy = False  # a reader is in `step`
-        self.readers: set[object] = set()
-        self.payer: Caller | None = None  # whose limit it counts in, while it runs
-        self.usage: RunUsage | None = None  # what it costs, however many read it
-        self.starts = 0
-        self.steps = 0
-        self.traceparent: str | None = None  # of the request that began it
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
-        self.level: ServiceLevel | None = None  # its model's and route's, once it was prepared
-        self._gap_from: float | None = None  # when the tokens before came, of the present stream
-        self.held = 0  # bytes of `memory`, as of the last look
-        self._memory = memory
-        self._holds = False
-        self._prepare = prepare
-        self._start = start
-        self._job: Job | None = None  # while it may have to go on
-        self._stream: TokenStream | None = None
-        self._abandoned = False
-        self._waiters: list[asyncio.Future[None]] = []
+    tenant: str
+    request: str
+    digest: bytes
+    keyed: bool
+    prepare: Prepare | None
+    start: Start
+    memory: RunMemory
+    traceparent: str | None = None  # of the request that began it
+    usage: RunUsage | None = None  # what it costs, however many read it
+    job: Job | None = None  # once it was prepared, while it may have to go on
+    form: Form | None = None  # once it was prepared
+    level: ServiceLevel | None = None  # its model's and route's, once it was prepared
+    transcript: Transcript = field(default_factory=Transcript)
+    error: KvfleetError | None = None
+    finished: bool = False
+    busy: bool = False  # a reader is in `step`
+    readers: set[object] = field(default_factory=set)
+    payer: Caller | None = None  # whose limit it counts in, while it runs
+    starts: int = 0
+    steps: int = 0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    held: int = 0  # bytes of `memory`, as of the last look; 0: it does not run
+    _gap_from: float | None = None  # when the tokens before came, of the present stream
+    _stream: Stream | None = None
+    _abandoned: bool = False
+    _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def over(self) -> bool:
@@ -90,56 +81,48 @@ class Run:
     def size(self) -> int:
         """Bytes of memory, about."""
         form = self.form.size if self.form is not None else 0
-        job = self._job.size if self._job is not None else 0
+        job = self.job.size if self.job is not None else 0
         return self.transcript.size + form + job
 
     def hold(self) -> None:
         """It runs: what it has, and what it will bring, is counted in `memory`. Does nothing where it is already."""
-        if not self._holds:
-            self._holds, self.held = True, self.size
-            self._memory.holders += 1
-            self._memory.used += self.held
+        if not self.held:
+            self.held = self.size
+            self.memory.holders += 1
+            self.memory.used += self.held
 
     def free(self) -> None:
         """It runs no more, and another account counts it. Does nothing when called again."""
-        if self._holds:
-            self._memory.holders -= 1
-            self._memory.used -= self.held
-            self._holds, self.held = False, 0
+        if self.held:
+            self.memory.holders -= 1
+            self.memory.used -= self.held
+            self.held = 0
 
     def _grow(self, count: int) -> None:
         """Raises PayloadTooLarge for one that may not."""
         self.held += count
-        self._memory.used += count
-        if self._memory.used > self._memory.half and self.transcript.finished is None:
-            self._memory.check_share(self.held)
+        self.memory.used += count
+        if self.memory.used > self.memory.half and self.transcript.finished is None:
+            self.memory.check_share(self.held)
 
     async def changed(self) -> None:
         """Until something has: tokens, the end, no reader in `step` any more, a reader gone."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
+        await self._change.wait()
 
-    def wake(self) -> None:
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+    def _wake(self) -> None:
+        self._change.set()
+        self._change.clear()
 
     async def step(self) -> int:
         """Get on by one read of the stream, having prepared and started it; an end is committed before anybody learns
-        of it.
-
-        Returns the number of tokens that came. Raises nothing but faults of ours: errors are in `error`.
-        """
+        of it. Returns the number of tokens that came. Raises nothing but faults of ours: errors are in `error`."""
         assert not self.busy
         assert not self.over
         self.busy = True
         self.steps += 1
         count = 0
         try:
-            job = self._job
+            job = self.job
             if job is None:
                 await self._read_job()
                 return 0
@@ -165,7 +148,7 @@ class Run:
             if self.transcript.finished is not None:
                 await job.turn.commit(self.transcript)
                 self.finished = True
-                self._job = self._stream = None
+                self.job = self._stream = None
         except KvfleetError as error:
             if not self._abandoned or self.transcript.finished is not None:
                 self.error = error  # else it is the cancellation that `leave` asked for
@@ -179,7 +162,7 @@ class Run:
             raise
         finally:
             self.busy = False
-            self.wake()
+            self._wake()
         return count
 
     def join(self, reader: object) -> None:
@@ -204,12 +187,12 @@ class Run:
                     await self._abandon_turn()
                 finally:
                     self.busy = False
-        self.wake()
+        self._wake()
 
     async def _read_job(self) -> None:
-        assert self._prepare is not None
-        self._job = job = await self._prepare()
-        self._prepare = None
+        assert self.prepare is not None
+        self.job = job = await self.prepare()
+        self.prepare = None
         self.form = job.form
         self.level = job.level
         self.transcript = Transcript.of(job.generation.sampling.n, job.costs)
@@ -223,7 +206,7 @@ class Run:
         if self.transcript.finished is None:  # else only its commit is missing
             self.starts += 1
             self._gap_from = None  # without a reader no token was asked for
-            self._stream = self._start(job.generation, self.transcript.continuations())
+            self._stream = self.start(job.generation, self.transcript.continuations())
 
     async def _abandon_turn(self) -> None:
         """Nothing runs for it at any worker, and its turn is free."""
@@ -232,33 +215,36 @@ class Run:
             await stream.cancel(self.transcript.totals)
             self.transcript.served_by(stream.worker)
             self.transcript.begun = self.transcript.begun or stream.accepted
-        if self._job is not None:
-            await self._job.turn.abandon(self.transcript)
+        if self.job is not None:
+            await self.job.turn.abandon(self.transcript)
         self._abandoned = False
 
     def resumed(self) -> Run:
         """What a failed run is for those who try again: the same, with what it has brought and no reader."""
-        run = Run(self.tenant, self.request, self.digest, self.keyed, None, self._start, self._memory)
-        run._job, run.form, run.transcript, run.starts = self._job, self.form, self.transcript, self.starts
-        run.traceparent = self.traceparent
-        run.usage = self.usage
-        run.level = self.level
-        return run
+        again = Run(self.tenant, self.request, self.digest, self.keyed, None, self.start, self.memory)
+        for kept in ("traceparent", "usage", "job", "form", "level", "transcript", "starts"):
+            setattr(again, kept, getattr(self, kept))
+        return again
 
 
+@dataclass(eq=False, slots=True)
 class Runs:
     """The table of runs. Owned by the event loop."""
 
-    def __init__(self, limits: RunLimits, now: Callable[[], float]) -> None:
-        self._limits = limits
-        self._now = now
-        self._runs: dict[str, Run] = {}  # by request id: no two tenants have one at the same time
-        self._ended: tuple[OrderedDict[str, float], OrderedDict[str, float]] = (OrderedDict(), OrderedDict())
-        self.memory = RunMemory(limits.running_bytes)
-        self.kept_bytes = 0
-        self.attached_total = 0
-        self.resumed_total = 0
-        self.replayed_total = 0
+    limits: RunLimits
+    now: Callable[[], float]
+    memory: RunMemory = field(init=False)
+    kept_bytes: int = 0
+    attached_total: int = 0
+    resumed_total: int = 0
+    replayed_total: int = 0
+    _runs: dict[str, Run] = field(default_factory=dict)  # by request id: no two tenants have one at the same time
+    _ended: tuple[OrderedDict[str, float], OrderedDict[str, float]] = field(
+        default_factory=lambda: (OrderedDict(), OrderedDict())
+    )
+
+    def __post_init__(self) -> None:
+        self.memory = RunMemory(self.limits.running_bytes)
 
     @property
     def kept(self) -> int:
@@ -267,17 +253,15 @@ class Runs:
 
     def is_foreign(self, tenant: str, request: str) -> bool:
         """Whether the id is another tenant's here, which no other tenant may learn."""
-        run = self._runs.get(request)
-        return run is not None and run.tenant != tenant
+        return request in self._runs and self._runs[request].tenant != tenant
 
     def known(self, tenant: str, name: RequestName) -> Run | None:
         """The run of a request's name, which its body may yet show to be another's."""
-        run = self._runs.get(name.request)
-        return run if run is not None and run.tenant == tenant else None
+        return None if self.is_foreign(tenant, name.request) else self._runs.get(name.request)
 
     def find(self, tenant: str, name: RequestName, digest: bytes) -> Run | None:
-        """The run that this is a repeat of; one that failed may be tried again. Raises RequestMismatch when it is not
-        quite one, LimitExceeded when it has as many readers as it may."""
+        """The run that this repeats; one that failed may be tried again. Raises RequestMismatch when it is not quite
+        one, LimitExceeded when it has as many readers as it may."""
         self.sweep()
         run = self.known(tenant, name)
         if run is None:
@@ -286,8 +270,8 @@ class Runs:
             raise RequestMismatch("was used for another request: route and body must be the same", field=name.header)
         if run.error is not None:
             return run if run.may_go_on else None
-        if len(run.readers) >= self._limits.readers:
-            raise LimitExceeded(f"{self._limits.readers} connections read this request already", retry_after_s=1.0)
+        if len(run.readers) >= self.limits.readers:
+            raise LimitExceeded(f"{self.limits.readers} connections read this request already", retry_after_s=1.0)
         return run
 
     def add(self, run: Run) -> None:
@@ -299,8 +283,7 @@ class Runs:
         run.hold()
 
     def attach(self, run: Run, reader: object) -> Run:
-        """One more reader, of the run that goes on in place of this one if it has failed. `Run.over` says whether it
-        only gets what is there already."""
+        """One more reader, of the run that goes on in place of this one if it failed. One that is over is replayed."""
         if run.error is not None:
             run = self._resume(run)
         if run.finished:
@@ -309,7 +292,9 @@ class Runs:
             self.attached_total += 1
         elif run.form is not None:
             self.resumed_total += 1
-            self._revive(run)
+            if self._ended[run.keyed].pop(run.request, None) is not None:
+                self.kept_bytes -= run.size
+            run.hold()
         run.join(reader)
         return run
 
@@ -318,7 +303,7 @@ class Runs:
         await run.leave(reader)
         while run.busy and not run.readers:  # a reader that left before lets go of the rest
             await run.changed()
-        if run.readers or self._runs.get(run.request) is not run or self._is_ended(run):
+        if run.readers or self._runs.get(run.request) is not run or run.request in self._ended[run.keyed]:
             return
         if run.error is not None and run.may_go_on:
             run = self._resume(run)
@@ -330,21 +315,19 @@ class Runs:
 
     def sweep(self) -> None:
         """Forget what is too old, and the oldest of what is too much."""
-        now = self._now()
-        for queue, keep_s in zip(self._ended, (self._limits.grace_s, self._limits.replay_s), strict=True):
+        now = self.now()
+        for queue, keep_s in zip(self._ended, (self.limits.grace_s, self.limits.replay_s), strict=True):
             while queue and now - next(iter(queue.values())) > keep_s:
                 self._forget(queue)
-        while self.kept_bytes > self._limits.bytes:
+        while self.kept_bytes > self.limits.bytes:
             self._forget(min((queue for queue in self._ended if queue), key=lambda queue: next(iter(queue.values()))))
 
     async def run(self) -> None:
-        """Sweep, for ever."""
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
             self.sweep()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the table does not add up."""
         ended = {*self._ended[0], *self._ended[1]}
         assert len(ended) == self.kept
         assert self.kept_bytes == sum(self._runs[request].size for request in ended)
@@ -355,22 +338,14 @@ class Runs:
         assert self.memory.used >= sum(run.held for run in running)
         assert self.memory.holders >= sum(run.held > 0 for run in running)
 
-    def _is_ended(self, run: Run) -> bool:
-        return run.request in self._ended[run.keyed]
-
     def _keep(self, run: Run) -> None:
         run.free()
-        if run.size > self._limits.bytes:  # all others would have to go for it, and it as well
+        if run.size > self.limits.bytes:  # all others would have to go for it, and it as well
             del self._runs[run.request]
             return
-        self._ended[run.keyed][run.request] = self._now()
+        self._ended[run.keyed][run.request] = self.now()
         self.kept_bytes += run.size
         self.sweep()
-
-    def _revive(self, run: Run) -> None:
-        if self._ended[run.keyed].pop(run.request, None) is not None:
-            self.kept_bytes -= run.size
-        run.hold()
 
     def _resume(self, failed: Run) -> Run:
         """In place of one that failed, one that goes on where it did."""

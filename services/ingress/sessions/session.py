@@ -1,17 +1,34 @@
-"""One session as an ingress read it, the turn that is open on it, and what their records say."""
+"""Loop: one session as an ingress reads it, the turn that is open on it, and its records in the KV bucket: a head, and
+what lies beside it: its history in chunks of 4,096 ids, and its strays. A head names the generation that counts.
+
+    <tenant>.<hash of seq_id>                        SessionHead
+    <tenant>.<hash of seq_id>.<generation>.<n>       ids n * 4096 ... of one history
+    <tenant>.<hash of seq_id>.<generation>.strays    what was computed beside it, if anything was
+
+All is written by compare-and-set. A record that is newer than this ingress knows is not always another turn's: a write
+that timed out in an outage of NATS is delivered after it all the same, and another ingress may run the same request.
+Such a record is adopted, and the write is tried once more; any other one means that the turn is lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvfleet.ingress.config import SessionLimits
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
-from kvproto.buckets import Entry
-from kvproto.errors import CodecError, SessionBusy, SessionNotFound, Unavailable
-from kvproto.messages import SessionHead, Stray
+from kvproto.block_hash import pack_ids, unpack_ids
+from kvproto.buckets import Bucket, StaleRevision
+from kvproto.errors import CodecError, KvfleetError, SessionBusy, SessionNotFound, Unavailable
+from kvproto.messages import SessionHead, SessionStrays, Stray, Turn
 from kvproto.regions import MAX_REGIONS
+
+CHUNK_IDS = 4096
+WRITE_TRIES = 4
+MAX_OBSERVED = 65_536  # sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +71,44 @@ class OpenTurn:
     ended: bool = False  # committed or abandoned
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def request(self) -> str:
+        return self.head.turn.request if self.head.turn is not None else ""
+
+
+@dataclass(eq=False, slots=True)
+class LeaseObserver:
+    """Since when a running turn's record has been as it is, by this process's own clock.
+
+    A turn's lease is renewed by writing its record again. Whether it still is cannot be told by the wall clock, which
+    may be wrong here or there by hours; a record that was unchanged for a whole lease of local time was not renewed (as
+    in Kubernetes' leader election). Bounded: the record that was looked at longest ago is forgotten, and begins anew.
+    """
+
+    _seen: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
+
+    def unchanged_s(self, key: str, revision: int, now: float) -> float:
+        """Seconds since this revision was first seen here."""
+        known = self._seen.get(key)
+        if known is None or known[0] != revision:
+            known = self._seen[key] = revision, now
+            if len(self._seen) > MAX_OBSERVED:
+                self._seen.popitem(last=False)
+        self._seen.move_to_end(key)
+        return now - known[1]
+
+    def forget(self, key: str) -> None:
+        self._seen.pop(key, None)
+
 
 def is_expired(head: SessionHead, now_ms: int, limits: SessionLimits) -> bool:
-    """Whether the session was not used for longer than sessions are kept. Pure."""
+    """Whether the session was not used for longer than sessions are kept."""
     return head.turn is None and now_ms - head.updated_unix_ms > limits.idle_expiry_s * 1000
 
 
 def is_as_before(session: Session, head: SessionHead | None, request: str) -> bool:
     """Whether nothing but this request's own turn has come to a session since it was read, whichever ingress began the
-    turn and whether or not it has let go of it: of a new session nothing is left then. Pure."""
+    turn and whether or not it has let go of it: of a new session nothing is left then."""
     before = session.head
     is_new = before is None or not before.turns
     if head is None:
@@ -74,22 +120,6 @@ def is_as_before(session: Session, head: SessionHead | None, request: str) -> bo
     return (head.generation, head.length, head.turns) == (before.generation, before.length, before.turns)
 
 
-def read_head(entry: Entry) -> SessionHead | None:
-    if entry.value is None:
-        return None
-    try:
-        return codec.decode(SessionHead, entry.value)
-    except CodecError as error:
-        raise Unavailable(f"the record of session {entry.key} is unreadable: {error}") from None
-
-
-def take_over(turn: OpenTurn, entry: Entry, head: SessionHead | None) -> None:
-    """Go on from the head as it lies there, with the regions that another ingress has added."""
-    turn.revision = entry.revision
-    if head is not None:
-        turn.head = replace(turn.head, regions=joined(head.regions, turn.head.regions))
-
-
 def joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
     """Regions that a session's blocks may be in: as many as are known of at all."""
     return tuple(dict.fromkeys((*before, *more)))[:MAX_REGIONS]
@@ -99,5 +129,148 @@ def not_found(seq_id: str) -> SessionNotFound:
     return SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
 
 
-def lost_turn(session: Session) -> SessionBusy:
+IsOurs = Callable[[Session, Turn, SessionHead | None], bool]  # of a turn of ours, by the head that lies there
+
+
+class TurnCommitted(Exception):
+    """Another ingress has committed the same request."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecords:
+    """Holds nothing itself. All methods raise Unavailable without NATS; those of a turn SessionBusy if it is lost."""
+
+    bucket: Bucket
+    is_ingress_alive: Callable[[str], bool]
+
+    async def head(self, key: str) -> tuple[SessionHead | None, int]:
+        """The head, None where there is none, and its revision."""
+        entry = await self.bucket.get(key)
+        if entry.value is None:
+            return None, entry.revision
+        try:
+            return codec.decode(SessionHead, entry.value), entry.revision
+        except CodecError as error:
+            raise Unavailable(f"the record of session {key} is unreadable: {error}") from None
+
+    async def history(self, key: str, head: SessionHead) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The history that a head names, and its chunks' revisions; None where they have just been replaced."""
+        chunks = await asyncio.gather(*map(self.bucket.get, _chunk_keys(key, head)))
+        if any(chunk.value is None for chunk in chunks):
+            return None
+        ids = unpack_ids(b"".join((chunk.value or b"")[: 4 * CHUNK_IDS] for chunk in chunks))
+        return (ids[: head.length], tuple(chunk.revision for chunk in chunks)) if len(ids) >= head.length else None
+
+    async def strays(self, key: str, head: SessionHead) -> tuple[Stray, ...]:
+        """What a head says that there is beside its history."""
+        if not head.strays:
+            return ()
+        entry = await self.bucket.get(f"{key}.{head.generation}.strays")
+        try:
+            return codec.decode(SessionStrays, entry.value).chains if entry.value is not None else ()
+        except CodecError as error:
+            raise Unavailable(f"the record {entry.key} is unreadable: {error}") from None
+
+    async def renew(self, turn: OpenTurn, head: SessionHead) -> None:
+        """Also where another ingress that ran the same request has let go of it, or is gone."""
+        await self._write(turn, head, self._is_left)
+
+    async def commit(self, turn: OpenTurn, head: SessionHead) -> None:
+        """Also where another ingress runs the same request. Raises TurnCommitted if it has committed it."""
+        await self._write(turn, head, _is_shared)
+
+    async def abandon(self, turn: OpenTurn, head: SessionHead) -> None:
+        """The head without its turn; a session that has nothing but this turn is deleted."""
+        if head.turns or head.strays:
+            await self._write(turn, head, _is_own)
+            return
+        key = turn.session.key
+        try:
+            await self.bucket.delete(key, turn.revision)
+        except StaleRevision:
+            await self._adopt(turn, _is_own)
+            await self.bucket.delete(key, turn.revision)
+
+    async def _write(self, turn: OpenTurn, head: SessionHead, is_ours: IsOurs) -> None:
+        key = turn.session.key
+        try:
+            turn.revision = await self.bucket.update(key, codec.encode(head), turn.revision)
+        except StaleRevision:
+            await self._adopt(turn, is_ours)
+            head = replace(head, regions=joined(turn.head.regions, head.regions))
+            try:
+                turn.revision = await self.bucket.update(key, codec.encode(head), turn.revision)
+            except StaleRevision:
+                raise _lost(turn.session) from None
+
+    async def _adopt(self, turn: OpenTurn, is_ours: IsOurs) -> None:
+        """Go on from the head as it lies there, with the regions that another ingress has added."""
+        head, revision = await self.head(turn.session.key)
+        if turn.head.turn is None or not is_ours(turn.session, turn.head.turn, head):
+            raise _lost(turn.session)
+        turn.revision = revision
+        if head is not None:
+            turn.head = replace(turn.head, regions=joined(head.regions, turn.head.regions))
+
+    def _is_left(self, session: Session, ours: Turn, head: SessionHead | None) -> bool:
+        found = head.turn if head is not None else None
+        is_held = found is not None and found.ingress != ours.ingress and self.is_ingress_alive(found.ingress)
+        return is_as_before(session, head, ours.request) and not is_held
+
+    async def write_history(self, turn: OpenTurn, generation: str, ids: tuple[int, ...], kept: int) -> None:
+        """The chunks of a turn before its commit; the first `kept` ids lie there already. Raises as `commit` does."""
+        session = turn.session
+        for n in range(kept // CHUNK_IDS, chunks_of(len(ids))):
+            revision = session.chunk_revisions[n] if kept and n < len(session.chunk_revisions) else 0
+            data = pack_ids(ids[n * CHUNK_IDS : (n + 1) * CHUNK_IDS])
+            await self._write_chunk(turn, f"{session.key}.{generation}.{n}", data, revision)
+
+    async def _write_chunk(self, turn: OpenTurn, key: str, data: bytes, revision: int) -> None:
+        while True:
+            try:
+                await self.bucket.update(key, data, revision)
+                return
+            except StaleRevision:
+                # An ingress that lost this session may have written meanwhile: take over, if the turn is still ours.
+                await self._adopt(turn, _is_shared)
+                revision = (await self.bucket.get(key)).revision
+
+    async def write_strays(self, key: str, generation: str, strays: Sequence[Stray]) -> None:
+        """In place of those that lie there."""
+        key, data = f"{key}.{generation}.strays", codec.encode(SessionStrays(tuple(strays)))
+        for _ in range(WRITE_TRIES):
+            entry = await self.bucket.get(key)
+            with contextlib.suppress(StaleRevision):
+                await self.bucket.update(key, data, entry.revision)
+                return
+        raise Unavailable(f"{key} is being written by others", retry_after_s=1.0)
+
+    async def erase_beside(self, key: str, head: SessionHead) -> None:
+        """The head no longer names them, so a failure here only wastes their bytes."""
+        strays = [f"{key}.{head.generation}.strays"] if head.strays else []
+        with contextlib.suppress(KvfleetError):
+            await asyncio.gather(*map(self.bucket.delete, [*_chunk_keys(key, head), *strays]))
+
+
+def chunks_of(length: int) -> int:
+    return -(-length // CHUNK_IDS)
+
+
+def _chunk_keys(key: str, head: SessionHead) -> list[str]:
+    return [f"{key}.{head.generation}.{n}" for n in range(chunks_of(head.length))]
+
+
+def _is_own(_: Session, ours: Turn, head: SessionHead | None) -> bool:
+    found = head.turn if head is not None else None
+    return found is not None and (found.request, found.ingress) == (ours.request, ours.ingress)
+
+
+def _is_shared(session: Session, ours: Turn, head: SessionHead | None) -> bool:
+    """Raises TurnCommitted."""
+    if head is not None and head.last_request == ours.request:
+        raise TurnCommitted
+    return is_as_before(session, head, ours.request)
+
+
+def _lost(session: Session) -> SessionBusy:
     return SessionBusy(f"this turn of session {session.seq_id[:80]!r} lost its lease, it is not committed")

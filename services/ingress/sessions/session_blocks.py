@@ -4,9 +4,10 @@ regions where it ran are told of its end in the background. Owns those tasks."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from kvfleet.ingress.sessions.session import Session
 from kvproto import codec
@@ -29,25 +30,22 @@ HOME = ""  # this region
 CLOSE_S = 2.0
 
 
-class RegionWorkers(Protocol):
-    """The part of `OtherRegions` that is needed here."""
-
-    def workers(self, region: str, model: str) -> list[str]: ...
-
-
+@dataclass(eq=False, slots=True)
 class SessionBlocks:
-    """Questions to workers about the blocks of one token sequence."""
+    """Questions to workers about the blocks of one token sequence. `region_workers`: a model's in another region."""
 
-    def __init__(self, client: Client, regions: RegionWorkers) -> None:
-        self._client = client
-        self._regions = regions
-        self._erasing: set[asyncio.Task[None]] = set()
+    client: Client
+    region_workers: Callable[[str, str], list[str]]
+    _erasing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def find(self, tenant: str, model: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
         """What each worker holds; those that do not answer are left out. A long history goes to those alone that hold
         its beginning: blocks are found along their chain, so the others hold nothing of what follows."""
         workers = self._workers_of(model)
-        begin = BEGIN_TOKENS + self._longest_public_prefix(workers)
+        # Where a chain starts is told by the public prefix that it begins with, so that is asked about too.
+        records = [self.client.members.view.workers[worker].record for worker in workers]
+        prefixes = (prefix.tokens for record in records for prefix in record.public_prefixes)
+        begin = BEGIN_TOKENS + max(prefixes, default=0)
         found = await self._inspect(workers, tenant, ids[:begin])
         if len(ids) <= begin:
             return found
@@ -60,15 +58,9 @@ class SessionBlocks:
         answers = await self._ask_all(workers, AdminRequest(AdminCommand.INSPECT, tenant, ids), FIND_TIMEOUT_S)
         return {worker: codec.decode(Inspection, answer) for worker, answer in answers.items()}
 
-    def _longest_public_prefix(self, workers: list[str]) -> int:
-        """Tokens. Where a chain starts is told by the public prefix that it begins with, so that is asked about too."""
-        records = (self._client.members.view.workers[worker].record for worker in workers)
-        return max((prefix.tokens for record in records for prefix in record.public_prefixes), default=0)
-
     async def erase(self, session: Session) -> None:
-        """Have every worker forget what only this session had, its strays too, and have vaults forget it. Raises
-        nothing: what a worker that is away had in memory goes with it. Workers of other regions where it ran are told
-        in the background."""
+        """Have every worker and vault forget what only this session had, its strays too. Raises nothing: what a worker
+        that is away had in memory goes with it. Workers of other regions are told in the background."""
         assert session.head is not None
         tenant = tenant_of(session.key)
         question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays)
@@ -81,13 +73,12 @@ class SessionBlocks:
         self._erase_later(head.model, question, (HOME, *head.regions))
 
     def _erase_later(self, model: str, question: AdminRequest, regions: Iterable[str]) -> None:
-        """Workers that do not answer are told again for a minute. A region that cannot be reached for so long keeps
-        what it has until it is evicted."""
+        """Workers that do not answer are told again for a minute; later a region keeps what it has until eviction."""
         for region in regions:
             if len(self._erasing) >= MAX_LATER:
                 log.warning("region %s is not told what to forget: too much is on its way", region or "here")
                 continue
-            task = asyncio.create_task(self._bounded(region, model, question), name=f"erase-in-{region or 'home'}")
+            task = asyncio.create_task(self._erase_in(region, model, question), name=f"erase-in-{region or 'home'}")
             self._erasing.add(task)
             task.add_done_callback(self._erasing.discard)
 
@@ -99,23 +90,20 @@ class SessionBlocks:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _bounded(self, region: str, model: str, question: AdminRequest) -> None:
-        try:
-            async with asyncio.timeout(BACKGROUND_LIMIT_S):
-                await self._erase_in(region, model, question)
-        except TimeoutError:
-            where = region or "this one"
-            log.warning("a session's blocks may still be in region %s: not all workers there could be told", where)
-
     async def _erase_in(self, region: str, model: str, question: AdminRequest) -> None:
         """Until all that are known there, one at least, have answered."""
         told: set[str] = set()
-        while True:
-            workers = self._regions.workers(region, model) if region != HOME else self._workers_of(model)
-            told |= (await self._ask_all([w for w in workers if w not in told], question, BACKGROUND_TIMEOUT_S)).keys()
-            if workers and told.issuperset(workers):
-                return
-            await asyncio.sleep(BACKGROUND_RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BACKGROUND_LIMIT_S):
+                while True:
+                    workers = self.region_workers(region, model) if region != HOME else self._workers_of(model)
+                    late = [worker for worker in workers if worker not in told]
+                    told |= (await self._ask_all(late, question, BACKGROUND_TIMEOUT_S)).keys()
+                    if workers and told.issuperset(workers):
+                        return
+                    await asyncio.sleep(BACKGROUND_RETRY_S)
+        where = region or "this one"
+        log.warning("a session's blocks may still be in region %s: not all workers there could be told", where)
 
     async def _ask_all(self, workers: list[str], question: AdminRequest, timeout_s: float) -> dict[str, bytes]:
         limit = asyncio.Semaphore(AT_ONCE)
@@ -123,7 +111,7 @@ class SessionBlocks:
         async def ask(worker: str) -> bytes | None:
             async with limit:
                 try:
-                    return await self._client.admin(worker, question, timeout_s)
+                    return await self.client.admin(worker, question, timeout_s)
                 except (KvfleetError, TimeoutError) as error:
                     log.info("worker %s did not %s: %s", worker, question.command.value, error)
                     return None
@@ -132,7 +120,7 @@ class SessionBlocks:
         return {worker: answer for worker, answer in zip(workers, answers, strict=True) if answer is not None}
 
     def _workers_of(self, model: str) -> list[str]:
-        view = self._client.members.view
+        view = self.client.members.view
         return sorted(w for w, one in view.workers.items() if view.is_alive(w) and one.record.model == model)
 
 

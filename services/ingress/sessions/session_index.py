@@ -11,14 +11,13 @@ import asyncio
 import contextlib
 import heapq
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.sessions.sessions import Sessions
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
-from kvproto.buckets import Entry
+from kvproto.buckets import Bucket, Entry
 from kvproto.errors import CodecError, KvfleetError, LimitExceeded, Unavailable
 from kvproto.messages import SessionHead
 
@@ -30,24 +29,9 @@ SWEPT_AT_ONCE = 200
 
 
 def auto_seq_id(request: str) -> str:
-    """The name of a session whose caller gave none: repeats of a request find the session that the first began.
-
-    Such sessions give way first when a tenant has too many.
-    """
+    """Names a session whose caller gave no name: repeats of a request find the session that the first began. Such
+    sessions give way first when a tenant has too many."""
     return AUTO_PREFIX + request
-
-
-class SessionWatch(Protocol):
-    """The part of `kvproto.buckets.Watch` that is needed here."""
-
-    def entries(self) -> AsyncIterator[Entry | None]: ...
-    async def stop(self) -> None: ...
-
-
-class Watchable(Protocol):
-    """The part of `kvproto.buckets.Bucket` that is needed here."""
-
-    async def watch(self, pattern: str = ">") -> SessionWatch: ...
 
 
 @dataclass(slots=True)
@@ -95,23 +79,21 @@ class SessionTable:
         self.total = 0
 
 
+@dataclass(eq=False, slots=True)
 class SessionIndex:
     """Follows the bucket, sweeps what is expired, holds each tenant to its number. `run` until cancelled."""
 
-    def __init__(
-        self, bucket: Watchable, sessions: Sessions, limits: SessionLimits, *, unix_ms: Callable[[], int]
-    ) -> None:
-        self.table = SessionTable()
-        self._bucket = bucket
-        self._sessions = sessions
-        self._limits = limits
-        self._unix_ms = unix_ms
-        self._watching: asyncio.Task[None] | None = None
-        self._making_room: dict[str, asyncio.Task[int]] = {}
+    bucket: Bucket
+    sessions: Sessions
+    limits: SessionLimits
+    unix_ms: Callable[[], int]
+    table: SessionTable = field(default_factory=SessionTable)
+    _watching: asyncio.Task[None] | None = None
+    _making_room: dict[str, asyncio.Task[int]] = field(default_factory=dict)
 
     async def admit(self, tenant: str) -> None:
         """Room for one more session. Raises LimitExceeded when the tenant has too many that it named itself."""
-        if self.table.count(tenant) < self._limits.per_tenant:
+        if self.table.count(tenant) < self.limits.per_tenant:
             return
         room = self._making_room.get(tenant)
         if room is None:
@@ -119,32 +101,27 @@ class SessionIndex:
             room.add_done_callback(lambda _: self._making_room.pop(tenant, None))
         if not await asyncio.shield(room):
             raise LimitExceeded(
-                f"the tenant has {self._limits.per_tenant} sessions, the most that are kept: delete some",
+                f"the tenant has {self.limits.per_tenant} sessions, the most that are kept: delete some",
                 field="seq_id",
                 retry_after_s=60.0,
             )
 
     async def _make_room(self, tenant: str) -> int:
         """Erase about a hundredth of the limit at once, so that a tenant at its limit does not pay for every turn."""
-        gone = 0
-        for key in self.table.surplus(tenant, max(1, self._limits.per_tenant // 100)):
-            gone += await self._sessions.erase_key(key, only_expired=False)
-        return gone
+        surplus = self.table.surplus(tenant, max(1, self.limits.per_tenant // 100))
+        return sum([await self.sessions.erase_key(key, only_expired=False) for key in surplus])
 
     async def sweep(self) -> int:
         """Erase expired sessions; returns how many. Two ingresses that sweep at once do no harm."""
-        before = self._unix_ms() - int(self._limits.idle_expiry_s * 1000)
-        gone = 0
-        for key in self.table.unused_since(before, SWEPT_AT_ONCE):
-            gone += await self._sessions.erase_key(key, only_expired=True)
-        return gone
+        before = self.unix_ms() - int(self.limits.idle_expiry_s * 1000)
+        unused = self.table.unused_since(before, SWEPT_AT_ONCE)
+        return sum([await self.sessions.erase_key(key, only_expired=True) for key in unused])
 
     async def run(self) -> None:
-        """Follow and sweep, for ever."""
-        self.rewatch()
+        await self.rewatch()
         try:
             while True:
-                await asyncio.sleep(self._limits.sweep_period_s)
+                await asyncio.sleep(self.limits.sweep_period_s)
                 try:
                     if gone := await self.sweep():
                         log.info("%d idle sessions expired", gone)
@@ -157,7 +134,7 @@ class SessionIndex:
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
 
-    def rewatch(self) -> None:
+    async def rewatch(self) -> None:
         """Begin (again): after a reconnect the old watch is blind."""
         if self._watching is not None:
             self._watching.cancel()
@@ -166,7 +143,7 @@ class SessionIndex:
     async def _follow(self) -> None:
         while True:
             try:
-                watch = await self._bucket.watch(HEADS)
+                watch = await self.bucket.watch(HEADS)
                 self.table.clear()
                 try:
                     async for entry in watch.entries():

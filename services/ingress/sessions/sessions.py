@@ -1,17 +1,12 @@
-"""Loop: sessions: named conversations whose history is durable as token ids. Owns their records in the KV bucket.
+"""Loop: sessions: named conversations whose history is durable as token ids, one turn at a time.
 
-One head per session, written by compare-and-set only, and what it names beside it:
-
-    <tenant>.<hash of seq_id>                       SessionHead
-    <tenant>.<hash of seq_id>.<generation>....      its history and its strays: `session_chunks`
-
-    idle ──lock──▶ turn running ──commit──▶ idle, longer            one turn at a time
+    idle ──lock──▶ turn running ──commit──▶ idle, longer
       ▲                │  failed, cancelled: as before
       └────────────────┘  lease not renewed, or its ingress gone: the next turn may take it
 
 The head's `length` says which ids count, so a chunk may be written before the turn is committed. Chunks are written by
-compare-and-set too: an ingress that was away, lost its lease and comes back cannot overwrite what followed.
-A history that is replaced instead of extended gets a new generation of chunks.
+compare-and-set as the head is (`session`): an ingress that was away, lost its lease and comes back cannot
+overwrite what followed. A history that is replaced instead of extended gets a new generation of chunks.
 
 What requests of a session computed besides its history (turns that were cut, further choices, what a history that was
 replaced ended with) is kept as its strays, so that it can be erased with it. A first turn that is cut leaves a session
@@ -24,25 +19,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from kvfleet.ingress.config import SessionLimits
-from kvfleet.ingress.runs.strays import bounded, ids_of, moved, settled
-from kvfleet.ingress.sessions.lease_observer import LeaseObserver
+from kvfleet.ingress.runs.transcript import bounded, ids_of, moved, settled
 from kvfleet.ingress.sessions.session import (
+    LeaseObserver,
     OpenTurn,
     Session,
+    SessionRecords,
+    TurnCommitted,
     is_as_before,
     is_expired,
     joined,
     not_found,
-    read_head,
 )
-from kvfleet.ingress.sessions.session_chunks import CHUNK_IDS, KeyValue, SessionChunks, chunk_key, chunks_of
-from kvfleet.ingress.sessions.turn_writer import TurnCommitted, TurnWriter
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
-from kvproto.block_hash import pack_ids
-from kvproto.buckets import StaleRevision
+from kvproto.buckets import Bucket, StaleRevision
 from kvproto.errors import InvalidRequest, KvfleetError, SessionBusy, Unavailable
 from kvproto.ids import new_process_id, session_key
 from kvproto.messages import SessionHead, Stray, Turn
@@ -55,33 +48,26 @@ LOCK_TRIES = 4
 Forget = Callable[[str, SessionHead, tuple[int, ...], int], None]
 
 
+@dataclass(eq=False, slots=True)
 class Sessions:
-    """Sessions of all tenants. Owned by the event loop; `run` renews the leases of running turns until cancelled."""
+    """Sessions of all tenants. Owned by the event loop; `run` renews the leases of running turns until cancelled.
 
-    def __init__(
-        self,
-        bucket: KeyValue,
-        ingress: str,
-        limits: SessionLimits,
-        *,
-        unix_ms: Callable[[], int],
-        is_ingress_alive: Callable[[str], bool],
-        clock: Callable[[], float] = time.monotonic,
-        forget: Forget = lambda key, head, ids, keep: None,
-    ) -> None:
-        """`forget`: of a session of which this was the head the blocks of these ids are of no use any more, but those
-        of the first so many."""
-        self._bucket = bucket
-        self._chunks = SessionChunks(bucket)
-        self._writer = TurnWriter(bucket, is_ingress_alive)
-        self._forget = forget
-        self._ingress = ingress
-        self._limits = limits
-        self._unix_ms = unix_ms
-        self._alive = is_ingress_alive
-        self._clock = clock
-        self._lease_observer = LeaseObserver()
-        self._turns: dict[str, OpenTurn] = {}
+    `forget(key, head, ids, keep)`: the blocks of these ids are of no use any more, but those of the first `keep`.
+    """
+
+    bucket: Bucket
+    ingress: str
+    limits: SessionLimits
+    unix_ms: Callable[[], int]
+    is_ingress_alive: Callable[[str], bool]
+    clock: Callable[[], float] = time.monotonic
+    forget: Forget = lambda key, head, ids, keep: None
+    _records: SessionRecords = field(init=False)
+    _leases: LeaseObserver = field(default_factory=LeaseObserver)
+    _turns: dict[str, OpenTurn] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._records = SessionRecords(self.bucket, self.is_ingress_alive)
 
     @property
     def running(self) -> int:
@@ -93,20 +79,18 @@ class Sessions:
         """The session with its history; one that is expired reads as absent. Raises Unavailable."""
         key = session_key(tenant, seq_id)
         for _ in range(3):  # a turn that replaces the history may delete chunks under this reader
-            entry = await self._bucket.get(key)
-            head = read_head(entry)
+            head, revision = await self._records.head(key)
             if head is None:
-                return Session(key, seq_id, entry.revision)
-            if is_expired(head, self._unix_ms(), self._limits):
-                return Session(key, seq_id, entry.revision, expired=head)
-            if (history := await self._chunks.history(key, head)) is not None:
-                return Session(key, seq_id, entry.revision, head, *history)
+                return Session(key, seq_id, revision)
+            if is_expired(head, self.unix_ms(), self.limits):
+                return Session(key, seq_id, revision, expired=head)
+            if (history := await self._records.history(key, head)) is not None:
+                return Session(key, seq_id, revision, head, *history)
         raise Unavailable(f"the history of session {seq_id!r} is being written", retry_after_s=1.0)
 
     async def _holds(self, key: str, ids: Sequence[int]) -> bool:
-        """Whether the session's history begins with these."""
-        head = read_head(await self._bucket.get(key))
-        history = await self._chunks.history(key, head) if head is not None and head.length >= len(ids) else None
+        head, _ = await self._records.head(key)
+        history = await self._records.history(key, head) if head is not None and head.length >= len(ids) else None
         return history is not None and history[0][: len(ids)] == tuple(ids)
 
     def fresh(self, tenant: str, seq_id: str) -> Session:
@@ -114,8 +98,7 @@ class Sessions:
         return Session(session_key(tenant, seq_id), seq_id, 0)
 
     async def find(self, tenant: str, seq_id: str) -> Session:
-        """As `read`. Raises SessionNotFound when there is none, or it is another tenant's, or its first turn was
-        cut."""
+        """As `read`. Raises SessionNotFound for none, another tenant's, or one whose first turn was cut."""
         session = await self.read(tenant, seq_id)
         if session.head is None or not (session.head.turns or session.head.turn):
             raise not_found(seq_id)
@@ -126,20 +109,19 @@ class Sessions:
 
     def _is_held(self, key: str, turn: Turn | None, revision: int) -> bool:
         """Whether a turn holds its session: its ingress has not vanished, and renews its lease."""
-        if turn is None or not self._alive(turn.ingress):
-            self._lease_observer.forget(key)
+        if turn is None or not self.is_ingress_alive(turn.ingress):
+            self._leases.forget(key)
             return False
-        return self._lease_observer.unchanged_s(key, revision, self._clock()) < self._limits.lease_s
+        return self._leases.unchanged_s(key, revision, self.clock()) < self.limits.lease_s
 
     def fits(self, tokens: int) -> bool:
-        """Whether a history of this length is kept."""
-        return tokens <= self._limits.max_tokens
+        return tokens <= self.limits.max_tokens
 
     def check_length(self, tokens: int, field: str) -> None:
         """Raises InvalidRequest for a turn that would make a history longer than is kept."""
         if not self.fits(tokens):
             raise InvalidRequest(
-                f"the session would grow to {tokens} tokens, at most {self._limits.max_tokens} are kept", field=field
+                f"the session would grow to {tokens} tokens, at most {self.limits.max_tokens} are kept", field=field
             )
 
     # ------------------------------------------------------------------ one turn
@@ -147,28 +129,27 @@ class Sessions:
     async def lock(self, session: Session, model: str, request: str) -> OpenTurn:
         """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read).
 
-        A turn of the same request, at another ingress, is taken over: both read one and the same stream, and the one
-        that finishes first commits. Where the other has committed it since, what is returned has ended already.
+        A turn of the same request at another ingress is taken over: both read one and the same stream, and the one that
+        finishes first commits. Where the other has committed since, the turn that is returned has ended already.
         """
         for _ in range(LOCK_TRIES):
             try:
                 return await self._lock(session, model, request)
             except StaleRevision:
-                entry = await self._bucket.get(session.key)
-                head = read_head(entry)
+                head, revision = await self._records.head(session.key)
                 if head is not None and head.last_request == request:
-                    return OpenTurn(session, head, entry.revision, ended=True)
+                    return OpenTurn(session, head, revision, ended=True)
                 if not is_as_before(session, head, request):
                     break
-                session = replace(session, head=head, revision=entry.revision)
+                session = replace(session, head=head, revision=revision)
         raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} has just begun or ended", retry_after_s=1.0)
 
     async def _lock(self, session: Session, model: str, request: str) -> OpenTurn:
         ours = session.head is not None and session.head.turn is not None and session.head.turn.request == request
         if self.is_busy(session) and not ours:
             raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} is running", retry_after_s=1.0)
-        now = self._unix_ms()
-        turn = Turn(request, self._ingress, self._lease_end(now))
+        now = self.unix_ms()
+        turn = Turn(request, self.ingress, self._lease_end(now))
         if session.head is None:
             head = SessionHead(
                 seq_id=session.seq_id,
@@ -182,10 +163,10 @@ class Sessions:
             )
         else:
             head = replace(session.head, turn=turn)
-        revision = await self._bucket.update(session.key, codec.encode(head), session.revision)
+        revision = await self.bucket.update(session.key, codec.encode(head), session.revision)
         held = self._turns[request] = OpenTurn(session, head, revision)
         if session.expired is not None:
-            await self._chunks.erase(session.key, session.expired)
+            await self._records.erase_beside(session.key, session.expired)
         return held
 
     async def commit(
@@ -202,11 +183,10 @@ class Sessions:
         """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`; other `regions`
         had a part in it, and `strays` were computed beside it.
 
-        Raises SessionBusy if the turn was lost, Unavailable if JetStream is away for longer than is waited for it.
-        Either everything is committed or the session is as before. Where another ingress has committed this same
-        request, or an earlier try was delivered after all, there is nothing left to do.
+        Either everything is committed or the session is as before. Raises SessionBusy if the turn was lost, Unavailable
+        if JetStream is away for too long. A turn that another ingress, or an earlier try, has committed is done.
         """
-        until = asyncio.get_running_loop().time() + self._limits.commit_timeout_s
+        until = asyncio.get_running_loop().time() + self.limits.commit_timeout_s
         while not turn.ended:
             try:
                 await self._commit(turn, model, tuple(ids), worker, start, regions, strays)
@@ -234,70 +214,61 @@ class Sessions:
     ) -> None:
         session, before = turn.session, turn.session.ids
         extends = session.head is not None and len(ids) >= len(before) and ids[: len(before)] == before
-        kept = len(before) if extends else 0
         generation = turn.head.generation if extends or session.head is None else new_process_id()
         async with turn.lock:
-            self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
-            for n in range(kept // CHUNK_IDS, chunks_of(len(ids))):
-                revision = session.chunk_revisions[n] if extends and n < len(session.chunk_revisions) else 0
-                data = pack_ids(ids[n * CHUNK_IDS : (n + 1) * CHUNK_IDS])
-                await self._writer.write_chunk(turn, chunk_key(session.key, generation, n), data, revision)
+            self._turns.pop(turn.request, None)
+            await self._records.write_history(turn, generation, ids, len(before) if extends else 0)
             head = replace(
                 turn.head,
                 model=model,
                 length=len(ids),
                 turns=turn.head.turns + 1,
-                updated_unix_ms=self._unix_ms(),
+                updated_unix_ms=self.unix_ms(),
                 worker=worker,
                 turn=None,
                 generation=generation,
-                last_request=turn.head.turn.request if turn.head.turn else "",
+                last_request=turn.request,
                 last_start=start,
                 left_request="",
                 regions=joined(turn.head.regions, regions),
             )
             head = await self._keep_strays(session, head, ids, strays)
-            await self._writer.commit(turn, head)
+            await self._records.commit(turn, head)
             turn.ended = True
         if session.head is not None and generation != session.head.generation:
-            await self._chunks.erase(session.key, session.head)
+            await self._records.erase_beside(session.key, session.head)
 
     async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
-        """End a turn that failed: the session is as before, but that these `regions` had a part in it, and `strays`
-        were computed beside its history. Never raises; without NATS the lease runs out instead."""
+        """End a turn that failed: the session is as before, but for what `regions` and `strays` add. Never raises;
+        without NATS the lease runs out instead."""
         session = turn.session
         async with turn.lock:
-            self._turns.pop(turn.head.turn.request if turn.head.turn else "", None)
+            self._turns.pop(turn.request, None)
             try:
-                left = turn.head.turn.request if turn.head.turn else ""
                 head = session.head or turn.head
-                head = replace(head, turn=None, left_request=left, regions=joined(head.regions, regions))
+                head = replace(head, turn=None, left_request=turn.request, regions=joined(head.regions, regions))
                 head = await self._keep_strays(session, head, session.ids, strays)
-                if head.turns or head.strays:
-                    await self._writer.abandon(turn, head)
-                else:
-                    await self._writer.delete(turn)
+                await self._records.abandon(turn, head)
             except KvfleetError as error:
                 log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
 
     async def _keep_strays(
         self, session: Session, head: SessionHead, history: tuple[int, ...], more: Sequence[Stray]
     ) -> SessionHead:
-        """Write what there is beside the history now, `more` than there was before, and have forgotten what is too
-        much. Returns the head that says so."""
+        """Write what lies beside the history now, `more` than before, and forget what is too much. Returns the head."""
         before, known = session.head, list[Stray]()
         if before is not None:
-            known = moved(await self._chunks.strays(session.key, before), session.ids, history)
+            known = moved(await self._records.strays(session.key, before), session.ids, history)
             if before.model != head.model:  # another model's blocks
                 for one in known:
                     if whole := history[: one.start] + one.ids:
-                        self._forget(session.key, before, whole, 0)
+                        self.forget(session.key, before, whole, 0)
                 known = []
         kept, dropped = bounded(settled([*known, *more], history))
         if kept or (before is not None and before.strays):
-            await self._chunks.write_strays(session.key, head.generation, kept)
+            await self._records.write_strays(session.key, head.generation, kept)
         for one in dropped:
-            self._forget(session.key, head, history[: one.start] + one.ids, one.start)
+            self.forget(session.key, head, history[: one.start] + one.ids, one.start)
         return replace(head, strays=ids_of(kept))
 
     # ------------------------------------------------------------------ erasing
@@ -310,53 +281,51 @@ class Sessions:
             raise not_found(seq_id)
         if self.is_busy(session):
             raise SessionBusy(f"a turn of session {seq_id[:80]!r} is running", retry_after_s=1.0)
-        strays = await self._chunks.strays(session.key, head)
+        strays = await self._records.strays(session.key, head)
         await self._erase(session.key, head, session.revision)
         return replace(session, strays=strays)
 
     async def erase_key(self, key: str, *, only_expired: bool) -> bool:
         """Erase by key, for the sweep; False if the session is in use, or not expired, or already gone."""
-        entry = await self._bucket.get(key)
-        head = read_head(entry)
-        if head is None or self._is_held(key, head.turn, entry.revision):
+        head, revision = await self._records.head(key)
+        if head is None or self._is_held(key, head.turn, revision):
             return False
-        if only_expired and not is_expired(replace(head, turn=None), self._unix_ms(), self._limits):
+        if only_expired and not is_expired(replace(head, turn=None), self.unix_ms(), self.limits):
             return False
         try:
-            await self._erase(key, head, entry.revision)
+            await self._erase(key, head, revision)
         except SessionBusy:
             return False
         return True
 
     async def _erase(self, key: str, head: SessionHead, revision: int) -> None:
         try:
-            await self._bucket.delete(key, revision)
+            await self.bucket.delete(key, revision)
         except StaleRevision:
             raise SessionBusy("another turn of this session has just begun or ended", retry_after_s=1.0) from None
-        await self._chunks.erase(key, head)
+        await self._records.erase_beside(key, head)
 
     # ------------------------------------------------------------------ leases
 
     def _lease_end(self, now_ms: int) -> int:
-        return now_ms + int(self._limits.lease_s * 1000)
+        return now_ms + int(self.limits.lease_s * 1000)
 
     async def run(self) -> None:
-        """Renew the leases of running turns, for ever."""
         while True:
-            await asyncio.sleep(self._limits.lease_s / 3)
+            await asyncio.sleep(self.limits.lease_s / 3)
             await self.renew()
 
     async def renew(self) -> None:
-        """One renewal of all running turns. A turn that was lost is noticed when it commits; one that another ingress
-        let go of, which ran the same request for a while, is taken again."""
+        """Once, of all running turns. A turn that was lost is noticed when it commits; one that another ingress let go
+        of, which ran the same request for a while, is taken again."""
         for request, turn in list(self._turns.items()):
             async with turn.lock:
                 if request not in self._turns:
                     continue
-                lease = Turn(request, self._ingress, self._lease_end(self._unix_ms()))
+                lease = Turn(request, self.ingress, self._lease_end(self.unix_ms()))
                 head = replace(turn.head, turn=lease)
                 try:
-                    await self._writer.renew(turn, head)
+                    await self._records.renew(turn, head)
                     turn.head = replace(head, regions=turn.head.regions)
                 except KvfleetError as error:
                     log.warning("session %s: its turn's lease was not renewed: %s", turn.session.key, error)

@@ -1,4 +1,5 @@
-"""What a request holds while it runs, and what is kept of it when it has ended: one kind for each generating route.
+"""What a request of a session holds while it runs, and what is kept of it when it has ended: a turn of /generate, and
+of a chat.
 
 `open` before its stream starts (again, where it was cut in between), then `commit` when it has finished or `abandon`
 when it was cut: the turns of `kvfleet.ingress.runs.runs`.
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import ChatPrompt, Prompts
+from kvfleet.ingress.runs.jobs import HeldTurn
 from kvfleet.ingress.runs.transcript import Transcript
 from kvfleet.ingress.sessions.session import OpenTurn, Session
 from kvfleet.ingress.sessions.session_index import SessionIndex
@@ -32,148 +34,91 @@ class SessionBooks:
     tally: RequestTally
 
 
-class PlainTurn:
-    """A completion: nothing is held, nothing kept."""
-
-    async def open(self) -> None:
-        pass
-
-    async def commit(self, transcript: Transcript) -> None:
-        pass
-
-    async def abandon(self, transcript: Transcript) -> None:
-        pass
-
-
-class SessionTurn:
+@dataclass(eq=False, slots=True)
+class SessionTurn(HeldTurn):
     """A turn of /generate: its session is its own while it runs, and longer when it has finished.
 
-    `history` tokens of `prompt_ids` are the session's, the others this turn's. A repeat of the turn that was committed
-    last runs beside the session: what it brings is there already.
+    `history` tokens of `prompt_ids` are the session's, the others this turn's; None for a turn that may replace the
+    history. A repeat of the turn that was committed last runs beside the session: what it brings is there already.
     """
 
-    def __init__(
-        self,
-        books: SessionBooks,
-        tenant: str,
-        session: Session,
-        model: str,
-        request: str,
-        prompt_ids: tuple[int, ...],
-        history: int,
-    ) -> None:
-        self._books = books
-        self._tenant = tenant
-        self._session: Session | None = session  # None: it has to be read again
-        self._seq_id = session.seq_id
-        self._model = model
-        self._request = request
-        self._prompt_ids = prompt_ids
-        self._history = history
-        self._held: OpenTurn | None = None
+    books: SessionBooks
+    tenant: str
+    session: Session
+    model: str
+    request: str
+    prompt_ids: tuple[int, ...]
+    history: int | None
+    _cut: bool = False  # so the session has to be read again
+    _held: OpenTurn | None = None
 
     async def open(self) -> None:
-        """Raises SessionBusy while another turn runs, and when one was committed since this one was cut; LimitExceeded
-        when the tenant has too many sessions."""
-        session = self._session or await self._books.sessions.read(self._tenant, self._seq_id)
-        if session.is_last(self._request):
+        """Raises SessionBusy while another turn runs, or where one was committed since this one was cut; LimitExceeded
+        for too many sessions of the tenant."""
+        if self._cut:
+            self.session = await self.books.sessions.read(self.tenant, self.session.seq_id)
+        session = self.session
+        if session.is_last(self.request):
             return
-        if session.ids != self._prompt_ids[: self._history]:
-            raise SessionBusy(f"session {self._seq_id[:80]!r} has had another turn since this one was cut")
+        if self.history is not None and session.ids != self.prompt_ids[: self.history]:
+            raise SessionBusy(f"session {session.seq_id[:80]!r} has had another turn since this one was cut")
         if session.head is None:
-            await self._books.index.admit(self._tenant)
-        self._held = await self._books.sessions.lock(session, self._model, self._request)
+            await self.books.index.admit(self.tenant)
+        self._held = await self.books.sessions.lock(session, self.model, self.request)
 
     async def commit(self, transcript: Transcript) -> None:
         assert transcript.finished is not None
-        held, self._held = self._held, None
+        held = self._held
         if held is None:
             return
-        ids = self._prompt_ids + transcript.ids
-        try:
-            await self._books.sessions.commit(
-                held,
-                self._model,
-                ids,
-                transcript.worker,
-                start=self._history,
-                regions=transcript.regions,
-                strays=transcript.strays(ids, self._prompt_ids),
-            )
-        except BaseException:
-            self._held = held
-            raise
-        self._books.tally.session_turns += 1
+        ids = self.prompt_ids + transcript.ids
+        await self.books.sessions.commit(
+            held,
+            self.model,
+            ids,
+            transcript.worker,
+            start=self.history or 0,
+            regions=transcript.regions,
+            strays=transcript.strays(ids, self.prompt_ids),
+        )
+        self._held = None
+        self.books.tally.session_turns += 1
 
     async def abandon(self, transcript: Transcript) -> None:
-        held, self._held, self._session = self._held, None, None
+        held, self._held, self._cut = self._held, None, True
         if held is not None and not held.ended:
-            strays = transcript.strays(held.session.ids, self._prompt_ids)
-            await self._books.sessions.abandon(held, transcript.regions, strays)
+            strays = transcript.strays(held.session.ids, self.prompt_ids)
+            await self.books.sessions.abandon(held, transcript.regions, strays)
 
 
-class ChatTurn:
+@dataclass(eq=False, slots=True)
+class ChatTurn(HeldTurn):
     """A turn of a chat: its ids are remembered for the next one, and kept in the session it names, if it names one.
 
     A session only offers ids here: while another turn runs, or when it grows too long, the chat is not kept.
     """
 
-    def __init__(
-        self,
-        books: SessionBooks,
-        prompts: Prompts,
-        tenant: str,
-        session: Session | None,
-        model: ServedModel,
-        request: str,
-        prompt: ChatPrompt,
-        longest: int,
-    ) -> None:
-        self._books = books
-        self._prompts = prompts
-        self._tenant = tenant
-        self._session = session if session is not None and books.sessions.fits(longest) else None
-        self._model = model
-        self._request = request
-        self._prompt = prompt
-        self._held: OpenTurn | None = None
-        self._cut = False
+    prompts: Prompts
+    tenant: str
+    model: ServedModel
+    prompt: ChatPrompt
+    kept: SessionTurn | None
 
     async def open(self) -> None:
-        if self._session is None:
-            return
-        with _kept_if_possible(self._session):
-            if self._cut:
-                self._session = await self._books.sessions.read(self._tenant, self._session.seq_id)
-            if self._session.is_last(self._request):
-                return
-            if self._session.head is None:
-                await self._books.index.admit(self._tenant)
-            self._held = await self._books.sessions.lock(self._session, self._model.name, self._request)
+        if self.kept is not None:
+            with _kept_if_possible(self.kept.session):
+                await self.kept.open()
 
     async def commit(self, transcript: Transcript) -> None:
-        assert transcript.finished is not None
-        self._prompts.remember(self._model, self._tenant, self._prompt, transcript.ids)
-        held, self._held = self._held, None
-        if held is None:
-            return
-        with _kept_if_possible(held.session):
-            ids = self._prompt.ids + transcript.ids
-            strays = transcript.strays(ids, self._prompt.ids)
-            worker, regions = transcript.worker, transcript.regions
-            await self._books.sessions.commit(held, self._model.name, ids, worker, regions=regions, strays=strays)
-            self._books.tally.session_turns += 1
-        if not held.ended:
-            await self._abandon_held(held, transcript)
+        self.prompts.remember(self.model, self.tenant, self.prompt, transcript.ids)
+        if self.kept is not None:
+            with _kept_if_possible(self.kept.session):
+                await self.kept.commit(transcript)
+            await self.kept.abandon(transcript)
 
     async def abandon(self, transcript: Transcript) -> None:
-        held, self._held, self._cut = self._held, None, True
-        if held is not None and not held.ended:
-            await self._abandon_held(held, transcript)
-
-    async def _abandon_held(self, held: OpenTurn, transcript: Transcript) -> None:
-        strays = transcript.strays(held.session.ids, self._prompt.ids)
-        await self._books.sessions.abandon(held, transcript.regions, strays)
+        if self.kept is not None:
+            await self.kept.abandon(transcript)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ from ingress_rig import Serve, until
 from scripted_worker import ScriptedWorker
 
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
-from kvfleet.ingress.auth.jwks import IssuerKeys
-from kvfleet.ingress.auth.jwks_fetch import fetch_key_set
+from kvfleet.ingress.auth.jwks import IssuerKeys, fetch_key_set
 from kvfleet.ingress.auth.oidc import OidcRules
 from kvfleet.ingress.auth.tenancy import Tenancy
 from tests.support.local_issuer import AUDIENCE, LocalIssuer, hmac_token, public_jwk, public_pem, token

@@ -100,7 +100,7 @@ async def test_a_long_history_goes_to_those_that_hold_its_beginning(
         await until(lambda: sum(1 for _ in served.client.members.view.ready()) == 2)
         ids = tuple(i % 900 for i in range(20_000))
         worker.sequences, other.sequences = [ids], [ids[:100]]
-        found = await SessionBlocks(served.client, served.ingress.regions).find("public", "demo", ids)
+        found = await SessionBlocks(served.client, served.ingress.regions.workers).find("public", "demo", ids)
         assert {name: one.cached_tokens for name, one in found.items()} == {"w1": 20_000, "w2": 100}
         asked = {
             one.id: [len(request.ids) for request in one.admin if request.command is AdminCommand.INSPECT]

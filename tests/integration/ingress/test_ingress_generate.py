@@ -13,8 +13,8 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import HELLO_IDS, ScriptedWorker, demo_bundle
 
 from kvfleet.ingress.auth.api_keys import hash_key
-from kvfleet.ingress.config import SessionLimits
 from kvfleet.ingress.sessions import session_blocks
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.messages import Accepted, AdminCommand, GenerateRequest, Sampling, SessionHead, Turn
 from kvproto.subjects import Subjects
@@ -258,7 +258,7 @@ async def test_a_turn_that_cannot_be_committed_is_not_done(served: Served, worke
     await until(lambda: served.ingress.metrics.tally.generated_tokens)
     key = worker.requests[0][1].session
     assert key is not None
-    bucket = served.ingress.sessions._bucket
+    bucket = served.ingress.sessions.bucket
     entry = await bucket.get(key)
     assert entry.value is not None
     head = codec.decode(SessionHead, entry.value)  # as if its lease had run out and somebody else had come

@@ -12,8 +12,8 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
 from kvfleet.ingress.auth.api_keys import hash_key
-from kvfleet.ingress.config import RunLimits
 from kvfleet.ingress.runs.repeats import request_of_key
+from kvfleet.ingress.settings import RunLimits
 from tests.support import sse
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -13,7 +13,7 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
-from kvfleet.ingress.config import RunLimits
+from kvfleet.ingress.settings import RunLimits
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 PROMPT = [5] * 40

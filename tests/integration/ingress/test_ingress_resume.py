@@ -14,7 +14,7 @@ from ingress_rig import Serve, Served, serve, start_placement, until
 from scripted_worker import ScriptedWorker
 
 from kvfleet.ingress.auth.api_keys import hash_key
-from kvfleet.ingress.config import RunLimits
+from kvfleet.ingress.settings import RunLimits
 from kvproto.subjects import Subjects
 from tests.support import sse
 from tests.support.fake_fleet import FakeFleet

@@ -13,7 +13,7 @@ import pytest
 from ingress_rig import Served, serve, until
 
 from kvfleet.ingress.auth.api_keys import hash_key
-from kvfleet.ingress.runs import strays
+from kvfleet.ingress.runs import transcript as strays
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.client import Generation

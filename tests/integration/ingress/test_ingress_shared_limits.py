@@ -47,8 +47,7 @@ async def anybody(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[tuple
 
 def account_of(served: Served, name: str = "") -> Account:
     """The tenant's, or that of a key."""
-    found = served.ingress.admission.limiter.find(("t", name))
-    return found[0] if found is not None else Account(("t", name))
+    return served.ingress.admission.limiter.find(("t", name)) or Account(("t", name))
 
 
 async def metric(served: Served, name: str) -> float:
@@ -161,7 +160,7 @@ async def test_what_is_no_report_is_counted_and_changes_nothing(
 async def test_an_ingress_that_goes_says_that_nothing_runs_there(serving: Serve, worker: ScriptedWorker) -> None:
     keys = keys_of(a={"max_concurrent": 1})
     one, two = await asyncio.gather(serving(keys=keys), serving(keys=keys))
-    limiter, caller = one.ingress.admission.limiter, one.ingress.tenancy._keys.keys[0].caller
+    limiter, caller = one.ingress.admission.limiter, one.ingress.tenancy.keys.keys[0].caller
     limiter.admit(caller, one.client.now(), 0.0)
     await until(lambda: account_of(two, "a").running_elsewhere)
     limiter.release(caller)
@@ -179,7 +178,7 @@ async def test_what_was_used_without_nats_is_told_afterwards(
         try:
             assert (await ask(one, "a")).status_code == 200
             await until(lambda: account_of(two, "a").day_tokens == 44)
-            admission, caller = one.ingress.admission, one.ingress.tenancy._keys.keys[0].caller
+            admission, caller = one.ingress.admission, one.ingress.tenancy.keys.keys[0].caller
             told = one.ingress.usage_exchange.sent_total
             proxy.partition()
             proxy.cut()

@@ -11,8 +11,8 @@ from ingress_rig import Serve, Served
 from scripted_worker import ScriptedWorker
 from test_ingress_limits_http import keys_of
 
-from kvfleet.ingress.config import WebRules
 from kvfleet.ingress.http.web_guard import name_of
+from kvfleet.ingress.settings import WebRules
 
 ASK = json.dumps({"prompt": "x", "max_tokens": 2})
 FORM = "application/x-www-form-urlencoded"  # what curl says of -d

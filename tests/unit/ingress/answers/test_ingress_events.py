@@ -17,14 +17,12 @@ from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body
 from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, relay
-from kvfleet.ingress.limits.run_memory import RunMemory
+from kvfleet.ingress.limits.admission import RunMemory
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, Position
-from kvfleet.ingress.runs.event_writer import Form
-from kvfleet.ingress.runs.jobs import Job
+from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
-from kvfleet.ingress.sessions.turns import PlainTurn
 from kvproto.errors import KvfleetError, WorkerLost
 from kvproto.messages import ChoiceFinished, Finished, FinishReason, Sampling, Started, TokenLogprobs, Tokens
 from kvproto.streams.generation import Generation
@@ -152,7 +150,7 @@ def run_of(stream: ScriptedStream, form: Form, wire: Wire, choices: int = 1) -> 
     """What the request flow makes of a request, with `wire` as its only reader."""
 
     async def prepare() -> Job:
-        return Job(Generation("m", Sampling(max_tokens=9, n=choices), (1,)), form, PlainTurn())
+        return Job(Generation("m", Sampling(max_tokens=9, n=choices), (1,)), form, HeldTurn())
 
     run = Run("t", "r", b"", False, prepare, lambda generation, before: stream, RunMemory())
     run.readers.add(wire.exchange)

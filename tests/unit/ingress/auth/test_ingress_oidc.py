@@ -16,8 +16,16 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
-from kvfleet.ingress.auth.jwks import COOLDOWN_S, KEPT_S, IssuerKeys, read_key_set
-from kvfleet.ingress.auth.jwks_fetch import MAX_BYTES, check_url, fetch_key_set, read_key_file
+from kvfleet.ingress.auth.jwks import (
+    COOLDOWN_S,
+    KEPT_S,
+    MAX_BYTES,
+    IssuerKeys,
+    check_url,
+    fetch_key_set,
+    read_key_file,
+    read_key_set,
+)
 from kvfleet.ingress.auth.oidc import OidcRules, caller_of, claim_at, read_algorithms
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.limits.callers import KeyLimits

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.ingress.auth import reload as reload_module
+from kvfleet.ingress.auth import access as access_module
+from kvfleet.ingress.auth.access import Reload
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
-from kvfleet.ingress.auth.key_file import read_sources
-from kvfleet.ingress.auth.reload import Reload
+from kvfleet.ingress.auth.key_files import read_sources
 from kvproto.errors import InvalidRequest, Unavailable
 from tests.support.waiting import LIMIT_S
 
@@ -63,7 +63,7 @@ class Watched:
 
 @pytest.fixture
 async def watch(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Path], Watched]]:
-    monkeypatch.setattr(reload_module, "POLL_S", POLL_S)
+    monkeypatch.setattr(access_module, "POLL_S", POLL_S)
     tasks: list[asyncio.Task[None]] = []
 
     def start(path: Path) -> Watched:
@@ -146,7 +146,7 @@ async def test_what_changes_all_the_time_is_not_taken_half_written(tmp_path: Pat
         "keys", lambda: (text_of(f"k{next(said)}" if growing[0] else "end"),), taken.append, seen=()
     )
     running = asyncio.create_task(reload.run())
-    await asyncio.sleep(8 * reload_module.POLL_S)
+    await asyncio.sleep(8 * access_module.POLL_S)
     assert not taken
     growing[0] = False
     async with asyncio.timeout(LIMIT_S):
@@ -182,7 +182,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 async def test_a_look_that_began_before_we_were_told_takes_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread has read the old file and is slow to say so; meanwhile SIGHUP has taken the new one."""
-    monkeypatch.setattr(reload_module, "POLL_S", POLL_S)
+    monkeypatch.setattr(access_module, "POLL_S", POLL_S)
     there, taken = ["old"], []
     slow, reading, looks = threading.Event(), threading.Event(), 0
 

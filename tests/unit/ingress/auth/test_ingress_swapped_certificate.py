@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvfleet.ingress.auth import reload as reload_module
+from kvfleet.ingress.auth import access as access_module
 from kvfleet.ingress.auth.access import Access
-from kvfleet.ingress.auth.tls_files import use_pair
+from kvfleet.ingress.auth.key_files import use_pair
 from kvfleet.ingress.settings import IngressSettings
 from kvproto.errors import InvalidRequest
 from kvservice.lifecycle import Lifecycle
@@ -84,7 +84,7 @@ class Raced(ssl.SSLContext):
 async def test_a_swap_in_the_middle_of_a_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
-    monkeypatch.setattr(reload_module, "POLL_S", 0.02)
+    monkeypatch.setattr(access_module, "POLL_S", 0.02)
     cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
 
     def write(name: str) -> None:

@@ -130,8 +130,8 @@ def test_no_debt_is_more_than_max_concurrent_times_max_tokens(asks: list[tuple[i
                 usage.generated(count * generated)
                 limiter.release(caller, choices=count)
             running.clear()
-        own, _, _ = limiter.accounts(caller)[0]
-        own.settle(caller.limits, 0.0, 0.0)
+        own = limiter.accounts(caller)[0]
+        own.settle(0.0, 0.0)
         assert own.tokens.level is not None
         assert own.tokens.level >= -most * longest
         limiter.check_integrity()

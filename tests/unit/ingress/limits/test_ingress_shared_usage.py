@@ -64,16 +64,16 @@ class Ingress:
         return True
 
     def account(self, caller: Caller) -> Account:
-        return self.limiter.accounts(caller)[0][0]
+        return self.limiter.accounts(caller)[0]
 
     def account_of_all(self, caller: Caller) -> Account:
         """All of its tenant's callers together."""
-        return self.limiter.accounts(caller)[1][0]
+        return self.limiter.accounts(caller)[1]
 
     def level(self, caller: Caller, now: float) -> tuple[float | None, float | None]:
         """Requests and tokens of the caller's own that are left."""
-        account, limits, _ = self.limiter.accounts(caller)[0]
-        account.settle(limits, now, NOON)
+        account = self.account(caller)
+        account.settle(now, NOON)
         return account.requests.level, account.tokens.level
 
     def left(self, caller: Caller, now: float = 0.0) -> dict[bytes, bytes]:
@@ -154,8 +154,8 @@ def test_what_runs_elsewhere_counts_until_its_ingress_is_silent() -> None:
         fleet.turn(0.75 + n * PERIOD_S)
         assert not two.serves(Caller("k", "t", tenant_limits=KeyLimits(max_concurrent=2)), 0.75 + n * PERIOD_S)
     fleet.turn(quiet_at + PERIOD_S)
-    assert two.limiter.accounts(BUSY)[1][0].running_elsewhere == 1, "what three runs is still told"
-    assert three.limiter.accounts(BUSY)[1][0].running_elsewhere == 0
+    assert two.limiter.accounts(BUSY)[1].running_elsewhere == 1, "what three runs is still told"
+    assert three.limiter.accounts(BUSY)[1].running_elsewhere == 0
     assert [two.admits(BUSY, 4.0) for _ in range(4)] == [True] * 3 + [False]
 
 
@@ -248,8 +248,8 @@ def test_whatever_happens_to_reports_all_agree_in_the_end(count: int, seed: int,
         one.usage.report_again()
     fleet.turn(0.0)
     for one in fleet.ingresses:
-        everybody, limits = one.limiter.accounts(callers[0])[1][:2]
-        everybody.settle(limits, 0.0, NOON)
+        everybody = one.limiter.accounts(callers[0])[1]
+        everybody.settle(0.0, NOON)
         assert everybody.running + everybody.running_elsewhere == len(running)
         assert everybody.requests.level == 1e6 - requests
         assert everybody.tokens.level == 1e6 - tokens
@@ -283,7 +283,7 @@ def test_nothing_is_ever_counted_twice(seed: int, loses: bool) -> None:
                 two.receive(data, now)
         for name, total in used.items():
             found = two.limiter.find(("t", name))
-            assert found is None or found[0].day_tokens <= total
+            assert found is None or found.day_tokens <= total
     if loses:
         return
     in_order, counted = Ingress("i3"), Ingress("i4")
@@ -305,7 +305,7 @@ def test_what_was_overtaken_says_nothing_of_what_runs() -> None:
     one.limiter.release(BUSY)
     for data in (*one.reports(0.5), *before):
         two.receive(data, 0.6)
-        assert two.limiter.accounts(BUSY)[1][0].running_elsewhere == 1
+        assert two.limiter.accounts(BUSY)[1].running_elsewhere == 1
 
 
 def test_a_life_that_is_over_is_not_heard_of_again() -> None:
@@ -647,7 +647,7 @@ def test_an_account_without_room_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
     one.receive(codec.encode(UsageReport("p", "e", 1, (entry(requests=1, age_s=1.0),))), 2.0)
     monkeypatch.setattr(limits, "MAX_ACCOUNTS", -1)
     monkeypatch.setattr(limits, "MAX_OPENED_ACCOUNTS", 0)
-    one.limiter._drop_idle(2.0, NOON)
+    one.limiter._make_room(2.0, NOON)
     one.receive(codec.encode(UsageReport("p", "e", 2, (entry(requests=2, age_s=2.0, running=1),))), 3.0)
     assert (one.usage._peer_accounts, one.usage.refused_total) == (0, 1)
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_answers import AnswerHead
 from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position, check_choices, prompt_digest, read_event_id
-from kvfleet.ingress.runs.event_writer import EventReader, Form
+from kvfleet.ingress.runs.jobs import EventReader, Form
 from kvfleet.ingress.runs.repeats import key_secret, name_request, request_of_key
 from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.errors import InvalidRequest, PromptChanged

@@ -11,10 +11,10 @@ from ingress_build import demo_tokenizer
 from test_ingress_runs import Rig, settle
 
 from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body
-from kvfleet.ingress.config import RunLimits
-from kvfleet.ingress.limits.run_memory import STREAMED, WHOLE, RunMemory, TokenCosts
+from kvfleet.ingress.limits.admission import STREAMED, WHOLE, RunMemory, TokenCosts
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import BASE_BYTES, Transcript
+from kvfleet.ingress.settings import RunLimits
 from kvproto import codec
 from kvproto.errors import PayloadTooLarge, Unavailable
 from kvproto.messages import Finished, FinishReason, Sampling, TokenLogprobs, Tokens

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.config import RunLimits
 from kvfleet.ingress.runs.jobs import Job
 from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.runs import Run, Runs
 from kvfleet.ingress.runs.transcript import Transcript
+from kvfleet.ingress.settings import RunLimits
 from kvproto.errors import (
     Cancelled,
     InvalidRequest,

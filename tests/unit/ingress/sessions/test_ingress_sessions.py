@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import MemoryBucket
 
-from kvfleet.ingress.config import SessionLimits
-from kvfleet.ingress.sessions import lease_observer
+from kvfleet.ingress.sessions import session as session_module
 from kvfleet.ingress.sessions import sessions as module
-from kvfleet.ingress.sessions.session import OpenTurn, Session, is_expired
+from kvfleet.ingress.sessions.session import CHUNK_IDS, OpenTurn, Session, is_expired
 from kvfleet.ingress.sessions.session_index import SessionIndex, SessionTable, auto_seq_id
-from kvfleet.ingress.sessions.sessions import CHUNK_IDS, Sessions
+from kvfleet.ingress.sessions.sessions import Sessions
+from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.errors import (
     InvalidRequest,
@@ -254,8 +254,8 @@ def test_expired_is_pure() -> None:
 
 
 def test_observations_are_of_one_revision_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_observer, "MAX_SESSIONS", 2)
-    seen = lease_observer.LeaseObserver()
+    monkeypatch.setattr(session_module, "MAX_OBSERVED", 2)
+    seen = session_module.LeaseObserver()
     assert [seen.unchanged_s("a", 1, now) for now in (0.0, 3.0)] == [0.0, 3.0]
     assert [seen.unchanged_s("a", 2, now) for now in (4.0, 5.0)] == [0.0, 1.0]
     for key in "bc":

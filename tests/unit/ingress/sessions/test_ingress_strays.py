@@ -7,8 +7,8 @@ import random
 from ingress_build import MemoryBucket
 from test_ingress_sessions import Rig, locked
 
-from kvfleet.ingress.runs import strays
-from kvfleet.ingress.runs.strays import agreeing, beside, bounded, moved, settled
+from kvfleet.ingress.runs import transcript as strays
+from kvfleet.ingress.runs.transcript import agreeing, beside, bounded, moved, settled
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvproto.messages import SessionHead, Stray
 
@@ -70,7 +70,7 @@ class Forgetting(Rig):
 
     def ingress(self, name: str) -> Sessions:
         sessions = super().ingress(name)
-        sessions._forget = lambda key, head, ids, keep: self.forgotten.append((key, head.model, ids, keep))
+        sessions.forget = lambda key, head, ids, keep: self.forgotten.append((key, head.model, ids, keep))
         return sessions
 
     @property

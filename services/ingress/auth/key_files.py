@@ -1,4 +1,8 @@
-"""Adapter: the certificate and the key of the HTTP endpoint."""
+"""Adapter: the files that hold keys: those with API keys, and the certificate of the HTTP endpoint with its key.
+
+API keys are in one file, or a folder of them as Kubernetes mounts a secret: its files are links into a hidden folder
+that is swapped as a whole, so names that begin with a dot are left out.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,44 @@ from pathlib import Path
 
 from kvproto.errors import InvalidRequest, Unavailable
 
+MAX_FILE_BYTES = 16 * 1024 * 1024
+
+
+def read_sources(path: Path, setting: str) -> tuple[str, ...]:
+    """The texts of a file or of a folder's files, by name. Raises InvalidRequest naming the setting."""
+    try:
+        if not path.is_dir():
+            return (_read(path),)
+        files = sorted(one for one in path.iterdir() if not one.name.startswith(".") and one.is_file())
+        texts = tuple(_read(one) for one in files)
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {error.strerror}", field=setting) from None
+    except ValueError:
+        raise InvalidRequest(f"{path}: not text in UTF-8 of at most {MAX_FILE_BYTES} bytes", field=setting) from None
+    if not texts:
+        raise InvalidRequest(f"{path} holds no file", field=setting)
+    return texts
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError
+    return data.decode()
+
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Both or none. Raises InvalidRequest naming the setting."""
+    """Both or none. Raises InvalidRequest naming the setting, also for files that are no certificate with its key."""
     if cert is not None and key is not None:
-        check_pair(cert, key)
+        read_pair(cert, key)
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
+        except (ssl.SSLError, OSError):
+            raise InvalidRequest(f"{cert} and {key} are no certificate with its key", field="tls_cert") from None
     elif cert is not None or key is not None:
         missing = "tls_key" if key is None else "tls_cert"
         raise InvalidRequest("missing: a certificate and its key belong together", field=missing)
-
-
-def check_pair(cert: Path, key: Path) -> None:
-    """Raises InvalidRequest for files that are no certificate with its key."""
-    read_pair(cert, key)
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
-    except (ssl.SSLError, OSError):
-        raise InvalidRequest(f"{cert} and {key} are no certificate with its key", field="tls_cert") from None
 
 
 def read_pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
