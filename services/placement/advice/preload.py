@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.workers.fleet import Worker
-from kvfleet.placement.workers.heat import HotPrefix
 from kvfleet.placement.workers.price_kernel import HOST
-from kvfleet.placement.workers.prompts import AddressSpace
+from kvfleet.placement.workers.prompts import AddressSpace, SharedPrefix
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.block_hash import ForkedRoot
 from kvproto.messages import HotChain, PreloadRequest, State
@@ -29,20 +28,19 @@ class Preload:
     def __init__(
         self,
         ask: PreloadRequest,
-        prefixes: Sequence[HotPrefix],
+        prefixes: Sequence[tuple[SharedPrefix, float]],
         workers: Sequence[Worker],
         indexer: KvIndexer,
         workloads: Workloads,
         max_bytes: int,
     ) -> None:
         self._ask = ask
+        wanted = ask.model, ask.model_revision, ask.block_size
         self._left = iter(
             [
-                hot
-                for hot in prefixes
-                if hot.prefix.model == ask.model
-                and hot.prefix.space.model_revision == ask.model_revision
-                and hot.prefix.space.block_size == ask.block_size
+                (prefix, heat)
+                for prefix, heat in prefixes
+                if (prefix.model, prefix.space.model_revision, prefix.space.block_size) == wanted
             ]
         )
         asker = next((worker for worker in workers if worker.id == ask.worker), None)
@@ -63,17 +61,16 @@ class Preload:
             hot = next(self._left, None)
             if hot is None or self._blocks <= 0 or self._bytes <= 0 or len(self._chains) >= MOST_CHAINS:
                 return True
-            self._consider(hot)
+            self._consider(*hot)
         return False
 
     def plan(self) -> tuple[HotChain, ...]:
         return tuple(self._chains)
 
-    def _consider(self, hot: HotPrefix) -> None:
-        prefix = hot.prefix
+    def _consider(self, prefix: SharedPrefix, heat: float) -> None:
         if self._space is not None and prefix.space != self._space:
             return
-        source, depth = self._who_has(hot) if not self._ask.leaving else self._only_there(hot)
+        source, depth = self._who_has(prefix) if not self._ask.leaving else self._only_there(prefix)
         hashes = [one.tobytes() for one in prefix.hashes[:depth]]
         known = next((at for at, one in enumerate(hashes) if one not in self._planned), depth)
         depth = min(depth, known + self._blocks, max(self._bytes - CHAIN_BYTES, 0) // 16)
@@ -83,14 +80,17 @@ class Preload:
         self._planned.update(hashes)
         self._blocks -= depth - known
         self._bytes -= CHAIN_BYTES + 16 * depth
-        self._chains.append(_chain(hot, b"".join(hashes), source))
+        chain, root = b"".join(hashes), prefix.root
+        if isinstance(root, ForkedRoot):
+            self._chains.append(HotChain(chain, root.own, root.public, root.blocks, source, heat))
+        else:
+            self._chains.append(HotChain(chain, root, source=source, heat=heat))
 
-    def _who_has(self, hot: HotPrefix) -> tuple[str, int]:
+    def _who_has(self, prefix: SharedPrefix) -> tuple[str, int]:
         """A worker that has most of it, of equals who has least to do; "" where vaults have more. And how much."""
-        space = hot.prefix.space
-        givers = [worker for worker in self._givers if worker.space == space]
-        names = self._names.setdefault(space, tuple(worker.id for worker in givers))
-        held = self._indexer.depths(hot.prefix.hashes, names)[HOST].tolist()
+        givers = [worker for worker in self._givers if worker.space == prefix.space]
+        names = self._names.setdefault(prefix.space, tuple(worker.id for worker in givers))
+        held = self._indexer.depths(prefix.hashes, names)[HOST].tolist()
         most = max(held, default=0)
         if self._indexer.index.pooled > most:
             return "", self._indexer.index.pooled
@@ -99,12 +99,12 @@ class Preload:
         best = [worker for worker, depth in zip(givers, held, strict=True) if depth == most]
         return min(best, key=lambda one: (self._workloads.of(one.column, 0.0).requests, one.id)).id, most
 
-    def _only_there(self, hot: HotPrefix) -> tuple[str, int]:
+    def _only_there(self, prefix: SharedPrefix) -> tuple[str, int]:
         """How much of it the worker that is about to go has, if that is more than anybody else has."""
         if self._leaving is None:
             return "", 0
-        others = [worker.id for worker in self._staying if worker.space == hot.prefix.space]
-        held = self._indexer.depths(hot.prefix.hashes, (self._leaving.id, *others))[HOST].tolist()
+        others = [worker.id for worker in self._staying if worker.space == prefix.space]
+        held = self._indexer.depths(prefix.hashes, (self._leaving.id, *others))[HOST].tolist()
         most = max([*held[1:], self._indexer.index.pooled])
         return (self._leaving.id, held[0]) if held[0] > most else ("", 0)
 
@@ -115,10 +115,3 @@ def _gives(worker: Worker, asking: str, asker: Worker | None) -> bool:
     if asker is None or not asker.kv_format:  # just loaded: its record is about to say; what does not fit it refuses
         return True
     return worker.kv_format == asker.kv_format
-
-
-def _chain(hot: HotPrefix, hashes: bytes, source: str) -> HotChain:
-    root = hot.prefix.root
-    if isinstance(root, ForkedRoot):
-        return HotChain(hashes, root.own, root.public, root.blocks, source, hot.heat)
-    return HotChain(hashes, root, source=source, heat=hot.heat)

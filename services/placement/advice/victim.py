@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvfleet.placement.advice.autoscale import mean_rate
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Counts
 from kvfleet.placement.workers.fleet import Fleet
-from kvfleet.placement.workers.heat import HotPrefix
 from kvfleet.placement.workers.price_kernel import UNMEASURED_RATE
+from kvfleet.placement.workers.prompts import SharedPrefix
 from kvfleet.placement.workers.workloads import Floats, Workloads
 from kvproto.messages import State, VictimCost
 
@@ -32,13 +33,18 @@ class Survey:
     """One answer in the making, about the ready workers of `model`; for "", of all models that have more than one."""
 
     def __init__(
-        self, model: str, fleet: Fleet, prefixes: Sequence[HotPrefix], indexer: KvIndexer, workloads: Workloads
+        self,
+        model: str,
+        fleet: Fleet,
+        prefixes: Sequence[tuple[SharedPrefix, float]],
+        indexer: KvIndexer,
+        workloads: Workloads,
     ) -> None:
         self._model, self._fleet = model, fleet
         workers = fleet.of_model("")
         self._asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
         self._staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
-        self._hot = [one for one in prefixes if model in ("", one.prefix.model)]
+        self._hot = [(prefix, heat) for prefix, heat in prefixes if model in ("", prefix.model)]
         self._indexer = indexer
         self._workloads = workloads
         self._restarts = 0
@@ -88,16 +94,15 @@ class Survey:
 
     def _look_at_prefixes(self) -> None:
         """Of some of them: entry and holder of each block that one has alone, its heat and how many tokens it is."""
-        several: list[HotPrefix] = []
-        blocks = 0
+        first, blocks = self._prefix, 0
         while blocks < BLOCKS_AT_ONCE and self._prefix < len(self._hot):
-            several.append(self._hot[self._prefix])
-            blocks += len(several[-1].prefix.hashes)
+            blocks += len(self._hot[self._prefix][0].hashes)
             self._prefix += 1
-        hashes = np.concatenate([one.prefix.hashes for one in several])
-        lengths = [len(one.prefix.hashes) for one in several]
-        heat = np.repeat(np.array([one.heat for one in several], dtype=float), lengths)
-        tokens = np.repeat(np.array([one.prefix.space.block_size for one in several], dtype=float), lengths)
+        prefixes, heats = zip(*self._hot[first : self._prefix], strict=True)
+        hashes = np.concatenate([prefix.hashes for prefix in prefixes])
+        lengths = [len(prefix.hashes) for prefix in prefixes]
+        heat = np.repeat(np.array(heats, dtype=float), lengths)
+        tokens = np.repeat(np.array([prefix.space.block_size for prefix in prefixes], dtype=float), lengths)
         found = self._indexer.index.sole_holders(hashes, self._counted)
         alone = found[:, 1] >= 0
         self._alone.append((found[alone], heat[alone], tokens[alone]))
@@ -109,13 +114,9 @@ class Survey:
         entries, first, which = np.unique(found[:, 0], return_index=True, return_inverse=True)
         heat = np.bincount(which, weights=heats, minlength=len(entries))
         holders = found[first, 1]
-        seconds = tokens[first] / self._rate() * heat / (1 + heat)
+        rate = mean_rate(worker.rates for worker in self._asked) or UNMEASURED_RATE
+        seconds = tokens[first] / rate * heat / (1 + heat)
         of_each = np.zeros(len(self._counts))
         np.add.at(of_each, holders, seconds)
         blocks: Counts = np.bincount(holders, minlength=len(self._counts))
         return of_each, blocks
-
-    def _rate(self) -> float:
-        """Prefill tokens/s of a worker as they are in the mean."""
-        rates = [w.rates.prefill_tokens_per_s for w in self._asked if w.rates.prefill_tokens_per_s > 0]
-        return len(rates) / sum(1 / rate for rate in rates) if rates else UNMEASURED_RATE

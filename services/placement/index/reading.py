@@ -1,8 +1,5 @@
 """Reads a block event from the bytes of its message, for Numba to compile: hashes to arrays, without an object each.
-Pure.
-
-Only the form that `codec.encode_events` writes is known here; of any other, broken ones included, it is said only that
-it is another.
+Pure. It knows only the form that `codec.encode_events` writes; any other, broken ones too, is ANOTHER_FORM.
 """
 
 # mypy: ignore-errors
@@ -22,7 +19,7 @@ BYTES_OF_HASH = 18  # with msgpack's type and length
 
 @kernel
 def _unsigned(data, at, width):
-    """Big-endian, as msgpack has numbers."""
+    """Big-endian."""
     value = np.int64(0)
     for number in range(at, at + width):
         value = value << 8 | np.int64(data[number])
@@ -31,7 +28,7 @@ def _unsigned(data, at, width):
 
 @kernel
 def _word(data, at):
-    """Little-endian, as the halves of hashes are."""
+    """Little-endian."""
     value = np.uint64(0)
     for number in range(8):
         value |= np.uint64(data[at + number]) << np.uint64(8 * number)
@@ -47,13 +44,7 @@ def _length(data, at, short, mask, width_1, width_2, width_4):
     marker = data[at]
     if short and marker & (0xFF ^ mask) == short:
         return np.int64(marker & mask), at + 1
-    width = 0
-    if marker == width_1:
-        width = 1
-    elif marker == width_2:
-        width = 2
-    elif marker == width_4:
-        width = 4
+    width = 1 if marker == width_1 else 2 if marker == width_2 else 4 if marker == width_4 else 0
     if width == 0 or at + 1 + width > len(data):
         return -1, at
     return _unsigned(data, at + 1, width), at + 1 + width

@@ -32,6 +32,8 @@ whichever replica decides.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvfleet.placement.policies.base import Choice, Question
@@ -45,26 +47,25 @@ NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equ
 NEAR = 0.02
 
 
+@dataclass(frozen=True, slots=True)
 class Cost:
     """Least expected time to first token plus the harm done to others."""
 
     name = "cost"
-
-    def __init__(self, others: float = OTHERS, busy: float = BUSY) -> None:
-        self._others, self._busy = others, busy
+    others: float = OTHERS
+    busy: float = BUSY
 
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
         priced = question.loads.price(
-            question.matched, question.prompt_tokens, heat=question.heat, others=self._others, busy=self._busy
+            question.matched, question.prompt_tokens, heat=question.heat, others=self.others, busy=self.busy
         )
         equals = np.empty(len(question.candidates), dtype=np.int64)
         keeps = question.heat < IN_DEMAND
         number, near = cheapest(priced, question.held, question.prompt_tokens, keeps, NEAR_S, NEAR, equals)
         if near > 1:
-            names = {question.candidates[equal].id: equal for equal in equals[:near].tolist()}
-            number = next(names[name] for name in question.ring.walk(question.demand_keeper) if name in names)
+            _, number = question.first_on_the_ring(equals[:near].tolist())
         return Choice(question.candidates[number].id, _why(question, priced, number, near), priced)
 
 

@@ -31,8 +31,8 @@ class Ring:
 class BoundedRing:
     """The ring with bounded loads: walks on past workers above 1.25 times the mean, so a hot key cannot bury one.
 
-    A worker that has not a quarter of its slots taken is never passed over: what waits there is less than what moving
-    away from its cache would cost, and a client's few requests in a row must not bounce between idle workers.
+    A worker that has not a quarter of its slots taken is never passed over: moving away from its cache would cost more,
+    and a client's few requests in a row must not bounce between idle workers.
     """
 
     name = "bounded_ring"
@@ -67,11 +67,10 @@ class KvLoad:
         if not question.candidates:
             return None
         match = question.held / max(question.prompt_tokens, 1)
-        load = np.maximum(question.loads.slot_usage, question.loads.cache_usage)
+        load = question.loads.usage
         score = match - load
-        best = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(score >= score.max() - 1e-9)}
-        worker = next(name for name in question.ring.walk(question.demand_keeper) if name in best)
-        number = best[worker]
+        best = np.flatnonzero(score >= score.max() - 1e-9)
+        worker, number = question.first_on_the_ring(best.tolist())
         return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")
 
 

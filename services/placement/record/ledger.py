@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from kvfleet.placement.policies import Choice
 from kvfleet.placement.workers.fleet import Worker
@@ -26,6 +26,7 @@ PART = 4  # decisions that are written out at a time: each takes about a tenth o
 PART_SEEN = 512  # entries that are looked at for them
 
 NOTHING_YET = Actual()
+OF_PLACEMENT = {field.name for field in fields(Decision)} & {field.name for field in fields(Placement)}
 TIER_NAMES = tuple(tier.value for tier in PRICED_TIERS)
 
 Key = tuple[str, str]  # tenant, request
@@ -33,8 +34,7 @@ Key = tuple[str, str]  # tenant, request
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """The best candidates, cheapest first: `prices` `[11, n]`, as a Choice has them; `matched` `[4, n]`, tokens that
-    one has in the tier or a faster one, or could pull."""
+    """The best candidates, cheapest first, with their columns of `Choice.prices` and `Question.matched`."""
 
     workers: tuple[str, ...]
     prices: Floats | None
@@ -67,25 +67,15 @@ class LedgerEntry:
     actual: Actual = NOTHING_YET
 
     def decision(self) -> Decision:
-        placement = self.placement
         return Decision(
-            request=placement.request,
-            attempt=placement.attempt,
             tenant=self.tenant,
             model=self.model,
             unix_ms=self.unix_ms,
-            policy=placement.policy,
-            worker=placement.worker,
-            why=placement.why,
             prompt_tokens=self.prompt_tokens,
-            expected_hit=placement.expected_hit,
-            expected_ttft_s=placement.expected_ttft_s,
             candidates=self.considered.listed(),
             candidates_total=self.candidates_total,
-            placement=placement.placement,
             actual=self.actual,
-            source=placement.source,
-            source_tokens=placement.source_tokens,
+            **{name: getattr(self.placement, name) for name in OF_PLACEMENT},
         )
 
 
@@ -117,9 +107,8 @@ class Ledger:
     def note(self, entry: LedgerEntry) -> None:
         placement = entry.placement
         key = entry.tenant, placement.request, placement.attempt
-        if key not in self._entries:
+        if self._entries.pop(key, None) is None:
             self._attempts.setdefault(key[:2], []).append(placement.attempt)
-        self._entries.pop(key, None)
         self._ended.pop(key, None)
         self._entries[key] = entry
         if len(attempts := self._attempts[key[:2]]) > ATTEMPTS_KEPT:
@@ -202,7 +191,6 @@ class Ledger:
 
 
 def kept_in_all(workers: int) -> int:
-    """For a fleet of so many."""
     return max(KEPT_IN_ALL, KEPT + KEPT_PER_WORKER * workers)
 
 

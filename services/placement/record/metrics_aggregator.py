@@ -28,17 +28,10 @@ class WorkerMetrics:
     gpu_prefix_cache_hit_rate: float = 0.0  # of the last minute's prompt tokens; 0 if there were none
 
 
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    at: float
-    prompt: int
-    hit: int
-
-
 @dataclass(slots=True)
 class _Heard:
     load: Load
-    totals: deque[_Totals] = field(default_factory=deque)  # oldest first; the first about a minute ago
+    totals: deque[tuple[float, int, int]] = field(default_factory=deque)  # when, prompt and hit tokens; of a minute
 
 
 class MetricsAggregator:
@@ -53,9 +46,9 @@ class MetricsAggregator:
         heard = self._heard.setdefault(beat.worker, _Heard(beat.load))
         heard.load = beat.load
         totals = heard.totals
-        if not totals or now - totals[-1].at >= SAMPLE_S:
-            totals.append(_Totals(now, beat.load.prompt_tokens_total, beat.load.hit_tokens_total))
-        while len(totals) > 1 and now - totals[1].at >= RECENT_S:
+        if not totals or now - totals[-1][0] >= SAMPLE_S:
+            totals.append((now, beat.load.prompt_tokens_total, beat.load.hit_tokens_total))
+        while len(totals) > 1 and now - totals[1][0] >= RECENT_S:
             totals.popleft()
 
     def leave(self, worker: str) -> None:
@@ -66,7 +59,7 @@ class MetricsAggregator:
         heard = self._heard.get(worker)
         if heard is None:
             return WorkerMetrics()
-        load, booked = heard.load, self._booked(worker)
+        load, booked, (_, prompt, hit) = heard.load, self._booked(worker), heard.totals[0]
         seated = min(booked, max(load.slots - load.running - load.waiting, 0))  # the others will have to wait
         return WorkerMetrics(
             request_active_slots=load.running + seated,
@@ -75,16 +68,11 @@ class MetricsAggregator:
             kv_total_blocks=load.blocks_total,
             num_requests_waiting=load.waiting + booked - seated,
             gpu_cache_usage_perc=_share(load.blocks_used, load.blocks_total),
-            gpu_prefix_cache_hit_rate=_hit_rate(heard),
+            gpu_prefix_cache_hit_rate=_share(load.hit_tokens_total - hit, load.prompt_tokens_total - prompt),
         )
 
     def __len__(self) -> int:
         return len(self._heard)
-
-
-def _hit_rate(heard: _Heard) -> float:
-    then = heard.totals[0]
-    return _share(heard.load.hit_tokens_total - then.hit, heard.load.prompt_tokens_total - then.prompt)
 
 
 def _share(part: int, whole: int) -> float:

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
 from kvfleet.placement.workers.workloads import Workloads
-from kvproto.messages import Heartbeat
+from kvproto.messages import Heartbeat, Milestone, Passed
 
 HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given
 BOOKING_LIMIT_S = 5.0
@@ -88,7 +87,7 @@ class Bookings:
         self._accepted: dict[Key, Booking] = {}  # oldest acceptance first
         self._at: dict[str, dict[Key, Booking]] = {}  # fresh ones per worker, oldest first; no empty entries
         self._accepted_at: dict[str, dict[Key, Booking]] = {}  # accepted ones per worker; no empty entries
-        self._early: OrderedDict[tuple[Key, str, int], list[Callable[[], None]]] = OrderedDict()
+        self._early: OrderedDict[tuple[Key, str, int], list[tuple[Milestone, float]]] = OrderedDict()
 
     def __len__(self) -> int:
         """What no heartbeat counts yet."""
@@ -99,20 +98,11 @@ class Bookings:
         """Accepted and not known to have ended."""
         return len(self._accepted)
 
-    def priority_of(self, key: Key) -> int | None:
-        """None: nothing is booked of it."""
-        booking = self._fresh.get(key) or self._accepted.get(key)
-        return None if booking is None else booking.priority
-
-    def is_to_come(self, key: Key) -> bool:
-        """Whether it is booked and its prefill not known to be over."""
-        booking = self._fresh.get(key) or self._accepted.get(key)
-        return booking is not None and not booking.prefilled
+    def find(self, key: Key) -> Booking | None:
+        return self._fresh.get(key) or self._accepted.get(key)
 
     def requests_at(self, worker: str) -> int:
         return len(self._at.get(worker, ()))
-
-    # ------------------------------------------------------------------ a request's life
 
     def book(
         self,
@@ -138,8 +128,8 @@ class Bookings:
         expires = now + min(silent_s, BOOKING_LIMIT_S)
         heapq.heappush(self._expiring, (expires, next(self._numbers), key, booking))
         self._workloads.give(column, tokens, now, priority=priority)
-        for passed in self._early.pop((key, worker, attempt), ()):
-            passed()  # the worker was quicker than the replica that booked it
+        for milestone, heard_at in self._early.pop((key, worker, attempt), ()):
+            self.hear(worker, milestone, heard_at)  # the worker was quicker than the replica that booked it
         return self._make_room(key[0], share, column, now)
 
     def _make_room(self, tenant: str, share: _Share, column: int, now: float) -> list[Key]:
@@ -157,46 +147,42 @@ class Bookings:
             self.release(gone[-1], now)
         return gone
 
-    def accept(self, key: Key, worker: str, attempt: int) -> None:
-        """The worker has it: from its next heartbeat on it is counted there."""
-        self._of(key, worker, attempt, lambda: self.accept(key, worker, attempt))
-
-    def start(self, key: Key, worker: str, attempt: int, tokens: float, now: float) -> None:
-        """It is being prefilled: `tokens` are really to be fed."""
-        booking = self._of(key, worker, attempt, lambda: self.start(key, worker, attempt, tokens, now))
-        if booking is not None and booking.started_at is None:
-            more, queued = tokens - booking.tokens, not booking.counted
-            self._workloads.correct(booking.column, more, now, queued=queued, priority=booking.priority)
-            booking.tokens, booking.started_at = tokens, now
-
-    def prefill(self, key: Key, worker: str, attempt: int) -> None:
-        """Its first token was drawn."""
-        booking = self._of(key, worker, attempt, lambda: self.prefill(key, worker, attempt))
-        if booking is not None:
-            booking.prefilled = True
-
-    def end(self, key: Key, worker: str, attempt: int, now: float) -> None:
-        booking = self._of(key, worker, attempt, lambda: self.end(key, worker, attempt, now))
-        if booking is not None:
-            self.release(key, now)
+    def hear(self, worker: str, milestone: Milestone, now: float) -> None:
+        """A worker's word of a request. Of an attempt that is not booked it is kept, until that may be."""
+        key = milestone.tenant, milestone.request
+        booking = self._at_worker(key, worker, milestone.attempt)
+        if booking is None:
+            self._early.setdefault((key, worker, milestone.attempt), []).append((milestone, now))
+            if len(self._early) > EARLY_KEPT:
+                self._early.popitem(last=False)
+            return
+        match milestone.passed:
+            case Passed.STARTED if booking.started_at is None:
+                tokens = max(milestone.prompt_tokens - sum(milestone.cached.values()), 0)  # really to be fed
+                more, queued = tokens - booking.tokens, not booking.counted
+                self._workloads.correct(booking.column, more, now, queued=queued, priority=booking.priority)
+                booking.tokens, booking.started_at = tokens, now
+            case Passed.FIRST_TOKEN:
+                booking.prefilled = True
+            case Passed.ENDED:
+                self.release(key, now)
 
     def release(self, key: Key, now: float | None = None, *, attempt: int | None = None) -> bool:
         """Nothing happens if it was released before: each way out may call this. `now`: None for the latest known;
         `attempt`: only this one. Returns whether a later attempt has nothing booked."""
-        booking = self._fresh.get(key) or self._accepted.get(key)
-        if booking is not None and attempt is not None and booking.attempt != attempt:
+        booking = self.find(key)
+        if booking is None:
+            return True
+        if attempt is not None and booking.attempt != attempt:
             return False
-        if self._drop(key) is not None:
-            assert booking is not None
-            if booking.started_at is not None:
-                self._workloads.stayed(booking.column, (now or self._workloads.now) - booking.started_at)
-            left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
-            when = self._workloads.now if now is None else now
-            queued, priority = not booking.counted, booking.priority
-            self._workloads.take(booking.column, left, when, queued=queued, priority=priority)
+        self._drop(key)
+        if booking.started_at is not None:
+            self._workloads.stayed(booking.column, (now or self._workloads.now) - booking.started_at)
+        left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
+        when = self._workloads.now if now is None else now
+        queued, priority = not booking.counted, booking.priority
+        self._workloads.take(booking.column, left, when, queued=queued, priority=priority)
         return True
-
-    # ------------------------------------------------------------------ heartbeats and time
 
     def reflect(self, column: int, beat: Heartbeat, now: float) -> list[Key]:
         """A heartbeat arrived: it counts what the worker has accepted, and what it must have seen by now. Returns
@@ -213,9 +199,7 @@ class Bookings:
 
     def drop_worker(self, worker: str) -> None:
         """Its column is gone: nothing to release."""
-        for key in list(self._at.get(worker, ())):
-            self._drop(key)
-        for key in list(self._accepted_at.get(worker, ())):
+        for key in [*self._at.get(worker, ()), *self._accepted_at.get(worker, ())]:
             self._drop(key)
 
     def expire(self, now: float) -> list[Key]:
@@ -232,45 +216,30 @@ class Bookings:
             self._drop(key)
         return silent
 
-    def _of(self, key: Key, worker: str, attempt: int, later: Callable[[], None]) -> Booking | None:
-        """The booking of this very attempt, accepted if it was not: that word may have been lost. Of one that is not
-        known, `later` is done if it comes to be."""
-        booking = self._fresh.get(key)
-        if booking is not None and (booking.worker, booking.attempt) == (worker, attempt):
-            self._forget_fresh(key, booking)
+    def _at_worker(self, key: Key, worker: str, attempt: int) -> Booking | None:
+        """The booking of this very attempt, accepted if it was not: that word may have been lost."""
+        booking = self.find(key)
+        if booking is None or (booking.worker, booking.attempt) != (worker, attempt):
+            return None
+        if not booking.accepted:
+            self._drop(key)
             booking.accepted = True
             self._accepted[key] = booking
             self._accepted_at.setdefault(worker, {})[key] = booking
             if len(self._accepted) > self._max_booked:
                 self._drop(next(iter(self._accepted)))
-            return booking
-        booking = self._accepted.get(key)
-        if booking is not None and (booking.worker, booking.attempt) == (worker, attempt):
-            return booking
-        self._early.setdefault((key, worker, attempt), []).append(later)
-        if len(self._early) > EARLY_KEPT:
-            self._early.popitem(last=False)
-        return None
-
-    def _drop(self, key: Key) -> Booking | None:
-        booking = self._fresh.get(key)
-        if booking is not None:
-            self._forget_fresh(key, booking)
-            return booking
-        booking = self._accepted.pop(key, None)
-        if booking is not None:
-            held = self._accepted_at[booking.worker]
-            del held[key]
-            if not held:
-                del self._accepted_at[booking.worker]
         return booking
 
-    def _forget_fresh(self, key: Key, booking: Booking) -> None:
-        del self._fresh[key]
-        held = self._at[booking.worker]
+    def _drop(self, key: Key) -> None:
+        """Out of the tables; the workloads still have it."""
+        booking = self._fresh.pop(key, None) or self._accepted.pop(key)
+        at = self._accepted_at if booking.accepted else self._at
+        held = at[booking.worker]
         del held[key]
         if not held:
-            del self._at[booking.worker]
+            del at[booking.worker]
+        if booking.accepted:
+            return
         of_tenant = key[0], booking.worker
         share = self._shares[of_tenant]
         del share.keys[key]
@@ -280,15 +249,12 @@ class Bookings:
 
     def check_integrity(self) -> None:
         """Every booking is in one state, and found both ways, in order. Raises AssertionError."""
-        assert sum(len(held) for held in self._at.values()) == len(self._fresh)
         assert not self._fresh.keys() & self._accepted.keys()
-        for worker, held in self._at.items():
-            assert held, worker
-            assert all(self._fresh[key] is booking and booking.worker == worker for key, booking in held.items())
-        assert sum(len(held) for held in self._accepted_at.values()) == len(self._accepted)
-        for worker, held in self._accepted_at.items():
-            assert held, worker
-            assert all(self._accepted[key] is booking and booking.worker == worker for key, booking in held.items())
+        for table, at in ((self._fresh, self._at), (self._accepted, self._accepted_at)):
+            assert sum(len(held) for held in at.values()) == len(table)
+            for worker, held in at.items():
+                assert held, worker
+                assert all(table[key] is booking and booking.worker == worker for key, booking in held.items())
         assert len(self._early) <= EARLY_KEPT
         assert max(len(self._fresh), len(self._accepted)) <= self._max_booked
         assert not any(booking.accepted for booking in self._fresh.values())

@@ -10,11 +10,11 @@ from placement_rig import Rig, tokens
 
 from kvfleet.placement.actions import Fail, ShareBookings
 from kvfleet.placement.advice.autoscale import Rules
-from kvfleet.placement.advice.autoscaler import HeardDemand
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import PlaceAsked, Tick, WorkerJoined
 from kvfleet.placement.settings import PlacementSettings
+from kvfleet.placement.workers.fleet import HeardDemand
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import NoWorkers
 from kvproto.messages import BookedBatch, Heartbeat, Load, ModelSignals, Rates, State
@@ -156,11 +156,11 @@ def test_signals_are_in_the_stats() -> None:
 
 
 def test_busy_is_a_share_of_heartbeats_within_the_window() -> None:
-    heard = HeardDemand("e1", 0.0, Load(), Rates())
+    heard = HeardDemand()
     for step in range(100):
-        queued = 5 if step >= 50 else 0
-        heard.hear(Heartbeat("w", "e1", State.READY, Load(queued_prefill_tokens=queued)), 0.5 * step)
-        heard.sample(0.5 * step, 10.0)
+        load = Load(queued_prefill_tokens=5 if step >= 50 else 0)
+        heard.hear(load, 0.5 * step)
+        heard.sample(load, 0.5 * step, 10.0)
     assert heard.busy_share == pytest.approx(1.0)
     assert len(heard.totals) <= 22
 
