@@ -35,7 +35,6 @@ from kvfleet.placement.policies import Policy, build_policies
 from kvfleet.placement.producers.forwarding import Forwarding
 from kvfleet.placement.producers.in_flight import RequestsInFlight
 from kvfleet.placement.record.ledger import Ledger, kept_in_all
-from kvfleet.placement.record.metrics_aggregator import MetricsAggregator
 from kvfleet.placement.workers.bookings import Bookings
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.inflight_blocks import MAX_WORKERS, InflightBlocks
@@ -84,7 +83,6 @@ class PlacementCore:
         self.bookings = Bookings(self.workloads, limits=config.phantoms)
         self.indexer = KvIndexer(config.index_blocks, config.max_workers)
         self.inflight = InflightBlocks(max_workers=max(MAX_WORKERS, config.max_workers))
-        self.metrics = MetricsAggregator(self.bookings.requests_at)
         self.ledger = Ledger(kept_in_all=kept_in_all(config.max_workers), keeps_hashes=config.keeps_hashes)
         self.repeats = Repeats()
         self.region_summaries = RegionSummaries(config.region, config.spill_wait_s)
@@ -138,7 +136,6 @@ class PlacementCore:
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
                         self.inflight.break_off(key)
                     self.indexer.on_heartbeat(beat, now)
-                    self.metrics.on_heartbeat(beat, now)
                 elif self.vaults.get(beat.worker) == beat.epoch:
                     self.indexer.on_heartbeat(beat, now, vault=True)
                 return []
@@ -213,7 +210,6 @@ class PlacementCore:
         self.bookings.drop_worker(worker)
         self.inflight.drop_worker(worker)
         self.repeats.drop_worker(worker)
-        self.metrics.leave(worker)
 
     # ------------------------------------------------------------------ requests
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from kvfleet.placement.advice.autoscale import PARTS
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.loop import PlacementLoop
+from kvfleet.placement.record.worker_metrics import metrics_of
 from kvfleet.placement.workers.feedback import Belief
 from kvfleet.placement.workers.fleet import Worker
 from kvproto.connection import Connection
@@ -33,132 +34,82 @@ PER_WORKER, PER_MODEL = ("worker",), ("model",)
 
 Labelled = Mapping[tuple[str, ...], float]
 
-# By who counts it, as the loop knows that one: the attribute, the metric's name without its prefix, its help.
+# Rows of these tables are a metric's name, where its value stands, and its help. Here names are without the prefix, and
+# values are the loop's.
 # Attained and lost hits add up to attainable: what is lost is lost by placing, what is not attainable is cold.
-COUNTED: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "": (
-        ("internal_errors_total", "internal_errors_total", "faults of ours"),
-        ("malformed_total", "malformed_messages_total", "messages refused as wrong"),
-        ("unsent_total", "unsent_messages_total", "messages NATS did not take"),
-    ),
-    "core": (
-        (
-            "undrained_total",
-            "undrained_workers_total",
-            "workers that went without having drained: killed, crashed, or cut off",
-        ),
-    ),
-    "core.decider": (
-        ("decisions_total", "decisions_total", "requests placed"),
-        ("sourced_total", "sourced_decisions_total", "requests placed with the name of a worker to pull from"),
-        ("no_worker_total", "unplaced_requests_total", "requests nobody could serve"),
-    ),
-    "core.decider.turned_away": (
-        (
-            "refused_total",
-            "overloaded_requests_total",
-            "requests refused because they would have had to wait for too long",
-        ),
-    ),
-    "core.forwarding": (
-        ("forwarded_total", "forwarded_requests_total", "bare requests a worker accepted"),
-        ("producer_failures_total", "producer_failures_total", "terminal failures sent to bare producers"),
-        ("retried_offers_total", "retried_offers_total", "offers made to a further worker"),
-        ("late_acceptances_total", "late_acceptances_total", "acceptances by workers that had been given up on"),
-        ("attached_total", "attached_requests_total", "repeated bare requests offered to the worker that has them"),
-        ("carried_total", "carried_requests_total", "bare requests taken over from draining workers"),
-    ),
-    "core.in_flight.accepted": (
-        ("lost_total", "lost_requests_total", "bare requests whose worker was lost after it accepted"),
-    ),
-    "core.bookings": (
-        ("running", "running_requests", "booked requests that a worker accepted and that have not ended"),
-        (
-            "phantoms_total",
-            "phantom_requests_total",
-            "requests that no longer count, as their tenant has too many placed that no worker has accepted",
-        ),
-    ),
-    "core.ledger.hits": (
-        ("prompt_total", "prompt_tokens_total", "prompt tokens of started requests"),
-        ("attained_total", "attained_hit_tokens_total", "of them, those found in a cache"),
-        ("attainable_total", "attainable_hit_tokens_total", "of them, those that some candidate had cached"),
-        ("lost_total", "lost_hit_tokens_total", "attainable and not attained, request by request"),
-    ),
-    "core.region_summaries": (
-        ("referred_total", "referred_requests_total", "requests that were told to ask another region"),
-        (
-            "hinted_total",
-            "hinted_requests_total",
-            "requests that were told of a region that may have more of their prompt",
-        ),
-    ),
-    "core.region_summaries.regions": (("fresh_count", "known_regions", "other regions that can be counted on"),),
-    "core.indexer": (
-        ("left_out_total", "index_left_out_workers_total", "workers not followed for want of room"),
-        ("unknown_total", "unknown_events_total", "block events of workers, or lives, that are no members"),
-    ),
-    "core.indexer.index": (
-        ("max_blocks", "index_capacity_blocks", "most blocks it can know"),
-        ("nbytes", "index_bytes", "memory of the index"),
-        ("given_up_total", "index_given_up_blocks_total", "blocks left out, or taken out, for want of room"),
-    ),
-    "desk": (
-        ("late_total", "late_requests_total", "requests not decided because nobody would have waited for the answer"),
-        (
-            "stood_back_total",
-            "stood_back_total",
-            "times it took no more requests until it had decided most of those that it had",
-        ),
-        ("decision_seconds_total", "decision_seconds_total", "own time of decisions"),
-    ),
-    "question_desk": (("preload_answers_total", "preload_answers_total", "new workers told what to preload"),),
-    "subscriptions": (
-        ("snapshots_asked_total", "pulled_snapshots_total", "snapshots asked of workers and vaults"),
-        ("malformed_events_total", "malformed_events_total", "block events that were unreadable"),
-    ),
-}
+COUNTED = (
+    ("internal_errors_total", "internal_errors_total", "faults of ours"),
+    ("malformed_messages_total", "malformed_total", "messages refused as wrong"),
+    ("unsent_messages_total", "unsent_total", "messages NATS did not take"),
+    ("undrained_workers_total", "core.undrained_total",
+     "workers that went without having drained: killed, crashed, or cut off"),
+    ("decisions_total", "core.decider.decisions_total", "requests placed"),
+    ("sourced_decisions_total", "core.decider.sourced_total", "requests placed with the name of a worker to pull from"),
+    ("unplaced_requests_total", "core.decider.no_worker_total", "requests nobody could serve"),
+    ("overloaded_requests_total", "core.decider.turned_away.refused_total",
+     "requests refused because they would have had to wait for too long"),
+    ("forwarded_requests_total", "core.forwarding.forwarded_total", "bare requests a worker accepted"),
+    ("producer_failures_total", "core.forwarding.producer_failures_total", "terminal failures sent to bare producers"),
+    ("retried_offers_total", "core.forwarding.retried_offers_total", "offers made to a further worker"),
+    ("late_acceptances_total", "core.forwarding.late_acceptances_total",
+     "acceptances by workers that had been given up on"),
+    ("attached_requests_total", "core.forwarding.attached_total",
+     "repeated bare requests offered to the worker that has them"),
+    ("carried_requests_total", "core.forwarding.carried_total", "bare requests taken over from draining workers"),
+    ("lost_requests_total", "core.in_flight.accepted.lost_total",
+     "bare requests whose worker was lost after it accepted"),
+    ("running_requests", "core.bookings.running", "booked requests that a worker accepted and that have not ended"),
+    ("phantom_requests_total", "core.bookings.phantoms_total",
+     "requests that no longer count, as their tenant has too many placed that no worker has accepted"),
+    ("prompt_tokens_total", "core.ledger.hits.prompt_total", "prompt tokens of started requests"),
+    ("attained_hit_tokens_total", "core.ledger.hits.attained_total", "of them, those found in a cache"),
+    ("attainable_hit_tokens_total", "core.ledger.hits.attainable_total",
+     "of them, those that some candidate had cached"),
+    ("lost_hit_tokens_total", "core.ledger.hits.lost_total", "attainable and not attained, request by request"),
+    ("referred_requests_total", "core.region_summaries.referred_total",
+     "requests that were told to ask another region"),
+    ("hinted_requests_total", "core.region_summaries.hinted_total",
+     "requests that were told of a region that may have more of their prompt"),
+    ("known_regions", "core.region_summaries.regions.fresh_count", "other regions that can be counted on"),
+    ("index_left_out_workers_total", "core.indexer.left_out_total", "workers not followed for want of room"),
+    ("unknown_events_total", "core.indexer.unknown_total", "block events of workers, or lives, that are no members"),
+    ("index_capacity_blocks", "core.indexer.index.max_blocks", "most blocks it can know"),
+    ("index_bytes", "core.indexer.index.nbytes", "memory of the index"),
+    ("index_given_up_blocks_total", "core.indexer.index.given_up_total",
+     "blocks left out, or taken out, for want of room"),
+    ("late_requests_total", "desk.late_total", "requests not decided because nobody would have waited for the answer"),
+    ("stood_back_total", "desk.stood_back_total",
+     "times it took no more requests until it had decided most of those that it had"),
+    ("decision_seconds_total", "desk.decision_seconds_total", "own time of decisions"),
+    ("preload_answers_total", "question_desk.preload_answers_total", "new workers told what to preload"),
+    ("pulled_snapshots_total", "subscriptions.snapshots_asked_total", "snapshots asked of workers and vaults"),
+    ("malformed_events_total", "subscriptions.malformed_events_total", "block events that were unreadable"),
+)  # fmt: skip
 OF_LOAD = (
-    ("request_active_slots", "kvfleet_request_active_slots", "slots with a request"),
-    ("request_total_slots", "kvfleet_request_total_slots", "most requests at once"),
-    ("kv_active_blocks", "kvfleet_kv_active_blocks", "KV blocks of running requests"),
-    ("kv_total_blocks", "kvfleet_kv_total_blocks", "KV blocks"),
-    ("num_requests_waiting", "kvfleet_waiting_requests", "requests without a slot"),
-    ("gpu_cache_usage_perc", "kvfleet_gpu_cache_usage_ratio", "KV blocks in use, of all"),
-    (
-        "gpu_prefix_cache_hit_rate",
-        "kvfleet_gpu_prefix_cache_hit_ratio",
-        "prompt tokens of the last minute found cached, of all",
-    ),
-)
+    ("kvfleet_request_active_slots", "request_active_slots", "slots with a request"),
+    ("kvfleet_request_total_slots", "request_total_slots", "most requests at once"),
+    ("kvfleet_kv_active_blocks", "kv_active_blocks", "KV blocks of running requests"),
+    ("kvfleet_kv_total_blocks", "kv_total_blocks", "KV blocks"),
+    ("kvfleet_waiting_requests", "num_requests_waiting", "requests without a slot"),
+    ("kvfleet_gpu_cache_usage_ratio", "gpu_cache_usage_perc", "KV blocks in use, of all"),
+    ("kvfleet_gpu_prefix_cache_hit_ratio", "gpu_prefix_cache_hit_rate",
+     "prompt tokens of the last minute found cached, of all"),
+)  # fmt: skip
 OF_FEEDBACK = (  # what the index said of a worker against what its requests found
-    (
-        "predicted_tokens_total",
-        f"{PREFIX}predicted_hit_tokens_total",
-        "tokens that the index said requests would find",
-    ),
-    ("missing_tokens_total", f"{PREFIX}missing_hit_tokens_total", "of them, those that were not there"),
-    (
-        "unpredicted_tokens_total",
-        f"{PREFIX}unpredicted_hit_tokens_total",
-        "tokens found there that the index had not said: predicted minus actual is missing minus these",
-    ),
-)
+    (f"{PREFIX}predicted_hit_tokens_total", "predicted_tokens_total", "tokens that the index said requests would find"),
+    (f"{PREFIX}missing_hit_tokens_total", "missing_tokens_total", "of them, those that were not there"),
+    (f"{PREFIX}unpredicted_hit_tokens_total", "unpredicted_tokens_total",
+     "tokens found there that the index had not said: predicted minus actual is missing minus these"),
+)  # fmt: skip
 OF_MODEL = (  # the autoscaling signals
-    (
-        "queue_depth",
-        "kvfleet_model_queue_depth_requests",
-        "requests that wait at workers, are on their way there, or were refused just now",
-    ),
-    ("oldest_wait_s", "kvfleet_model_oldest_wait_seconds", "how long the oldest of those that wait has waited"),
-    (
-        "saturation",
-        "kvfleet_model_saturation_ratio",
-        "work to be done, of what the model's ready workers can do within the TTFT target",
-    ),
-    ("desired", "kvfleet_model_desired_replicas", "workers that the model should have"),
-    ("ready", "kvfleet_model_ready_replicas", "workers of the model that take work"),
-)
+    ("kvfleet_model_queue_depth_requests", "queue_depth",
+     "requests that wait at workers, are on their way there, or were refused just now"),
+    ("kvfleet_model_oldest_wait_seconds", "oldest_wait_s", "how long the oldest of those that wait has waited"),
+    ("kvfleet_model_saturation_ratio", "saturation",
+     "work to be done, of what the model's ready workers can do within the TTFT target"),
+    ("kvfleet_model_desired_replicas", "desired", "workers that the model should have"),
+    ("kvfleet_model_ready_replicas", "ready", "workers of the model that take work"),
+)  # fmt: skip
 
 
 def readings(
@@ -167,7 +118,7 @@ def readings(
     core = loop.core
     return [
         *_counted(loop),
-        *_per_worker(core, lambda worker: core.metrics.of(worker.id), OF_LOAD),
+        *_per_worker(core, lambda worker: metrics_of(worker, core.bookings.requests_at(worker.id)), OF_LOAD),
         *_of_feedback(core),
         *common_readings("placement", connection, certificates),
         *_of_models(core),
@@ -181,26 +132,18 @@ def readings(
 
 
 def _counted(loop: PlacementLoop) -> Iterable[Reading]:
-    for path, rows in COUNTED.items():
-        owner = attrgetter(path)(loop) if path else loop
-        for attribute, name, help_ in rows:
-            yield Reading(PREFIX + name, help_, partial(getattr, owner, attribute))
+    for name, path, help_ in COUNTED:
+        yield Reading(PREFIX + name, help_, partial(attrgetter(path), loop))
     core, indexer = loop.core, loop.core.indexer
-    yield from (
-        Reading(PREFIX + name, help_, read)
-        for name, help_, read in (
-            ("booked_requests", "requests booked at workers", core.bookings.__len__),
-            (
-                "promised_requests",
-                "requests whose blocks are expected where they were placed",
-                core.inflight.__len__,
-            ),
-            ("ledger_decisions", "decisions that can be explained", core.ledger.__len__),
-            ("index_blocks", "blocks known to be held by somebody", indexer.index.__len__),
-            ("followed_vaults", "vaults whose blocks are known", lambda: indexer.vaults()[0]),
-            ("vault_blocks", "blocks in them; one that several have counts for each", lambda: indexer.vaults()[1]),
-        )
-    )
+    for name, read, help_ in (
+        ("booked_requests", core.bookings.__len__, "requests booked at workers"),
+        ("promised_requests", core.inflight.__len__, "requests whose blocks are expected where they were placed"),
+        ("ledger_decisions", core.ledger.__len__, "decisions that can be explained"),
+        ("index_blocks", indexer.index.__len__, "blocks known to be held by somebody"),
+        ("followed_vaults", lambda: indexer.vaults()[0], "vaults whose blocks are known"),
+        ("vault_blocks", lambda: indexer.vaults()[1], "blocks in them; one that several have counts for each"),
+    ):
+        yield Reading(PREFIX + name, help_, read)
 
 
 def _per_worker(
@@ -209,7 +152,7 @@ def _per_worker(
     def read(attribute: str) -> Labelled:
         return {(worker.id,): getattr(of(worker), attribute) for worker in list(core.fleet.workers.values())}
 
-    for attribute, name, help_ in rows:
+    for name, attribute, help_ in rows:
         yield Reading(name, help_, labels=PER_WORKER, read_labelled=partial(read, attribute))
 
 
@@ -234,7 +177,7 @@ def _of_models(core: PlacementCore) -> Iterable[Reading]:
     def parts() -> Labelled:
         return {(one.model, part): one.parts.get(part, 0.0) for one in core.autoscaler.signals() for part in PARTS}
 
-    for attribute, name, help_ in OF_MODEL:
+    for name, attribute, help_ in OF_MODEL:
         yield Reading(name, help_, labels=PER_MODEL, read_labelled=partial(read, attribute))
     yield Reading(
         "kvfleet_model_needed_replicas",

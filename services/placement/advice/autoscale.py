@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from kvproto.messages import Rates
@@ -75,6 +75,7 @@ class LoadSample:
     blocks: float = 0.0
     asked: bool = False
     known: bool = True
+    at: float = 0.0  # when it was heard
 
     @property
     def need(self) -> float:
@@ -83,6 +84,10 @@ class LoadSample:
     @property
     def saturation(self) -> float:
         return self.need / self.ready if self.ready else float(self.asked)
+
+    @property
+    def filled(self) -> float:
+        return min(self.saturation, 1.0)
 
 
 def mean_rate(several: Iterable[Rates]) -> float:
@@ -101,14 +106,6 @@ def shrinks(need: float, target: int, rules: Rules) -> bool:
     return target > 1 and need <= rules.aim * (target - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    at: float
-    saturation: float  # 1 at most
-    need: float
-    asked: bool
-
-
 @dataclass(eq=False, slots=True)
 class Scaler:
     """Of one model. Owned by the sampler; `now` never goes back."""
@@ -116,7 +113,7 @@ class Scaler:
     rules: Rules
     target: int | None = None  # None: nothing is known of it yet
     living: int = 0
-    history: deque[_Heard] = field(default_factory=deque)  # since the last change or gap, of the last `down_s`
+    history: deque[LoadSample] = field(default_factory=deque)  # since the last change or gap, of the last `down_s`
     began: float = 0.0
 
     @property
@@ -146,7 +143,7 @@ class Scaler:
             return
         if not history:
             self.began = now
-        history.append(_Heard(now, min(sample.saturation, 1.0), sample.need, sample.asked))
+        history.append(replace(sample, at=now))
         while history[0].at < now - max(rules.down_s, rules.up_s) - rules.period_s / 2:
             history.popleft()
         self._decide(self.target, sample.ready)
@@ -154,13 +151,13 @@ class Scaler:
     def _decide(self, before: int, ready: int) -> None:
         rules, target = self.rules, before
         recent = self._since(rules.recent_s)
-        now_is = _mean(one.saturation for one in recent)
+        now_is = _mean(one.filled for one in recent)
         need = _mean(one.need for one in recent)
         if self._covers(rules.up_s) and self._is_high():
             target = max(before, rules.clamp(grown(need, ready, rules)))
         elif self._covers(rules.down_s) and now_is < rules.down_below:
             past = self._since(rules.down_s)
-            low = _mean(one.saturation for one in past) < rules.down_below
+            low = _mean(one.filled for one in past) < rules.down_below
             enough = shrinks(max(need, _mean(one.need for one in past)), before, rules)
             unasked = before == 1 and not any(one.asked for one in past)
             if low and (enough or unasked):
@@ -174,13 +171,13 @@ class Scaler:
         each_s, newest = self.rules.recent_s, self.history[-1].at
         thirds: list[list[float]] = [[] for _ in range(THIRDS)]
         for one in self._since(self.rules.up_s):
-            thirds[min(int((newest - one.at) / each_s), THIRDS - 1)].append(one.saturation)
+            thirds[min(int((newest - one.at) / each_s), THIRDS - 1)].append(one.filled)
         return all(_mean(third) > self.rules.up_above for third in thirds)
 
     def _covers(self, seconds: float) -> bool:
         return self.settled_s >= seconds - self.rules.period_s / 2
 
-    def _since(self, seconds: float) -> list[_Heard]:
+    def _since(self, seconds: float) -> list[LoadSample]:
         """The newest first."""
         since = self.history[-1].at - seconds - self.rules.period_s / 2
         return list(takewhile(lambda one: one.at > since, reversed(self.history)))

@@ -22,6 +22,8 @@ from kvproto.messages import Heartbeat, Load, Milestone, Milestones, Rates, Stat
 MAX_MODELS = 4096  # names remembered, living or not
 SILENT_AFTER_S = 1.5  # three heartbeats missed
 PING_AGAIN_S = 0.5
+HITS_S = 60.0  # the hit rate is that of about so long
+HITS_SAMPLE_S = 5.0  # between the totals that are kept for it
 GAPS_KEPT = 64  # the newest ones: a gap is made by an outage
 
 
@@ -68,11 +70,16 @@ class HeardDemand:
     beats: int = 0
     busy: int = 0
     totals: deque[_Totals] = field(default_factory=deque)  # one per sample, the first about a window ago
+    hits: deque[tuple[float, int, int]] = field(default_factory=deque)  # when, prompt and hit tokens; of a minute
 
     def hear(self, load: Load, now: float) -> None:
         self.heard_at = now
         self.beats += 1
         self.busy += load.queued_prefill_tokens > 0
+        if not self.hits or now - self.hits[-1][0] >= HITS_SAMPLE_S:
+            self.hits.append((now, load.prompt_tokens_total, load.hit_tokens_total))
+        while len(self.hits) > 1 and now - self.hits[1][0] >= HITS_S:
+            self.hits.popleft()
 
     def sample(self, load: Load, now: float, window_s: float) -> None:
         """Work is that of so long."""
