@@ -23,8 +23,7 @@ from kvfleet.placement.actions import (
     failed_frame,
 )
 from kvfleet.placement.advice.autoscaler import Autoscaler
-from kvfleet.placement.advice.preload import Preload
-from kvfleet.placement.advice.victim import Survey
+from kvfleet.placement.advice.questions import Preload, Survey
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.decider import CANNOT_SERVE, Decider
 from kvfleet.placement.decide.region_summaries import RegionSummaries
@@ -92,7 +91,6 @@ class PlacementCore:
         )  # fmt: skip
         self.decider = Decider(self.state, prompts, unix_ms, policies or build_policies(chance), config.policy)
         self.autoscaler = Autoscaler(self.fleet, config.rules, config.models, by_ordinal=config.by_ordinal)
-        self.decider.next_to_go = self.autoscaler.next_to_go
         self.in_flight = RequestsInFlight(inbox_prefix, self.fleet, self.state.give_up)
         self.forwarding = Forwarding(self.state, inbox_prefix, self.in_flight, self.decider, config)
 
@@ -276,12 +274,11 @@ class PlacementCore:
 
     def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Preload:
         """What a worker about to be ready should have, in a message of about `max_bytes`."""
-        hot, workers = self.decider.heat.hottest(now), self.fleet.of_model(ask.model)
-        return Preload(ask, hot, workers, self.indexer, self.workloads, max_bytes)
+        return Preload(ask, self.decider.heat.hottest(now), self.fleet, self.indexer, max_bytes)
 
     def survey(self, model: str, now: float) -> Survey:
         """Which of a model's workers is the cheapest to lose."""
-        return Survey(model, self.fleet, self.decider.heat.hottest(now), self.indexer, self.workloads)
+        return Survey(model, self.decider.heat.hottest(now), self.fleet, self.indexer)
 
     def followers(self) -> dict[Follows, int]:
         """How many workers' blocks are known how well."""

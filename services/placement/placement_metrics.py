@@ -1,13 +1,5 @@
 """What a placement replica shows to Prometheus: readings of what its core keeps anyway.
 
-The core's own names of a worker's load, those of NVIDIA Dynamo, end in units here:
-
-    request_active_slots, request_total_slots   kvfleet_request_active_slots, kvfleet_request_total_slots
-    kv_active_blocks, kv_total_blocks           kvfleet_kv_active_blocks, kvfleet_kv_total_blocks
-    num_requests_waiting                        kvfleet_waiting_requests
-    gpu_cache_usage_perc                        kvfleet_gpu_cache_usage_ratio
-    gpu_prefix_cache_hit_rate                   kvfleet_gpu_prefix_cache_hit_ratio
-
 A scrape runs on a thread beside the loop: it copies what it goes through, and values may be a moment apart. Series of
 a worker exist from its joining on, at 0, and end with it; of a model from the moment it is known.
 """
@@ -85,7 +77,7 @@ COUNTED = (
     ("pulled_snapshots_total", "subscriptions.snapshots_asked_total", "snapshots asked of workers and vaults"),
     ("malformed_events_total", "subscriptions.malformed_events_total", "block events that were unreadable"),
 )  # fmt: skip
-OF_LOAD = (
+OF_LOAD = (  # values have NVIDIA Dynamo's names; metrics end in units
     ("kvfleet_request_active_slots", "request_active_slots", "slots with a request"),
     ("kvfleet_request_total_slots", "request_total_slots", "most requests at once"),
     ("kvfleet_kv_active_blocks", "kv_active_blocks", "KV blocks of running requests"),

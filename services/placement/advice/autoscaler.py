@@ -79,7 +79,6 @@ class Autoscaler:
         self._fleet = fleet
         self._by_ordinal = by_ordinal
         self._models: dict[str, _Model] = {}
-        self._next_to_go: dict[str, str] = {}  # model -> who goes next, while one is to go
         for model in models:
             fleet.learn_name(model)
             self._know(model)
@@ -107,10 +106,6 @@ class Autoscaler:
         """By model; as of the last sample."""
         known = dict(self._models)  # a scrape reads this from a thread of its own
         return [known[name].signals for name in sorted(known)]
-
-    def next_to_go(self, model: str) -> str | None:
-        """Who is about to be removed, and should get nothing new: known only where the highest ordinal goes."""
-        return self._next_to_go.get(model)
 
     def _know(self, model: str) -> _Model:
         known = self._models.get(model)
@@ -159,9 +154,9 @@ class Autoscaler:
             parts={part: getattr(sample, part) for part in PARTS},
             next_ordinal=highest or "",
         )
-        self._next_to_go.pop(name, None)
+        self._fleet.next_to_go.pop(name, None)
         if self._by_ordinal and highest is not None and model.scaler.desired < living:
-            self._next_to_go[name] = highest
+            self._fleet.next_to_go[name] = highest
 
     def _measure(
         self, heard: list[Worker], ready: int, living: int, outside: Outside, now: float, *, known: bool

@@ -56,7 +56,6 @@ class Decider:
     heat: Heat = field(default_factory=Heat)
     turned_away: TurnedAway = field(default_factory=TurnedAway)
     refused: RecentRefusals = field(default_factory=RecentRefusals)  # what somebody with time could have served
-    next_to_go: Callable[[str], str | None] = lambda model: None  # who of a model gets nothing new
     booked: list[Booked] = field(default_factory=list)  # not yet taken
 
     def __post_init__(self) -> None:
@@ -81,7 +80,7 @@ class Decider:
             excluded |= self._too_busy(tenant, ask, ask.max_wait_s, ready.without(excluded), tokens, now)
         among = ready.without(excluded)
         matched = self._match(tenant, ask, among, tokens)
-        next_to_go = self.next_to_go(ask.model)
+        next_to_go = self.state.fleet.next_to_go.get(ask.model)
         if next_to_go is not None and policy.name != DIRECT and _is_new_to(next_to_go, among, matched):
             excluded |= {next_to_go}
             among = ready.without(excluded)

@@ -85,8 +85,7 @@ class Bookings:
         self._numbers = count()
         self._fresh: dict[Key, Booking] = {}  # not accepted yet; oldest first
         self._accepted: dict[Key, Booking] = {}  # oldest acceptance first
-        self._at: dict[str, dict[Key, Booking]] = {}  # fresh ones per worker, oldest first; no empty entries
-        self._accepted_at: dict[str, dict[Key, Booking]] = {}  # accepted ones per worker; no empty entries
+        self._at: dict[str, dict[Key, Booking]] = {}  # both kinds per worker, oldest first; no empty entries
         self._early: OrderedDict[tuple[Key, str, int], list[tuple[Milestone, float]]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -102,7 +101,8 @@ class Bookings:
         return self._fresh.get(key) or self._accepted.get(key)
 
     def requests_at(self, worker: str) -> int:
-        return len(self._at.get(worker, ()))
+        """Not accepted yet."""
+        return sum(not booking.accepted for booking in list(self._at.get(worker, {}).values()))
 
     def book(
         self,
@@ -187,19 +187,21 @@ class Bookings:
     def reflect(self, column: int, beat: Heartbeat, now: float) -> list[Key]:
         """A heartbeat arrived: it counts what the worker has accepted, and what it must have seen by now. Returns
         those of which nothing was heard for so long that they are lost, or were never sent."""
-        fresh = self._at.get(beat.worker, {})
+        at_worker = self._at.get(beat.worker, {})
+        for booking in at_worker.values():
+            booking.counted = booking.accepted
+        fresh = {key: booking for key, booking in at_worker.items() if not booking.accepted}
         silent = _older(fresh, now - HEARTBEAT_PERIOD_S)
         for key in silent:
             self._drop(key)
-        for booking in self._accepted_at.get(beat.worker, {}).values():
-            booking.counted = True
+            del fresh[key]
         unseen = [(booking.priority, booking.tokens) for booking in fresh.values()]
         self._workloads.report(column, beat.load, beat.rates, unseen, now)
         return silent
 
     def drop_worker(self, worker: str) -> None:
         """Its column is gone: nothing to release."""
-        for key in [*self._at.get(worker, ()), *self._accepted_at.get(worker, ())]:
+        for key in list(self._at.get(worker, ())):
             self._drop(key)
 
     def expire(self, now: float) -> list[Key]:
@@ -222,10 +224,9 @@ class Bookings:
         if booking is None or (booking.worker, booking.attempt) != (worker, attempt):
             return None
         if not booking.accepted:
-            self._drop(key)
+            self._unshare(key, self._fresh.pop(key))
             booking.accepted = True
             self._accepted[key] = booking
-            self._accepted_at.setdefault(worker, {})[key] = booking
             if len(self._accepted) > self._max_booked:
                 self._drop(next(iter(self._accepted)))
         return booking
@@ -233,13 +234,14 @@ class Bookings:
     def _drop(self, key: Key) -> None:
         """Out of the tables; the workloads still have it."""
         booking = self._fresh.pop(key, None) or self._accepted.pop(key)
-        at = self._accepted_at if booking.accepted else self._at
-        held = at[booking.worker]
+        held = self._at[booking.worker]
         del held[key]
         if not held:
-            del at[booking.worker]
-        if booking.accepted:
-            return
+            del self._at[booking.worker]
+        if not booking.accepted:
+            self._unshare(key, booking)
+
+    def _unshare(self, key: Key, booking: Booking) -> None:
         of_tenant = key[0], booking.worker
         share = self._shares[of_tenant]
         del share.keys[key]
@@ -250,11 +252,10 @@ class Bookings:
     def check_integrity(self) -> None:
         """Every booking is in one state, and found both ways, in order. Raises AssertionError."""
         assert not self._fresh.keys() & self._accepted.keys()
-        for table, at in ((self._fresh, self._at), (self._accepted, self._accepted_at)):
-            assert sum(len(held) for held in at.values()) == len(table)
-            for worker, held in at.items():
-                assert held, worker
-                assert all(table[key] is booking and booking.worker == worker for key, booking in held.items())
+        assert sum(len(held) for held in self._at.values()) == len(self._fresh) + len(self._accepted)
+        for worker, held in self._at.items():
+            assert held, worker
+            assert all(self.find(key) is booking and booking.worker == worker for key, booking in held.items())
         assert len(self._early) <= EARLY_KEPT
         assert max(len(self._fresh), len(self._accepted)) <= self._max_booked
         assert not any(booking.accepted for booking in self._fresh.values())

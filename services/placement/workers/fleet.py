@@ -177,6 +177,7 @@ class Fleet:
     def __init__(self, workloads: Workloads) -> None:
         self.workloads = workloads
         self.workers: dict[str, Worker] = {}
+        self.next_to_go: dict[str, str] = {}  # of a model, while its highest ordinal is to go: it gets nothing new
         self._names: dict[str, str] = {}  # subject token -> model, of every model ever seen alive
         self._ready: dict[str, Ready] = {}
         self.spaces: dict[str, AddressSpace] = {}  # of each model, as it was when a worker was last ready
