@@ -68,9 +68,8 @@ class _Model:
 
 
 class Autoscaler:
-    """Owned by the core, which tells it what comes. What is placed counts once a worker says that it has it: one who
-    only asks for placements makes nobody start workers. `by_ordinal`: the orchestrator removes the worker with the
-    highest number, as a StatefulSet does."""
+    """Owned by the core. What is placed counts once a worker says that it has it: asking for placements starts nobody.
+    `by_ordinal`: as of a StatefulSet, the worker with the highest number is removed."""
 
     def __init__(
         self, fleet: Fleet, rules: Rules | None = None, models: Iterable[str] = (), *, by_ordinal: bool = False

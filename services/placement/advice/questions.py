@@ -1,6 +1,4 @@
-"""Questions that take longer to answer than a decision may: they are answered piece by piece, as decisions wait
-meanwhile. Pure.
-"""
+"""Questions that take longer than a decision may: they are answered piece by piece, as decisions wait. Pure."""
 
 from __future__ import annotations
 
@@ -43,12 +41,10 @@ class Preload:
         self._ask = ask
         workers = fleet.of_model(ask.model)
         wanted = ask.model, ask.model_revision, ask.block_size
-        self._left = iter(
-            [
-                (one, heat)
-                for one, heat in prefixes
-                if (one.model, one.space.model_revision, one.space.block_size) == wanted
-            ]
+        self._left = (
+            (one, heat)
+            for one, heat in prefixes
+            if (one.model, one.space.model_revision, one.space.block_size) == wanted
         )
         asker = next((worker for worker in workers if worker.id == ask.worker), None)
         self._leaving = asker if ask.leaving else None
@@ -56,11 +52,8 @@ class Preload:
         self._space = asker.space if asker is not None else None
         # Of one that was just loaded the record is about to say its format; what does not fit it refuses.
         formats = {asker.kv_format} if asker is not None and asker.kv_format else {w.kv_format for w in workers} - {b""}
-        self._givers = [
-            w
-            for w in workers
-            if w.id != ask.worker and w.state in (State.READY, State.DRAINING) and w.kv_format in formats
-        ]
+        others = [w for w in workers if w.id != ask.worker and w.state in (State.READY, State.DRAINING)]
+        self._givers = [w for w in others if w.kv_format in formats]
         self._names: dict[AddressSpace, tuple[str, ...]] = {}
         self._indexer = indexer
         self._workloads = fleet.workloads
@@ -141,7 +134,6 @@ class Survey:
         self._staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
         self._hot = [(prefix, heat) for prefix, heat in prefixes if model in ("", prefix.model)]
         self._indexer = indexer
-        self._workloads = fleet.workloads
         self._restarts = RESTARTS
         self._begin()
 
@@ -168,7 +160,7 @@ class Survey:
             if not self._model and len(self._fleet.ready(worker.model).workers) < 2:
                 continue  # nobody would serve its model
             holder = self._holders.get(worker.id)
-            requests = int(self._workloads.of(worker.column, self._workloads.now).requests)
+            requests = int(self._fleet.workloads.of(worker.column, self._fleet.workloads.now).requests)
             cost, unique, hot = 0.0, 0, 0  # of more workers than there was room for nothing is known
             if holder is not None:
                 cost, unique, hot = round(float(seconds[holder]), 6), int(self._counts[holder]), int(hot_blocks[holder])
@@ -191,11 +183,11 @@ class Survey:
         while blocks < BLOCKS_AT_ONCE and self._prefix < len(self._hot):
             blocks += len(self._hot[self._prefix][0].hashes)
             self._prefix += 1
-        prefixes, heats = zip(*self._hot[first : self._prefix], strict=True)
-        hashes = np.concatenate([prefix.hashes for prefix in prefixes])
-        lengths = [len(prefix.hashes) for prefix in prefixes]
-        heat = np.repeat(np.array(heats, dtype=float), lengths)
-        tokens = np.repeat(np.array([prefix.space.block_size for prefix in prefixes], dtype=float), lengths)
+        several = self._hot[first : self._prefix]
+        hashes = np.concatenate([prefix.hashes for prefix, _ in several])
+        lengths = [len(prefix.hashes) for prefix, _ in several]
+        of_each = np.array([(heat, prefix.space.block_size) for prefix, heat in several], dtype=float)
+        heat, tokens = np.repeat(of_each, lengths, axis=0).T
         found = self._indexer.index.sole_holders(hashes, self._counted)
         alone = found[:, 1] >= 0
         self._alone.append((found[alone], heat[alone], tokens[alone]))

@@ -1,6 +1,4 @@
-"""What a replica knows: its fleet with what there is to do, who holds what, what was decided, and what became of it:
-load, the promise of blocks, what requests found, and where they can be had again. Pure.
-"""
+"""What a replica knows: its fleet with what there is to do, who holds what, what was decided and became of it. Pure."""
 
 from __future__ import annotations
 

@@ -87,10 +87,9 @@ class Follower:
     def __post_init__(self) -> None:
         self.holder = self.index.add_holder(pooled=self.pooled)
 
-    def due(self, now: float) -> float | None:
-        """When to ask for a snapshot; None if there is no need."""
-        if self.state is not Follows.BEHIND:
-            return None
+    @property
+    def due(self) -> float:
+        """When to ask for a snapshot, if it is behind."""
         return self.behind_since + RETRY_S[min(self.pulls, len(RETRY_S) - 1)]
 
     def on_changes(self, changes: Changes, now: float) -> None:
@@ -263,9 +262,10 @@ class KvIndexer:
             if follower.pull is not None and now - follower.pull.heard_at > PULL_LIMIT_S:
                 follower.give_up_pull(now)
         pulling = sum(follower.state is Follows.PULLING for follower in self._followers.values())
-        due = [(at, name) for name, one in self._followers.items() if (at := one.due(now)) is not None and at <= now]
+        behind = [(one.due, name) for name, one in self._followers.items() if one.state is Follows.BEHIND]
+        due = sorted(one for one in behind if one[0] <= now)
         asked = []
-        for _, name in sorted(due)[: max(0, PULLS_AT_ONCE - pulling)]:
+        for _, name in due[: max(0, PULLS_AT_ONCE - pulling)]:
             follower = self._followers[name]
             try:
                 follower.begin_pull(self._pulls + 1, now)
@@ -287,8 +287,7 @@ class KvIndexer:
         return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
 
     def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
-        """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one; who is
-        not followed has what vaults have."""
+        """As `PrefixIndex.depths`; who is not followed has what vaults have."""
         return self.index.depths(hashes, workers, self.holder_of)
 
     def holder_of(self, member: str) -> int | None:

@@ -2,9 +2,8 @@
 
 Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Those of the pool (vaults)
 share the last tier, and what they have together counts for everybody. Memory per block is 53 to 69 bytes, taken at the
-start; of each block that more than 8 hold it is 20 more and 8 for each tier and 64 holders, taken when there are
-more such blocks than ever before. When it is full the holder with the most gives up what it got last,
-which is never a prefix of something that stays.
+start; of each block that more than 8 hold it is 20 more and 8 for each tier and 64 holders, taken when it is needed.
+When it is full the holder with the most gives up what it got last, which is never a prefix of something that stays.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class PrefixIndex:
             holdings.held += logged - holdings.logged
             holdings.logged = logged
             done += noted
-            if tier > self._deepest_tier and not self._is_pooled(holder):
+            if tier > self._deepest_tier and int(self._anyone[holder >> 6]) >> (holder & 63) & 1:
                 self._deepest_tier = tier
             if done == len(hashes):
                 return
@@ -201,9 +200,6 @@ class PrefixIndex:
         found: Counts = np.empty((len(hashes), 2), dtype=np.int64)
         query_kernels.sole_holders(*self._arrays, hashes, counted, self._pool, found)
         return found
-
-    def _is_pooled(self, holder: int) -> bool:
-        return bool(int(self._pool[holder >> 6]) >> (holder & 63) & 1)
 
     def _give_way(self, holder: int) -> bool:
         """Make room in a full index; whether that was possible: nobody gives way to one who has more already."""

@@ -59,63 +59,47 @@ def _step_at(starts, steps, at):
 
 
 @kernel
-def _few_who(rows, tier, place, going, faster, step, sets, among, out):
-    """`_who`, of an entry without a wide row."""
-    for word in range(len(going)):
-        sets[out, word] = faster[step, word] & sets[among, word]
-    for number in range(entries.FEW_HOLD):
+def _holders_of_few(rows, tier, place, held):
+    """To `held`: who has in this tier an entry without a wide row; NOBODY's is nobody."""
+    for word in range(len(held)):
+        held[word] = 0
+    for number in range(entries.FEW_HOLD if place != NOBODY else 0):
         note = entries.note_at(rows, place, number)
         if note == 0:
             break
         if entries.tier_in(note) == tier:
             word, bit = entries.bit_of(entries.holder_in(note))
-            sets[out, word] |= bit & going[word] & sets[among, word]
-    differs = False
-    for word in range(len(going)):
-        differs |= sets[out, word] != sets[among, word]
-    return differs
+            held[word] |= bit
 
 
 @inlined
-def _who(rows, most, tier, place, going, faster, step, sets, among, out):
+def _who(rows, most, tier, place, going, faster, step, sets, among, out, held):
     """Who of `sets[among]` has a block, in faster tiers as `faster[step]` do, or going on in this one: to `sets[out]`,
     another one. Whether somebody has not."""
-    if NOBODY < place < most:
-        return _few_who(rows, tier, place, going, faster, step, sets, among, out)
     differs, column = False, entries.bits_at(place, len(going), tier)
+    if place < most:
+        _holders_of_few(rows, tier, place, held)
     for word in range(len(going)):
-        who = faster[step, word]
-        if place != NOBODY:
-            who |= going[word] & rows[column + np.uint64(word)]
-        who &= sets[among, word]
+        here = held[word] if place < most else rows[column + np.uint64(word)]
+        who = (faster[step, word] | going[word] & here) & sets[among, word]
         differs |= who != sets[among, word]
         sets[out, word] = who
     return differs
 
 
 @kernel
-def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, out):
+def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, out, held):
     """Who has in a tier the block after the last that it has in faster ones."""
     out[:] = 0
-    words = len(out)
     for step in range(steps):
         place = _place_at(table, rows, hashes, places, starts[step])
-        if place == NOBODY:
-            continue
-        if place >= most:
-            column = (place << PLACE) + entries.BITS + tier * words
-            for word in range(words):
-                before = sets[step - 1, word] if step else anyone[word]
-                out[word] |= before & ~sets[step, word] & rows[column + word]
-            continue
-        for number in range(entries.FEW_HOLD):
-            note = entries.note_at(rows, place, number)
-            if note == 0:
-                break
-            if entries.tier_in(note) == tier:
-                word, bit = entries.bit_of(entries.holder_in(note))
-                before = sets[step - 1, word] if step else anyone[word]
-                out[word] |= before & ~sets[step, word] & bit
+        column = entries.bits_at(place, len(out), tier)
+        if place < most:
+            _holders_of_few(rows, tier, place, held)
+        for word in range(len(out)):
+            before = sets[step - 1, word] if step else anyone[word]
+            here = held[word] if place < most else rows[column + np.uint64(word)]
+            out[word] |= before & ~sets[step, word] & here
 
 
 @inlined
@@ -249,10 +233,10 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
     asked, asked_hashes = np.empty(longest + FEW, dtype=np.int64), np.empty((longest + FEW, 2), dtype=np.uint64)
     fetched = np.uint64(0)
     faster_starts, faster_sets = np.zeros(longest, dtype=np.int64), np.empty((longest, words), dtype=np.uint64)
-    going = np.zeros(words, dtype=np.uint64)
+    going, held = np.zeros(words, dtype=np.uint64), np.empty(words, dtype=np.uint64)
 
     for tier in range(used):
-        _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, going)
+        _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, going, held)
         if not going.any():
             if tier:
                 depths[tier] = depths[tier - 1]
@@ -262,10 +246,10 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
         faster = steps
         for word in range(words):
             sets[1, word] = anyone[word]
-        _who(rows, most, tier, places[0], going, faster_sets, 0, sets, 1, 0)
+        _who(rows, most, tier, places[0], going, faster_sets, 0, sets, 1, 0, held)
         last_place = _place_at(table, rows, hashes, places, count - 1)
         step = _step_at(faster_starts, faster, count - 1)
-        steps = 1 + _who(rows, most, tier, last_place, going, faster_sets, step, sets, 0, 1)
+        steps = 1 + _who(rows, most, tier, last_place, going, faster_sets, step, sets, 0, 1, held)
         starts[0], starts[1], behind[1] = 0, count - 1, 0
         while True:
             unsure = unknown = 0
@@ -297,7 +281,9 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
                 while last < starts[step]:
                     at = min(last + stride, starts[step])
                     so_far = _step_at(faster_starts, faster, at)
-                    if _who(rows, most, tier, places[at], going, faster_sets, so_far, next_sets, found - 1, found):
+                    if _who(
+                        rows, most, tier, places[at], going, faster_sets, so_far, next_sets, found - 1, found, held
+                    ):
                         next_starts[found], next_behind[found] = at, last
                         found += 1
                     last = at

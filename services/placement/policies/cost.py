@@ -14,11 +14,9 @@
 
 What is prefilled here though it is cached elsewhere is a copy for all who come while it lasts. Of a prefix after which
 requests part, those of the last half hour are counted, and h of them will find the copy: as many as come before a gap
-that is longer than the worker's cache keeps what nobody uses. That time is told by what the worker was given in the
-last minute. A cache that turns over in seconds keeps a copy only for those who come all the time; for others it is gone
-before the next one comes, and making it pushes out what others had. One part in 1 + h counts as harm. Of what this
-request feels of it the same share counts, up to half a second of it (`copy`, which is negative, takes off the rest): no
-more is asked of one for the others' sake.
+that is longer than the worker's cache keeps what nobody uses, as told by what it was given in the last minute. One part
+in 1 + h counts as harm. Of what this request feels of it the same share counts, up to half a second of it (`copy`,
+which is negative, takes off the rest): no more is asked of one for the others' sake.
 
 The two constants have no unit. On the conversation trace of benchmarks.trace_hits (8 workers, a cache of a tenth of
 its blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 80 do about equally well. With

@@ -1,6 +1,4 @@
-"""Policies of a few lines: baselines that any other has to beat, and what a request asks for by name. Pure: chance is
-passed in.
-"""
+"""Policies of a few lines: baselines, and what a request asks for by name. Pure: chance is passed in."""
 
 from __future__ import annotations
 
@@ -56,9 +54,8 @@ def _subject(question: Question) -> str:
 class KvLoad:
     """Highest match minus load, as shares; equals go to the first on the ring.
 
-    The rule of NVIDIA Dynamo's first KV router: of three workers with matches of 15, 50 and 75 % and loads of 30, 50
-    and 80 %, the second is chosen, at 0. Kept to compare with; `cost` reckons in seconds instead of adding unlike
-    shares.
+    The rule of NVIDIA Dynamo's first KV router, kept to compare with: of three workers with matches of 15, 50 and 75 %
+    and loads of 30, 50 and 80 %, the second is chosen, at 0.
     """
 
     name = "kv_load"

@@ -3,8 +3,7 @@
     a Client's place ─▶ decide
     a producer's generate ─▶ forward ─▶ decide (one for each offer) ─▶ the worker
 
-A bare producer's request may begin a trace here, as an HTTP request does at the ingress; nothing else does. Owned by
-the placement loop.
+A bare producer's request may begin a trace here, as an HTTP request does at the ingress; nothing else does.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ Handle = Callable[[Event], list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class DecisionTraces:
+    """Owned by the placement loop."""
+
     tracer: Tracer
     ledger: Ledger  # has what was decided
 

@@ -1,7 +1,6 @@
 """How many of some chains have each block: an open-addressing table, for Numba. Pure but for what it fills.
 
-A hash's low half says where to look, both tell it apart. `blocks` is `[places, 2]`, `counts` `[places]`, a power of two
-of them; a place whose count is 0 is free, and some are.
+A hash's low half says where to look. `blocks` is `[places, 2]`, `counts` `[places]`, a power of two, 0 in free places.
 """
 
 # mypy: ignore-errors

@@ -1,7 +1,6 @@
 """The workers as placement decides over them: who is alive, ready and how loaded, and the ring per model. Pure.
 
-It hears events in the order the members view saw them, so the ready set, and with it the ring, equals that of every
-Client watching the same fleet.
+Events come in the order that the members view saw, so ready set and ring equal those of every Client of the fleet.
 """
 
 from __future__ import annotations

@@ -88,25 +88,25 @@ def fill(depths, groups, credit, pooled, size, most, indexed, believed):
 
 
 @kernel
-def _mean_rate(values):
-    """Harmonic, of those who measured: one absurdly fast worker does not make the others look fast."""
-    seconds, measured = 0.0, 0
+def _of_all(values):
+    """Mean rate, how many measured one, mean stay, and what a sequence adds to a decode step.
+
+    The mean rate is harmonic, of those who measured: one absurdly fast worker does not make the others look fast. A
+    sequence adds at most the least time that a decoded token takes anywhere: with few of them most of a step is not
+    theirs.
+    """
+    seconds, measured, stays, stayed, token_s = 0.0, 0, 0.0, 0, np.inf
     for worker in range(values.shape[1]):
         if values[RATE, worker] > 0:
             seconds += 1 / values[RATE, worker]
             measured += 1
-    return measured / seconds if measured else UNMEASURED_RATE
-
-
-@kernel
-def _least_token_s(values):
-    """What a sequence adds to a decode step is at most the least time that a decoded token takes anywhere: with few of
-    them most of a step is not theirs."""
-    least = np.inf
-    for worker in range(values.shape[1]):
-        if 0 < values[TOKEN_S, worker] < least:
-            least = values[TOKEN_S, worker]
-    return least if least < np.inf else 0.0
+        if values[STAY, worker] > 0:
+            stays += values[STAY, worker]
+            stayed += 1
+        if 0 < values[TOKEN_S, worker] < token_s:
+            token_s = values[TOKEN_S, worker]
+    rate = measured / seconds if measured else UNMEASURED_RATE
+    return rate, measured, stays / stayed if stayed else 0.0, token_s if token_s < np.inf else 0.0
 
 
 @kernel
@@ -120,16 +120,6 @@ def _comparable(rate, measured_at, mean, now):
     if rate < mean:
         return min(mean, rate * math.exp(min((now - measured_at) / FORGIVEN_S, 50.0)))
     return rate
-
-
-@kernel
-def _mean_stay(values):
-    seconds, known = 0.0, 0
-    for worker in range(values.shape[1]):
-        if values[STAY, worker] > 0:
-            seconds += values[STAY, worker]
-            known += 1
-    return seconds / known if known else 0.0
 
 
 @kernel
@@ -175,10 +165,7 @@ def _uses(values, worker, heat, now):
 def waits(values, now, out):
     """Fills `out` `[workers]`: seconds until a request would be begun there. Who has not measured anything, in a fleet
     that has not, is taken to be free."""
-    mean, stay = _mean_rate(values), _mean_stay(values)
-    measured = False
-    for worker in range(values.shape[1]):
-        measured = measured or values[RATE, worker] > 0
+    mean, measured, stay, _ = _of_all(values)
     for worker in range(values.shape[1]):
         out[worker] = _until_slot(values, worker, stay)
         if measured:
@@ -191,7 +178,7 @@ def price(values, matched, tokens, heat, now, others, busy, out):
     """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where. `values` are `[22, workers]`,
     `matched` `[4, workers]` tokens, each tier's with those of faster ones. A peer's blocks begin with the chain's
     first, a vault's where the worker's own end."""
-    mean, token_s, mean_stay = _mean_rate(values), _least_token_s(values), _mean_stay(values)
+    mean, _, mean_stay, token_s = _of_all(values)
     least = np.inf
     for worker in range(values.shape[1]):
         rate = _comparable(values[RATE, worker], values[RATE_AT, worker], mean, now)

@@ -31,8 +31,7 @@ KERNELS = tuple(one for module in MODULES for one in vars(module).values() if is
 
 @cache
 def warm_up() -> None:
-    """Compile, or load what an earlier process compiled: seconds the first time on a machine. To be called before
-    placement says that it is ready; a second call does nothing."""
+    """Compile, or load what an earlier process compiled: seconds the first time on a machine. Again it does nothing."""
     folder = results_folder(SOURCES)
     if folder is not None:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)

@@ -28,11 +28,8 @@ LEAST_RATE = 1e-3  # tokens/s: a worker that says less has not measured
 
 @dataclass(slots=True)
 class Levels:
-    """Work by priority, as a fluid that is served from the top: what drains is of the highest priority that is left, so
-    what is ahead of a request is the work of its own priority and of higher ones, however much there is below.
-
-    Amounts are never negative. There are as many levels as there are priorities, 201 at most.
-    """
+    """Work by priority, 201 at most, as a fluid that is served from the top: ahead of a request is the work of its own
+    priority and of higher ones, however much there is below. Amounts are never negative."""
 
     amounts: dict[int, float] = field(default_factory=dict)
 
@@ -119,19 +116,16 @@ class Workloads:
 
     def __init__(self) -> None:
         self.now = 0.0  # the latest time heard of
-        self._size = 0
-        self._free: list[int] = []
+        self._free = list(range(FIRST_COLUMNS - 1, -1, -1))
         self._values: Floats = np.zeros((kernel.LOAD_ROWS, FIRST_COLUMNS))
         self._levels: dict[int, tuple[Levels, Levels]] = {}  # backlog and requests, where not all is of priority 0
 
     def add(self, token_bytes: float, block_tokens: int, now: float) -> int:
-        if self._free:
-            column = self._free.pop()
-        else:
-            column = self._size
-            self._size += 1
-            if column == self._values.shape[1]:
-                self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+        if not self._free:
+            size = self._values.shape[1]
+            self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+            self._free += range(2 * size - 1, size - 1, -1)
+        column = self._free.pop()
         self._values[:, column] = 0.0
         self._values[kernel.AT, column] = now
         self._values[kernel.CREDIT, column] = 1.0
@@ -171,7 +165,10 @@ class Workloads:
         """A request with so many tokens to prefill."""
         self._drain(column, now)
         if priority or column in self._levels:
-            backlog, requests = self._levels_of(column)
+            if column not in self._levels:  # until now all was of priority 0
+                before = self._values[[kernel.BACKLOG, kernel.REQUESTS], column].tolist()
+                self._levels[column] = Levels({0: before[0]}), Levels({0: before[1]})
+            backlog, requests = self._levels[column]
             backlog.add(priority, tokens)
             requests.add(priority, 1)
         self._values[kernel.REQUESTS, column] += 1
@@ -246,13 +243,6 @@ class Workloads:
         old = self._values[row, column]
         self._values[row, column] = old + (value - old) * 0.1 if old else value
 
-    def _levels_of(self, column: int) -> tuple[Levels, Levels]:
-        """Until now all was of priority 0."""
-        if column not in self._levels:
-            backlog, requests = self._values[[kernel.BACKLOG, kernel.REQUESTS], column].tolist()
-            self._levels[column] = Levels({0: backlog}), Levels({0: requests})
-        return self._levels[column]
-
     def _report_levels(self, column: int, load: Load, unseen: list[tuple[int, float]]) -> None:
         if not load.priorities and not any(priority for priority, _ in unseen):
             self._levels.pop(column, None)
@@ -267,7 +257,7 @@ class Workloads:
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
-        assert len(set(self._free)) == len(self._free) <= self._size
+        assert len(set(self._free)) == len(self._free) <= self._values.shape[1]
         assert np.isfinite(self._values).all()
         assert (self._values[kernel.NEVER_NEGATIVE] >= 0).all()
 
