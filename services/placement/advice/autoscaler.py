@@ -71,10 +71,8 @@ class Autoscaler:
     """Owned by the core. What is placed counts once a worker says that it has it: asking for placements starts nobody.
     `by_ordinal`: as of a StatefulSet, the worker with the highest number is removed."""
 
-    def __init__(
-        self, fleet: Fleet, rules: Rules | None = None, models: Iterable[str] = (), *, by_ordinal: bool = False
-    ) -> None:
-        self.rules = rules or Rules()
+    def __init__(self, fleet: Fleet, rules: Rules, models: Iterable[str], *, by_ordinal: bool) -> None:
+        self.rules = rules
         self._fleet = fleet
         self._by_ordinal = by_ordinal
         self._models: dict[str, _Model] = {}

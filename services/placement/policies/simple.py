@@ -21,9 +21,7 @@ class Ring:
 
     def choose(self, question: Question) -> Choice | None:
         worker = question.ring.owner(question.key, excluded=question.excluded)
-        if worker is None:
-            return None
-        return Choice(worker, f"first on the ring for its {_subject(question)}")
+        return None if worker is None else Choice(worker, f"first on the ring for its {_subject(question)}")
 
 
 class BoundedRing:
@@ -63,11 +61,9 @@ class KvLoad:
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
-        match = question.held / max(question.prompt_tokens, 1)
-        load = question.loads.usage
+        match, load = question.held / max(question.prompt_tokens, 1), question.loads.usage
         score = match - load
-        best = np.flatnonzero(score >= score.max() - 1e-9)
-        worker, number = question.first_on_the_ring(best.tolist())
+        worker, number = question.first_on_the_ring(np.flatnonzero(score >= score.max() - 1e-9).tolist())
         return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")
 
 

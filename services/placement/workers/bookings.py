@@ -19,7 +19,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Heartbeat, Milestone, Passed
@@ -268,9 +268,4 @@ class Bookings:
 
 def _older(bookings: dict[Key, Booking], limit: float) -> list[Key]:
     """Keys booked before `limit`; the oldest come first, or nearly so, which is enough to stop at the first younger."""
-    old = []
-    for key, booking in bookings.items():
-        if booking.booked_at >= limit:
-            break
-        old.append(key)
-    return old
+    return [key for key, _ in takewhile(lambda item: item[1].booked_at < limit, bookings.items())]

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -76,7 +77,7 @@ class HashedPrompts:
 
     def __init__(self, fleet_key: bytes | None) -> None:
         self._fleet_key = fleet_key
-        self._roots: dict[AddressSpace, TenantRoots] = {}
+        self._roots = lru_cache(MAX_SPACES)(self._roots_of)
 
     def tokens(self, ask: PlaceRequest) -> int:
         return len(ask.prompt_ids) or len(ask.prompt or "") // CHARACTERS_PER_TOKEN
@@ -87,14 +88,10 @@ class HashedPrompts:
         return chain(self.root(space, tenant, ask), ask.prompt_ids, space.block_size)
 
     def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Root:
-        roots = self._roots.get(space)
-        if roots is None:
-            if len(self._roots) >= MAX_SPACES:
-                self._roots.clear()
-            roots = self._roots[space] = TenantRoots(
-                space.model_revision, space.block_size, space.public_prefixes, self._fleet_key or b""
-            )
-        return roots.of(tenant, ask.prompt_ids)
+        return self._roots(space).of(tenant, ask.prompt_ids)
+
+    def _roots_of(self, space: AddressSpace) -> TenantRoots:
+        return TenantRoots(space.model_revision, space.block_size, space.public_prefixes, self._fleet_key or b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +117,7 @@ class Heat:
     kept: int = KEPT
     kept_prefixes: int = KEPT_PREFIXES
     kept_blocks: int = KEPT_BLOCKS
-    counts: OrderedDict[bytes, tuple[float, float]] = field(
-        default_factory=OrderedDict
-    )  # last asked for last; and when
+    counts: OrderedDict[bytes, tuple[float, float]] = field(default_factory=OrderedDict)  # asked for longest ago first
     prefixes: dict[bytes, SharedPrefix] = field(default_factory=dict)  # by their last block
     blocks: int = 0  # of all of them
 
