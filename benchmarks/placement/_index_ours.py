@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks.harness.report import progress
 from benchmarks.placement._index_load import BLOCKS, HEARD_BETWEEN, RUN, VAULTS, WORKERS, Event, Load, Prompt
 from kvfleet.placement.index.changes import TIERS, read_changes
-from kvfleet.placement.index.follower import Follows
-from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.kv_indexer import Follows, KvIndexer
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto import codec
 from kvproto.block_hash import digest_term

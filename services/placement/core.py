@@ -23,24 +23,18 @@ from kvfleet.placement.actions import (
     failed_frame,
 )
 from kvfleet.placement.advice.autoscaler import Autoscaler
-from kvfleet.placement.advice.preload import Preload
-from kvfleet.placement.advice.victim import Survey
+from kvfleet.placement.advice.questions import Preload, Survey
 from kvfleet.placement.config import PlacementConfig
-from kvfleet.placement.decide.accounts import Accounts
-from kvfleet.placement.decide.between_regions import CANNOT_SERVE, BetweenRegions
-from kvfleet.placement.decide.decider import Decider
+from kvfleet.placement.decide.decider import CANNOT_SERVE, Decider
 from kvfleet.placement.decide.region_summaries import RegionSummaries
 from kvfleet.placement.decide.repeats import Repeats
 from kvfleet.placement.decide.state import PlacementState
-from kvfleet.placement.index.follower import Follows
-from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.kv_indexer import Follows, KvIndexer
 from kvfleet.placement.policies import Policy, build_policies
 from kvfleet.placement.producers.forwarding import Forwarding
 from kvfleet.placement.producers.in_flight import RequestsInFlight
 from kvfleet.placement.record.ledger import Ledger, kept_in_all
-from kvfleet.placement.record.metrics_aggregator import MetricsAggregator
 from kvfleet.placement.workers.bookings import Bookings
-from kvfleet.placement.workers.feedback import Feedback
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.inflight_blocks import MAX_WORKERS, InflightBlocks
 from kvfleet.placement.workers.prompts import PromptHasher
@@ -88,22 +82,17 @@ class PlacementCore:
         self.bookings = Bookings(self.workloads, limits=config.phantoms)
         self.indexer = KvIndexer(config.index_blocks, config.max_workers)
         self.inflight = InflightBlocks(max_workers=max(MAX_WORKERS, config.max_workers))
-        self.feedback = Feedback()
-        self.metrics = MetricsAggregator(self.bookings.requests_at)
         self.ledger = Ledger(kept_in_all=kept_in_all(config.max_workers), keeps_hashes=config.keeps_hashes)
         self.repeats = Repeats()
         self.region_summaries = RegionSummaries(config.region, config.spill_wait_s)
-        state = PlacementState(
-            placement, self.fleet, self.bookings, self.indexer, self.inflight, self.feedback, self.ledger, self.repeats,
+        self.state = PlacementState(
+            placement, self.fleet, self.bookings, self.indexer, self.inflight, self.ledger, self.repeats,
             self.region_summaries,
         )  # fmt: skip
-        self.accounts = Accounts(state)
-        self.decider = Decider(state, prompts, unix_ms, policies or build_policies(chance), config.policy)
-        self.between_regions = BetweenRegions(state, self.decider)
+        self.decider = Decider(self.state, prompts, unix_ms, policies or build_policies(chance), config.policy)
         self.autoscaler = Autoscaler(self.fleet, config.rules, config.models, by_ordinal=config.by_ordinal)
-        self.decider.next_to_go = self.autoscaler.next_to_go
-        self.in_flight = RequestsInFlight(inbox_prefix, self.fleet, self.accounts.give_up)
-        self.forwarding = Forwarding(state, inbox_prefix, self.in_flight, self.decider, config)
+        self.in_flight = RequestsInFlight(inbox_prefix, self.fleet, self.state.give_up)
+        self.forwarding = Forwarding(self.state, inbox_prefix, self.in_flight, self.decider, config)
 
     def handle(self, event: events.Event, now: float) -> list[Action]:
         self.workloads.now = max(self.workloads.now, now)
@@ -112,7 +101,7 @@ class PlacementCore:
         for one in booked:
             if (worker := self.fleet.workers.get(one.worker)) is not None:
                 self.repeats.place((one.tenant, one.request), worker.id, worker.epoch, one.attempt, now)
-        refused = self.decider.take_refused()
+        refused = self.decider.refused.take()
         self.autoscaler.refuse(refused, now)
         referred = self.region_summaries.take_new()
         if (booked or refused or referred) and self._shares:
@@ -145,13 +134,11 @@ class PlacementCore:
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
                         self.inflight.break_off(key)
                     self.indexer.on_heartbeat(beat, now)
-                    self.metrics.on_heartbeat(beat, now)
-                    self.autoscaler.hear(beat, now)
                 elif self.vaults.get(beat.worker) == beat.epoch:
                     self.indexer.on_heartbeat(beat, now, vault=True)
                 return []
             case BookedBatch() as batch:
-                self.accounts.book(batch, now)
+                self.state.book(batch, now)
                 if batch.placement != self.placement:
                     self.autoscaler.refuse(batch.refused, now)
                     for one in batch.abroad:
@@ -208,8 +195,7 @@ class PlacementCore:
         self.inflight.tick(now)
         self.repeats.tick(now)
         self.region_summaries.tick(now)
-        for worker, credit in self.feedback.tick(now).items():
-            self.accounts.trust(worker, credit)
+        self.state.heal(now)
         actions: list[Action] = [*self.indexer.tick(now), *self._ping_silent(now)]
         return actions + self.forwarding.tick(now, disconnected=disconnected)
 
@@ -222,9 +208,6 @@ class PlacementCore:
         self.bookings.drop_worker(worker)
         self.inflight.drop_worker(worker)
         self.repeats.drop_worker(worker)
-        self.feedback.forget(worker)
-        self.metrics.leave(worker)
-        self.autoscaler.leave(worker)
 
     # ------------------------------------------------------------------ requests
 
@@ -241,14 +224,14 @@ class PlacementCore:
             ask = replace(ask, attempt=known.attempt + 1)
         is_own = not event.from_other_region
         if not is_own and ask.seeks_source:
-            return AnswerOtherRegion(event.reply, self.between_regions.source_of(event.tenant, ask))
-        if is_own and (referral := self.between_regions.refer(event.tenant, ask, now)) is not None:
+            return AnswerOtherRegion(event.reply, self.decider.source_of(event.tenant, ask))
+        if is_own and (referral := self.decider.refer(event.tenant, ask, now)) is not None:
             return AnswerOtherRegion(event.reply, referral)
         try:
             placement = self.decider.decide(event.tenant, ask, now)
         except KvfleetError as error:
             refused = is_own and isinstance(error, CANNOT_SERVE)
-            if refused and (referral := self.between_regions.refer(event.tenant, ask, now, refused=True)) is not None:
+            if refused and (referral := self.decider.refer(event.tenant, ask, now, refused=True)) is not None:
                 return AnswerOtherRegion(event.reply, referral)
             return Fail(event.reply, failed_frame(error, ask.request, ask.attempt))
         return Answer(event.reply, placement if is_own else replace(placement, elsewhere=""))
@@ -258,7 +241,7 @@ class PlacementCore:
         model = event.ask.model or self.fleet.name_of(event.model_token) or event.model_token
         if self.repeats.find((event.tenant, event.request)) is not None:
             return None
-        region = self.between_regions.region_for(event, model, self.forwarding.max_wait_of(event.ask), now)
+        region = self.decider.region_for(event, model, self.forwarding.max_wait_of(event.ask), now)
         return None if region is None else PassOn(region, model, event)
 
     def _hear(self, milestones: Milestones, now: float) -> list[Action]:
@@ -273,7 +256,7 @@ class PlacementCore:
                 actions += self.in_flight.accepted.on_ended(worker.id, one, keys)
             elif one.passed is not Passed.ACCEPTED:
                 actions += self.forwarding.on_started(worker.id, one)
-        return actions + self.accounts.hear(milestones, now)
+        return actions + self.state.hear(milestones, now)
 
     def _adopt(self, watches: Watches, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -291,12 +274,11 @@ class PlacementCore:
 
     def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Preload:
         """What a worker about to be ready should have, in a message of about `max_bytes`."""
-        hot, workers = self.decider.heat.hottest(now), self.fleet.of_model(ask.model)
-        return Preload(ask, hot, workers, self.indexer, self.workloads, max_bytes)
+        return Preload(ask, self.decider.heat.hottest(now), self.fleet, self.indexer, max_bytes)
 
     def survey(self, model: str, now: float) -> Survey:
         """Which of a model's workers is the cheapest to lose."""
-        return Survey(model, self.fleet, self.decider.heat.hottest(now), self.indexer, self.workloads)
+        return Survey(model, self.decider.heat.hottest(now), self.fleet, self.indexer)
 
     def followers(self) -> dict[Follows, int]:
         """How many workers' blocks are known how well."""

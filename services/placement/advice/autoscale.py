@@ -24,12 +24,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+
+from kvproto.messages import Rates
 
 GAP_PERIODS = 3.5  # between samples: more is a gap
 LEAST_GAP_S = 2.0
 THIRDS = 3  # of `up_s`: noise passes through a mean, a burst not through three
+PARTS = ("work", "queue", "slots", "blocks")  # of a need
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class LoadSample:
     blocks: float = 0.0
     asked: bool = False
     known: bool = True
+    at: float = 0.0  # when it was heard
 
     @property
     def need(self) -> float:
@@ -79,9 +83,17 @@ class LoadSample:
 
     @property
     def saturation(self) -> float:
-        if self.ready:
-            return self.need / self.ready
-        return 1.0 if self.asked else 0.0
+        return self.need / self.ready if self.ready else float(self.asked)
+
+    @property
+    def filled(self) -> float:
+        return min(self.saturation, 1.0)
+
+
+def mean_rate(several: Iterable[Rates]) -> float:
+    """Prefill tokens/s of a worker, in the harmonic mean of those who measured; 0: nobody has."""
+    rates = [one.prefill_tokens_per_s for one in several if one.prefill_tokens_per_s > 0]
+    return len(rates) / sum(1 / rate for rate in rates) if rates else 0.0
 
 
 def grown(need: float, ready: int, rules: Rules) -> int:
@@ -94,99 +106,81 @@ def shrinks(need: float, target: int, rules: Rules) -> bool:
     return target > 1 and need <= rules.aim * (target - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    at: float
-    saturation: float  # 1 at most
-    need: float
-    asked: bool
-
-
+@dataclass(eq=False, slots=True)
 class Scaler:
     """Of one model. Owned by the sampler; `now` never goes back."""
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self._target: int | None = None  # None: nothing is known of it yet
-        self._living = 0
-        self._history: deque[_Heard] = deque()  # since the last change or gap, of the last `down_s`
-        self._began = 0.0
+    rules: Rules
+    target: int | None = None  # None: nothing is known of it yet
+    living: int = 0
+    history: deque[LoadSample] = field(default_factory=deque)  # since the last change or gap, of the last `down_s`
+    began: float = 0.0
 
     @property
     def desired(self) -> int:
-        return self._rules.clamp(self._target or 0)
+        return self.rules.clamp(self.target or 0)
 
     @property
     def settled_s(self) -> float:
         """How long it has been watched without a change or a gap."""
-        return self._history[-1].at - self._began if self._history else 0.0
+        return self.history[-1].at - self.began if self.history else 0.0
 
     def observe(self, sample: LoadSample, now: float) -> None:
         """To be told about every `period_s`, whatever there is to say."""
-        rules = self._rules
-        self._follow(sample.living)
+        rules, history = self.rules, self.history
+        # An operator who adds workers has a reason; that some are missing says nothing of what is to be done.
+        if self.target is None or sample.living > self.living:
+            self.target = rules.clamp(max(self.target or 0, sample.living))
+        self.living = sample.living
+        is_gap = bool(history) and now - history[-1].at > max(GAP_PERIODS * rules.period_s, LEAST_GAP_S)
+        if not sample.known or not sample.ready or is_gap:
+            history.clear()
         if not sample.known:
-            self._begin_anew()
             return
-        if self._history and now - self._history[-1].at > max(GAP_PERIODS * rules.period_s, LEAST_GAP_S):
-            self._begin_anew()
         if not sample.ready:
-            self._begin_anew()
-            if sample.asked and not self._target:
-                self._target = rules.clamp(1)
+            if sample.asked and not self.target:
+                self.target = rules.clamp(1)
             return
-        self._note(sample, now)
-        self._decide(sample.ready)
+        if not history:
+            self.began = now
+        history.append(replace(sample, at=now))
+        while history[0].at < now - max(rules.down_s, rules.up_s) - rules.period_s / 2:
+            history.popleft()
+        self._decide(self.target, sample.ready)
 
-    def _follow(self, living: int) -> None:
-        """An operator who adds workers has a reason; that some are missing says nothing of what is to be done."""
-        if self._target is None or living > self._living:
-            self._target = self._rules.clamp(max(self._target or 0, living))
-        self._living = living
-
-    def _note(self, sample: LoadSample, now: float) -> None:
-        if not self._history:
-            self._began = now
-        self._history.append(_Heard(now, min(sample.saturation, 1.0), sample.need, sample.asked))
-        while self._history[0].at < now - max(self._rules.down_s, self._rules.up_s) - self._rules.period_s / 2:
-            self._history.popleft()
-
-    def _decide(self, ready: int) -> None:
-        assert self._target is not None
-        rules, before = self._rules, self._target
+    def _decide(self, before: int, ready: int) -> None:
+        rules, target = self.rules, before
         recent = self._since(rules.recent_s)
-        now_is = _mean(one.saturation for one in recent)
+        now_is = _mean(one.filled for one in recent)
         need = _mean(one.need for one in recent)
         if self._covers(rules.up_s) and self._is_high():
-            self._target = max(self._target, rules.clamp(grown(need, ready, rules)))
+            target = max(before, rules.clamp(grown(need, ready, rules)))
         elif self._covers(rules.down_s) and now_is < rules.down_below:
             past = self._since(rules.down_s)
-            low = _mean(one.saturation for one in past) < rules.down_below
-            enough = shrinks(max(need, _mean(one.need for one in past)), self._target, rules)
-            unasked = self._target == 1 and not any(one.asked for one in past)
+            low = _mean(one.filled for one in past) < rules.down_below
+            enough = shrinks(max(need, _mean(one.need for one in past)), before, rules)
+            unasked = before == 1 and not any(one.asked for one in past)
             if low and (enough or unasked):
-                self._target = rules.clamp(self._target - 1)
-        if self._target != before:
-            self._begin_anew()
+                target = rules.clamp(before - 1)
+        if target != before:
+            self.target = target
+            self.history.clear()
 
     def _is_high(self) -> bool:
         """Whether each third was."""
-        each_s, newest = self._rules.recent_s, self._history[-1].at
+        each_s, newest = self.rules.recent_s, self.history[-1].at
         thirds: list[list[float]] = [[] for _ in range(THIRDS)]
-        for one in self._since(self._rules.up_s):
-            thirds[min(int((newest - one.at) / each_s), THIRDS - 1)].append(one.saturation)
-        return all(_mean(third) > self._rules.up_above for third in thirds)
+        for one in self._since(self.rules.up_s):
+            thirds[min(int((newest - one.at) / each_s), THIRDS - 1)].append(one.filled)
+        return all(_mean(third) > self.rules.up_above for third in thirds)
 
     def _covers(self, seconds: float) -> bool:
-        return self.settled_s >= seconds - self._rules.period_s / 2
+        return self.settled_s >= seconds - self.rules.period_s / 2
 
-    def _since(self, seconds: float) -> list[_Heard]:
+    def _since(self, seconds: float) -> list[LoadSample]:
         """The newest first."""
-        since = self._history[-1].at - seconds - self._rules.period_s / 2
-        return list(takewhile(lambda one: one.at > since, reversed(self._history)))
-
-    def _begin_anew(self) -> None:
-        self._history.clear()
+        since = self.history[-1].at - seconds - self.rules.period_s / 2
+        return list(takewhile(lambda one: one.at > since, reversed(self.history)))
 
 
 def _mean(values: Iterable[float]) -> float:

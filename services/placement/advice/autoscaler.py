@@ -1,8 +1,7 @@
 """The autoscaling signals of every model: what there is to do, and how many workers it should have. Pure.
 
-A model has its series from the moment it is configured or first seen, also while it has no worker. `now` is the
-caller's monotonic seconds. Every replica hears the same heartbeats and is told of the others' refusals, so all of them
-measure the same.
+A model has its series from the moment it is configured or first seen. `now` is the caller's monotonic seconds. Every
+replica hears the same heartbeats and is told of the others' refusals, so all of them measure the same.
 
 A worker counts as busy while it has any prompt token to feed: the share of its heartbeats that say so is how busy it
 is, whatever its rate is said to be. Tokens over rates say by how much more than busy.
@@ -15,69 +14,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvfleet.placement.advice.autoscale import LoadSample, Rules, Scaler
+from kvfleet.placement.advice.autoscale import PARTS, LoadSample, Rules, Scaler, mean_rate
 from kvfleet.placement.workers.fleet import Fleet, Worker
-from kvproto.messages import Heartbeat, Load, ModelSignals, Rates, Refused, State
+from kvproto.messages import ModelSignals, Refused, State
 
 MAX_MODELS = 1024
 OUTSIDE_S = 60.0  # what was refused counts for so long
 STALE_S = 4.0  # since a heartbeat: more, and nothing is known of that worker
 REFUSED_S = 10.0  # who was refused so lately is taken to stand outside
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    at: float
-    beats: int
-    busy: int
-    prefilled: int
-    queued: int
-
-
-@dataclass(slots=True)
-class HeardDemand:
-    """One life of one worker, by its heartbeats."""
-
-    epoch: str
-    at: float
-    load: Load
-    rates: Rates
-    beats: int = 0
-    busy: int = 0
-    totals: deque[_Totals] = field(default_factory=deque)  # one per sample, the first about a window ago
-
-    def hear(self, beat: Heartbeat, now: float) -> None:
-        self.at, self.load, self.rates = now, beat.load, beat.rates
-        self.beats += 1
-        self.busy += beat.load.queued_prefill_tokens > 0
-
-    def sample(self, now: float, window_s: float) -> None:
-        """Work is that of so long."""
-        load = self.load
-        prefilled = max(load.fed_tokens_total - load.generated_tokens_total, 0)
-        self.totals.append(_Totals(now, self.beats, self.busy, prefilled, load.queued_prefill_tokens))
-        while len(self.totals) > 2 and self.totals[1].at <= now - window_s:
-            self.totals.popleft()
-
-    @property
-    def wait_s(self) -> float:
-        """Until it has fed what it has; 0 where that is not known."""
-        rate = self.rates.prefill_tokens_per_s
-        return self.load.queued_prefill_tokens / rate if rate > 0 else 0.0
-
-    @property
-    def busy_share(self) -> float:
-        first, last = self.totals[0], self.totals[-1]
-        beats = last.beats - first.beats
-        return (last.busy - first.busy) / beats if beats else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Fed, and come to wait."""
-        first, last = self.totals[0], self.totals[-1]
-        if last.at <= first.at:
-            return 0.0
-        return max(last.prefilled - first.prefilled + last.queued - first.queued, 0) / (last.at - first.at)
 
 
 @dataclass(slots=True)
@@ -87,89 +31,54 @@ class _Refused:
     tokens: int
 
 
+@dataclass(eq=False, slots=True)
 class Outside:
     """Requests that were refused, as all replicas tell."""
 
-    def __init__(self) -> None:
-        self._refused: deque[_Refused] = deque()
-        self.asked_at = float("-inf")
-        self.first_at = float("-inf")  # since when somebody asks again and again in vain
+    refused: deque[_Refused] = field(default_factory=deque)
+    asked_at: float = float("-inf")
+    first_at: float = float("-inf")  # since when somebody asks again and again in vain
 
     def refuse(self, requests: int, tokens: int, now: float) -> None:
         if now - self.asked_at > OUTSIDE_S:
             self.first_at = now
         self.asked_at = now
-        if self._refused and now - self._refused[-1].at < 1.0:
-            self._refused[-1].requests += requests
-            self._refused[-1].tokens += tokens
+        if self.refused and now - self.refused[-1].at < 1.0:
+            self.refused[-1].requests += requests
+            self.refused[-1].tokens += tokens
         else:
-            self._refused.append(_Refused(now, requests, tokens))
-        while self._refused[0].at <= now - OUTSIDE_S:
-            self._refused.popleft()
+            self.refused.append(_Refused(now, requests, tokens))
+        while self.refused[0].at <= now - OUTSIDE_S:
+            self.refused.popleft()
 
     def requests(self, now: float) -> int:
         """That stand outside."""
-        return sum(one.requests for one in self._refused if now - one.at <= REFUSED_S)
+        return sum(one.requests for one in self.refused if now - one.at <= REFUSED_S)
 
     def tokens_per_s(self, now: float) -> float:
-        return sum(one.tokens for one in self._refused if now - one.at <= OUTSIDE_S) / OUTSIDE_S
-
-    def is_asked(self, now: float) -> bool:
-        return now - self.asked_at <= OUTSIDE_S
-
-    def since_s(self, now: float) -> float:
-        return now - self.first_at if now - self.asked_at <= REFUSED_S else 0.0
-
-
-def mean_rate(workers: list[HeardDemand]) -> float:
-    """Prefill tokens/s of a worker, of those who measured; 0: nobody has."""
-    rates = [one.rates.prefill_tokens_per_s for one in workers if one.rates.prefill_tokens_per_s > 0]
-    return len(rates) / sum(1 / rate for rate in rates) if rates else 0.0
-
-
-def usual_wait_s(workers: list[HeardDemand]) -> float:
-    """Half of the workers have a queue of that or less: a new request goes to one of them."""
-    waits = sorted(one.wait_s for one in workers)
-    return waits[(len(waits) - 1) // 2] if waits else 0.0
+        return sum(one.tokens for one in self.refused if now - one.at <= OUTSIDE_S) / OUTSIDE_S
 
 
 @dataclass(slots=True)
 class _Model:
     scaler: Scaler
-    outside: Outside
     signals: ModelSignals
+    outside: Outside = field(default_factory=Outside)
     sampled_at: float = float("-inf")
 
 
 class Autoscaler:
-    """Owned by the core, which tells it what comes. What is placed counts once a worker says that it has it: one who
-    only asks for placements makes nobody start workers. `by_ordinal`: the orchestrator removes the worker with the
-    highest number, as a StatefulSet does."""
+    """Owned by the core. What is placed counts once a worker says that it has it: asking for placements starts nobody.
+    `by_ordinal`: as of a StatefulSet, the worker with the highest number is removed."""
 
-    def __init__(
-        self, fleet: Fleet, rules: Rules | None = None, models: Iterable[str] = (), *, by_ordinal: bool = False
-    ) -> None:
-        self.rules = rules or Rules()
+    def __init__(self, fleet: Fleet, rules: Rules, models: Iterable[str], *, by_ordinal: bool) -> None:
+        self.rules = rules
         self._fleet = fleet
         self._by_ordinal = by_ordinal
-        self._heard: dict[str, HeardDemand] = {}
         self._models: dict[str, _Model] = {}
-        self._next_to_go: dict[str, str] = {}  # model -> who goes next, while one is to go
         for model in models:
             fleet.learn_name(model)
             self._know(model)
-
-    # ------------------------------------------------------------------ what comes
-
-    def hear(self, beat: Heartbeat, now: float) -> None:
-        """Of a living worker's present life."""
-        known = self._heard.get(beat.worker)
-        if known is None or known.epoch != beat.epoch:
-            known = self._heard[beat.worker] = HeardDemand(beat.epoch, now, beat.load, beat.rates)
-        known.hear(beat, now)
-
-    def leave(self, worker: str) -> None:
-        self._heard.pop(worker, None)
 
     def refuse(self, refused: Iterable[Refused], now: float) -> None:
         """Of models that this fleet knows: names that requests invent are no demand."""
@@ -190,16 +99,10 @@ class Autoscaler:
         for name in due:
             self._sample(name, self._models[name], of_model[name], now)
 
-    # ------------------------------------------------------------------ what is known
-
     def signals(self) -> list[ModelSignals]:
         """By model; as of the last sample."""
         known = dict(self._models)  # a scrape reads this from a thread of its own
         return [known[name].signals for name in sorted(known)]
-
-    def next_to_go(self, model: str) -> str | None:
-        """Who is about to be removed, and should get nothing new: known only where the highest ordinal goes."""
-        return self._next_to_go.get(model)
 
     def _know(self, model: str) -> _Model:
         known = self._models.get(model)
@@ -216,25 +119,27 @@ class Autoscaler:
                 maximum=self.rules.maximum,
                 known=False,  # until there is a sample: the desired number is no more than the minimum so far
             )
-            known = self._models[model] = _Model(scaler, Outside(), signals)
+            known = self._models[model] = _Model(scaler, signals)
         return known
 
     def _sample(self, name: str, model: _Model, workers: list[Worker], now: float) -> None:
         model.sampled_at = now
         ready = [worker for worker in workers if worker.state is State.READY]
         living = len(ready) + sum(worker.state is State.STARTING for worker in workers)
-        heard = [one for worker in ready if (one := self._heard.get(worker.id)) is not None and now - one.at <= STALE_S]
+        heard = [worker for worker in ready if now - worker.demand.heard_at <= STALE_S]
         for one in heard:
-            one.sample(now, self.rules.recent_s)
+            one.demand.sample(one.load, now, self.rules.recent_s)
         known = len(heard) == len(ready)
         sample = self._measure(heard, len(ready), living, model.outside, now, known=known)
         model.scaler.observe(sample, now)
-        waits = [one.load.oldest_wait_s + now - one.at for one in heard if one.load.waiting]
+        waits = [one.load.oldest_wait_s + now - one.demand.heard_at for one in heard if one.load.waiting]
+        in_vain = not ready and now - model.outside.asked_at <= REFUSED_S
+        outside_s = now - model.outside.first_at if in_vain else 0.0
         highest = _highest(workers)
         model.signals = ModelSignals(
             name,
             queue_depth=sum(one.load.waiting for one in heard) + model.outside.requests(now),
-            oldest_wait_s=max([*waits, model.outside.since_s(now) if not ready else 0.0]),
+            oldest_wait_s=max([*waits, outside_s]),
             saturation=sample.saturation,
             desired=model.scaler.desired,
             ready=len(ready),
@@ -243,31 +148,32 @@ class Autoscaler:
             maximum=self.rules.maximum,
             known=known,
             settled_s=model.scaler.settled_s,
-            parts={
-                "work": sample.work, "queue": sample.queue, "slots": sample.slots, "blocks": sample.blocks,
-            },
+            parts={part: getattr(sample, part) for part in PARTS},
             next_ordinal=highest or "",
-        )  # fmt: skip
-        self._next_to_go.pop(name, None)
+        )
+        self._fleet.next_to_go.pop(name, None)
         if self._by_ordinal and highest is not None and model.scaler.desired < living:
-            self._next_to_go[name] = highest
+            self._fleet.next_to_go[name] = highest
 
     def _measure(
-        self, heard: list[HeardDemand], ready: int, living: int, outside: Outside, now: float, *, known: bool
+        self, heard: list[Worker], ready: int, living: int, outside: Outside, now: float, *, known: bool
     ) -> LoadSample:
-        rate = mean_rate(heard)
         requests = sum(one.load.waiting + one.load.running for one in heard)
-        asked = bool(requests) or outside.is_asked(now) or any(one.tokens_per_s for one in heard)
+        asked = bool(requests) or now - outside.asked_at <= OUTSIDE_S or any(one.demand.tokens_per_s for one in heard)
         if not heard:
             return LoadSample(ready, living, asked=asked, known=known)
-        due = sum(one.tokens_per_s for one in heard) + outside.tokens_per_s(now)
+        rate = mean_rate(one.rates for one in heard)
+        due = sum(one.demand.tokens_per_s for one in heard) + outside.tokens_per_s(now)
+        fed = [(one.load.queued_prefill_tokens, one.rates.prefill_tokens_per_s) for one in heard]
+        waits = sorted(queued / speed if speed > 0 else 0.0 for queued, speed in fed)
+        usual_wait_s = waits[(len(waits) - 1) // 2]  # half have a queue of that or less: a new request goes to one
         slots = sum(one.load.slots for one in heard)
         blocks = sum(one.load.blocks_total for one in heard)
         return LoadSample(
             ready,
             living,
-            work=max(due / rate if rate else 0.0, sum(one.busy_share for one in heard)),
-            queue=len(heard) * usual_wait_s(heard) / self.rules.target_ttft_s,
+            work=max(due / rate if rate else 0.0, sum(one.demand.busy_share for one in heard)),
+            queue=len(heard) * usual_wait_s / self.rules.target_ttft_s,
             slots=len(heard) * (requests + outside.requests(now)) / slots if slots else 0.0,
             blocks=len(heard) * sum(one.load.blocks_used for one in heard) / blocks if blocks else 0.0,
             asked=asked,

@@ -6,14 +6,14 @@ The wait is behind work of the request's own priority and of higher ones alone, 
 first; and the limit of what is less than ordinary is shorter, so that it gives way while there is still room for the
 rest. Both are monotonic: whatever is refused would be refused with any lower priority too.
 
-A refused request is told when its wait will have shrunk to its limit: a queue drains by a second per second. As all
-who were told so before will come back too, it is asked to come after them: `TurnedAway` is the queue that they form
-outside, each taking as long as the fleet is busy with it.
+A refused request is told when its wait will have shrunk to its limit: a queue drains by a second per second. All who
+were told so before come back too, and it is asked to come after them: `TurnedAway` is the queue that they form outside.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 from kvfleet.placement.workers.workloads import Levels
 from kvproto.errors import Overloaded
@@ -33,23 +33,23 @@ def limit_of(max_wait_s: float, priority: int) -> float:
     return max_wait_s * 2 ** (min(priority, 0) / HALF_BELOW)
 
 
+@dataclass(eq=False, slots=True)
 class TurnedAway:
     """Seconds of the fleet's work that were sent away and are about to come back, by model and priority."""
 
-    def __init__(self) -> None:
-        self.refused_total = 0
-        self._outside: OrderedDict[str, tuple[float, Levels]] = OrderedDict()  # drained until then; last used last
+    refused_total: int = 0
+    outside: OrderedDict[str, tuple[float, Levels]] = field(default_factory=OrderedDict)  # drained then; last used last
 
     def refuse(self, model: str, priority: int, wait_s: float, limit_s: float, turn_s: float, now: float) -> Overloaded:
         """What to tell a request that would wait for `wait_s`, and keep all workers busy for `turn_s`."""
-        drained_at, outside = self._outside.pop(model, (now, Levels()))
+        drained_at, outside = self.outside.pop(model, (now, Levels()))
         outside.drain(max(now - drained_at, 0.0))
         retry_after_s = min(max(wait_s - limit_s + outside.ahead(priority), LEAST_RETRY_S), MOST_RETRY_S)
         if outside.total < MOST_RETRY_S:
             outside.add(priority, turn_s)
-        self._outside[model] = now, outside
-        if len(self._outside) > MAX_MODELS:
-            self._outside.popitem(last=False)
+        self.outside[model] = now, outside
+        if len(self.outside) > MAX_MODELS:
+            self.outside.popitem(last=False)
         self.refused_total += 1
         return Overloaded(
             f"it would wait for about {wait_s:.1f} s, and may for {limit_s:.1f} s",
@@ -57,28 +57,28 @@ class TurnedAway:
         )
 
 
+@dataclass(eq=False, slots=True)
 class RecentRefusals:
     """Requests that were refused, counted once each however often they come back. Who comes back under another id is
     taken for somebody else. Owned by the decider."""
 
-    def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()  # when counted, as work
-        self._new: dict[str, Refused] = {}
+    known: OrderedDict[tuple[str, str], tuple[float, float]] = field(default_factory=OrderedDict)  # counted, as work
+    new: dict[str, Refused] = field(default_factory=dict)
 
     def note(self, tenant: str, ask: PlaceRequest, tokens: int, now: float) -> None:
         key = tenant, ask.request
-        counted, worked = self._known.pop(key, (float("-inf"), float("-inf")))
+        counted, worked = self.known.pop(key, (float("-inf"), float("-inf")))
         again, same_work = now - counted <= SAME_S, now - worked <= SAME_WORK_S
-        self._known[key] = counted if again else now, worked if same_work else now
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-        before = self._new.get(ask.model, Refused(ask.model, 0, 0))
+        self.known[key] = counted if again else now, worked if same_work else now
+        if len(self.known) > MAX_KNOWN:
+            self.known.popitem(last=False)
+        before = self.new.get(ask.model, Refused(ask.model, 0, 0))
         # Told again it is still asked for, and no more of it.
-        self._new[ask.model] = Refused(
+        self.new[ask.model] = Refused(
             ask.model, before.requests + (not again), before.tokens + (0 if same_work else max(tokens, 1))
         )
 
     def take(self) -> tuple[Refused, ...]:
         """Since this was last called, by model."""
-        taken, self._new = tuple(self._new.values()), {}
+        taken, self.new = tuple(self.new.values()), {}
         return taken

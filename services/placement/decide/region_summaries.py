@@ -55,8 +55,6 @@ class RegionSummaries:
         self.referred_total += 1
         return region
 
-    # ------------------------------------------------------------------ where blocks are since
-
     def trace(self, hashes: Hashes, region: str, now: float) -> None:
         """A request with this prompt goes there: what continues it may find its blocks there."""
         if len(hashes):
@@ -65,7 +63,6 @@ class RegionSummaries:
             self.learn(one, now)
 
     def learn(self, one: WentAbroad, now: float) -> None:
-        """Of this replica, or of another one."""
         self._forget(one.last)
         self._traces[one.last] = one, now
         self._lengths[one.blocks] += 1

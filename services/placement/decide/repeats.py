@@ -11,7 +11,7 @@ anew, as a later attempt: frames of the former one cannot be taken for its.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvproto.messages import Milestone, Passed
 
@@ -33,33 +33,33 @@ class KnownRequest:
     is_there: bool = True
 
 
+@dataclass(eq=False, slots=True)
 class Repeats:
     """Owned by the core; `now` never goes back."""
 
-    def __init__(self, max_kept: int = MAX_KEPT) -> None:
-        self._max_kept = max_kept
-        self._now = 0.0  # the latest time heard of
-        self._placed: OrderedDict[Key, KnownRequest] = OrderedDict()  # oldest first, as the others
-        self._running: OrderedDict[Key, KnownRequest] = OrderedDict()
-        self._ended: OrderedDict[Key, KnownRequest] = OrderedDict()
-        self._at: dict[str, dict[Key, KnownRequest]] = {}  # what can be had at each worker; no empty entries
+    max_kept: int = MAX_KEPT
+    now: float = 0.0  # the latest time heard of
+    placed: OrderedDict[Key, KnownRequest] = field(default_factory=OrderedDict)  # oldest first, as the others
+    running: OrderedDict[Key, KnownRequest] = field(default_factory=OrderedDict)
+    ended: OrderedDict[Key, KnownRequest] = field(default_factory=OrderedDict)
+    at: dict[str, dict[Key, KnownRequest]] = field(default_factory=dict)  # to be had at each worker; no empty entries
 
     def __len__(self) -> int:
-        return len(self._placed) + len(self._running) + len(self._ended)
+        return len(self.placed) + len(self.running) + len(self.ended)
 
     def find(self, key: Key) -> KnownRequest | None:
-        return self._placed.get(key) or self._running.get(key) or self._ended.get(key)
+        return self.placed.get(key) or self.running.get(key) or self.ended.get(key)
 
     def place(self, key: Key, worker: str, epoch: str, attempt: int, now: float) -> None:
         before = self.find(key)
         if before is None or attempt > before.attempt:
-            self._put(self._placed, key, KnownRequest(worker, epoch, attempt), now)
+            self._put(self.placed, key, KnownRequest(worker, epoch, attempt), now)
 
     def give_up(self, key: Key, attempt: int) -> None:
         """No worker has it, or the one that did is lost: it takes a later attempt."""
-        known = self._placed.get(key) or self._running.get(key)
+        known = self.placed.get(key) or self.running.get(key)
         if known is not None and known.attempt == attempt:
-            self._put(self._ended, key, known, self._now, is_there=False)
+            self._put(self.ended, key, known, self.now, is_there=False)
 
     def on_milestone(self, worker: str, epoch: str, one: Milestone, now: float) -> None:
         key = one.tenant, one.request
@@ -70,25 +70,25 @@ class Repeats:
         if known is None or (known.worker, known.epoch, known.attempt) != (worker, epoch, one.attempt):
             known = KnownRequest(worker, epoch, one.attempt)
         if one.passed is Passed.ENDED:
-            self._put(self._ended, key, known, now, is_there=one.code is None)
-        elif key not in self._running or before is not known:
-            self._put(self._running, key, known, now)
+            self._put(self.ended, key, known, now, is_there=one.code is None)
+        elif key not in self.running or before is not known:
+            self._put(self.running, key, known, now)
 
     def has_finished(self, key: Key, attempt: int) -> bool:
-        known = self._ended.get(key)
+        known = self.ended.get(key)
         return known is not None and known.attempt == attempt and known.is_there
 
     def drop_worker(self, worker: str) -> None:
         """It is gone, or in another life. Costs what it had, whatever the others have."""
-        for key, known in list(self._at.get(worker, {}).items()):
-            if key in self._ended:
+        for key, known in list(self.at.get(worker, {}).items()):
+            if key in self.ended:
                 self._set_aside(key, known)  # it stays where it is: since its end no time has passed anew
             else:
-                self._put(self._ended, key, known, self._now, is_there=False)
+                self._put(self.ended, key, known, self.now, is_there=False)
 
     def tick(self, now: float) -> None:
-        self._now = now
-        for table, limit in ((self._placed, PLACED_S), (self._ended, ENDED_S)):
+        self.now = now
+        for table, limit in ((self.placed, PLACED_S), (self.ended, ENDED_S)):
             while table:
                 key, known = next(iter(table.items()))
                 if now - known.at <= limit:
@@ -99,16 +99,16 @@ class Repeats:
         self, table: OrderedDict[Key, KnownRequest], key: Key, known: KnownRequest, now: float, *, is_there: bool = True
     ) -> None:
         self._take_out(key)
-        known.at = self._now = max(now, self._now)
+        known.at = self.now = max(now, self.now)
         known.is_there = is_there
         table[key] = known
         if is_there:
-            self._at.setdefault(known.worker, {})[key] = known
-        if len(table) > self._max_kept:
+            self.at.setdefault(known.worker, {})[key] = known
+        if len(table) > self.max_kept:
             self._take_out(next(iter(table)))
 
     def _take_out(self, key: Key) -> None:
-        for table in (self._placed, self._running, self._ended):
+        for table in (self.placed, self.running, self.ended):
             if (known := table.pop(key, None)) is not None:
                 self._set_aside(key, known)
 
@@ -116,20 +116,20 @@ class Repeats:
         """Nobody can have it at its worker any more."""
         if known.is_there:
             known.is_there = False
-            held = self._at[known.worker]
+            held = self.at[known.worker]
             del held[key]
             if not held:
-                del self._at[known.worker]
+                del self.at[known.worker]
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
-        tables = (self._placed, self._running, self._ended)
+        tables = (self.placed, self.running, self.ended)
         assert len({key for table in tables for key in table}) == len(self)
         for table in tables:
-            assert len(table) <= self._max_kept
+            assert len(table) <= self.max_kept
             times = [known.at for known in table.values()]
             assert times == sorted(times)
         assert all(known.is_there for table in tables[:2] for known in table.values())
-        assert all(self._at.values())
-        listed = {key: worker for worker, held in self._at.items() for key in held}
+        assert all(self.at.values())
+        listed = {key: worker for worker, held in self.at.items() for key in held}
         assert listed == {key: known.worker for table in tables for key, known in table.items() if known.is_there}

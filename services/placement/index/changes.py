@@ -30,8 +30,7 @@ class HolderChange:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """One event. `digest` is the XOR of the first 8 bytes of all its hashes, as `block_hash.digest_term` has it;
-    `tier_digest` the same with the tier in each term."""
+    """One event. `digest` is the XOR of the first 8 bytes of all its hashes; `tier_digest` has the tier in each."""
 
     epoch: str
     seq: int

@@ -1,5 +1,4 @@
-"""The prefix index's entries, and who holds each, for Numba to compile: `warm_up` does it. Pure but for the arrays they
-change.
+"""The prefix index's entries, and who holds each, for Numba to compile. Pure but for the arrays they change.
 
 Small functions are inlined by force: a call with its arrays takes longer than what they do. Unsigned indices are not
 tried for being negative.
@@ -25,10 +24,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-# How all of placement's kernels are compiled: `kernel`, and `inlined` for what is called within their loops. Neither
-# counts references. Numba counts those to arrays at each call of one compiled function by another, with locked
-# instructions, and a look-up of a prompt took twice as long for it as it does now. So what makes an array is no
-# `kernel` but plain `njit`, and should call few.
+# How placement's kernels are compiled; `inlined` is for what is called within their loops. Neither counts references:
+# at each call of one compiled function by another Numba counts those to arrays, with locked instructions, and a
+# look-up took twice as long. So what makes an array is plain `njit`, and should call few.
 kernel = njit(_nrt=False)
 inlined = njit(_nrt=False, forceinline=True)
 
@@ -93,13 +91,8 @@ _wide_places = kernel(wide_places)
 
 
 @inlined
-def _row_number(most, tiers, words, place):
-    return (place - most) // _wide_places(tiers, words)
-
-
-@inlined
 def entry_at(named, most, tiers, words, place):
-    return place if place < most else np.int64(named[_row_number(most, tiers, words, place)])
+    return place if place < most else np.int64(named[(place - most) // _wide_places(tiers, words)])
 
 
 @inlined
@@ -130,9 +123,6 @@ def _empty_slot(table, at):
             table[hole] = slot
             hole = at
     table[hole] = NONE
-
-
-# ---------------------------------------------------------------------------------------------- who holds an entry
 
 
 @inlined
@@ -244,7 +234,7 @@ def _narrow(table, rows, most, tiers, words, counters, entry):
                     _set_note(rows, entry, number, _note_of(tier, word << 6 | bit))
                     number += 1
     rows[wide << PLACE] = np.uint64(counters[WIDE_FREE])
-    counters[WIDE_FREE] = _row_number(most, tiers, words, wide) + 1
+    counters[WIDE_FREE] = (wide - most) // _wide_places(tiers, words) + 1
 
 
 @inlined
@@ -297,9 +287,6 @@ def _take(table, rows, most, tiers, words, free, counters, entry, tier, holder):
     return True
 
 
-# ---------------------------------------------------------------------------------------------- changes
-
-
 @kernel
 def store(table, rows, named, most, tiers, words, free, counters, hashes, tier, holder, log, logged):
     """Note `hashes` `[n, 2]` as held; returns how many were, fewer than n when the index is full. New holdings are
@@ -343,7 +330,7 @@ def remove(table, rows, named, most, tiers, words, free, counters, hashes, tier,
 
 
 @kernel
-def forget(table, rows, most, tiers, words, free, counters, holder, log, logged, count):
+def forget(table, rows, named, most, tiers, words, free, counters, holder, log, logged, count):
     """Take back the last `count` of what `log` notes of a holder; returns how much of that it still held."""
     removed = 0
     for number in range(logged - 1, logged - 1 - count, -1):

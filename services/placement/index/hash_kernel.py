@@ -1,6 +1,6 @@
 """BLAKE2b with 16 bytes of digest, chained over blocks of at most 112 bytes. Numba. Pure but for what it fills.
 
-RFC 7693, section 3.2; the names are its own. A message of one compression: 16 bytes of parent, then the block.
+RFC 7693, section 3.2; the names are its own. One compression each: 16 bytes of parent, then the block.
 """
 
 # mypy: ignore-errors

@@ -1,23 +1,30 @@
-"""What every worker holds, and what vaults hold together, in one index. Pure: says which snapshots it needs; the loop
-asks for them.
+"""What every worker holds, and what vaults hold together, in one index, followed through gaps, lost events and
+snapshots. Pure: says which snapshots it needs; the loop asks for them.
 
 events ──▶ Follower (one per life of a worker or vault) ──▶ PrefixIndex ◀── find_matches
 
 Blocks are spread over vaults by runs, and a worker asks whichever has them: so vaults are one pool, and in the vault
-tier each worker has what it holds itself and what the pool holds from there on.
+tier each worker has what it holds itself and what the pool holds from there on. A Follower's states:
+
+    NEW ──event 1, or a heartbeat that counts none──▶ EXACT ──gap, digest differs, heartbeat stays ahead──▶ BEHIND
+      └──any other event or heartbeat──▶ BEHIND ──its turn──▶ PULLING ──all parts──▶ EXACT
+                                           ▲                     │
+                                           └─too late, unusable──┘
+
+While it is behind, events are kept, up to a limit, and what is known is still served: a worker that lost one event has
+not lost its blocks. A snapshot goes to a holder of its own, which takes the other's place when it is whole; of the
+events kept meanwhile those that the snapshot covers are dropped and the others applied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
-from kvfleet.placement.index.changes import TIERS, Changes
-from kvfleet.placement.index.follower import Follower, Follows
+from kvfleet.placement.index.changes import TIERS, Changes, digest_of
 from kvfleet.placement.index.prefix_index import Depths, Hashes, PrefixIndex, unpack
+from kvproto.block_hash import in_tier
 from kvproto.messages import Heartbeat, Snapshot, Tier
 
 MAX_BLOCKS = 1_000_000
@@ -26,6 +33,11 @@ MAX_VAULTS = 4  # in places of their own; more of them take places of workers th
 PULLS_AT_ONCE = 8
 SPARE_HOLDERS = 12  # snapshots that are coming, and what they replaced until it is cleaned up
 CLEANED_PER_TICK = 20_000  # blocks of those gone: some milliseconds
+AHEAD_GRACE_S = 0.2  # an event may arrive after the heartbeat that counts it
+PULL_LIMIT_S = 5.0  # without a further part
+RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 15.0)  # before a pull, by how many there were since it was last calm
+CALM_S = 30.0  # without a reason to pull
+KEPT_EVENTS = 4096  # while behind; a snapshot covers what is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,156 @@ class PullSnapshot:
     worker: str
     epoch: str
     pull: int  # what comes back is told by it from what an earlier one asked for
+
+
+class Follows(Enum):
+    NEW = "new"
+    EXACT = "exact"
+    BEHIND = "behind"
+    PULLING = "pulling"
+
+
+@dataclass(slots=True)
+class _Pull:
+    holder: int  # collects the parts
+    number: int  # no other pull's
+    heard_at: float  # of the last part; before any, when it began
+    whole: tuple[int, int, int | None, int] | None = None  # what the first part that came says of all of them
+    got: set[int] = field(default_factory=set)
+    found: int = 0  # digest of what came
+
+
+@dataclass(eq=False, slots=True)
+class Follower:
+    """Owned by the KvIndexer, which gives pulls their turn."""
+
+    index: PrefixIndex
+    epoch: str
+    pooled: bool = False
+    state: Follows = Follows.NEW
+    holder: int = field(init=False)
+    seq: int = 0  # of the last event applied
+    digest: int = 0
+    tier_digest: int | None = 0  # None: never told, as older workers know no such
+    kept: dict[int, Changes] = field(default_factory=dict)
+    pull: _Pull | None = None
+    pulls: int = 0  # in a row
+    ahead_since: float | None = None
+    behind_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.holder = self.index.add_holder(pooled=self.pooled)
+
+    @property
+    def due(self) -> float:
+        """When to ask for a snapshot, if it is behind."""
+        return self.behind_since + RETRY_S[min(self.pulls, len(RETRY_S) - 1)]
+
+    def on_changes(self, changes: Changes, now: float) -> None:
+        if changes.seq <= self.seq and self.state is not Follows.NEW:
+            return  # heard twice
+        if self.state is Follows.NEW and changes.seq == 1:
+            self.state = Follows.EXACT
+        if self.state is Follows.EXACT and changes.seq == self.seq + 1:
+            self._apply(changes)
+            return
+        if len(self.kept) < KEPT_EVENTS:
+            self.kept[changes.seq] = changes
+        if self.state in (Follows.NEW, Follows.EXACT):
+            self._fall_behind(now)
+
+    def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        seq = beat.event_seq
+        if self.state is Follows.NEW and not seq:
+            self.state = Follows.EXACT
+        elif self.state is Follows.NEW:
+            self._fall_behind(now)
+        elif self.state is Follows.EXACT and seq > self.seq:
+            self.ahead_since = now if self.ahead_since is None else self.ahead_since
+            if now - self.ahead_since > AHEAD_GRACE_S:
+                self._fall_behind(now)
+        elif self.state is Follows.EXACT:
+            self.ahead_since = None
+            by_tier = None not in (beat.tier_digest, self.tier_digest)
+            agrees = beat.tier_digest == self.tier_digest if by_tier else beat.digest == self.digest
+            if seq == self.seq and not agrees:
+                self._fall_behind(now)
+
+    def begin_pull(self, number: int, now: float) -> None:
+        """The snapshot is being asked for. Raises OverflowError if there is no room for it."""
+        self.pull = _Pull(self.index.add_holder(pooled=self.pooled), number, now)
+        self.pulls += 1
+        self.state = Follows.PULLING
+
+    def on_snapshot(self, part: Snapshot, now: float, number: int | None = None) -> None:
+        """Parts come in any order; those of another life, snapshot or pull are not for us. `number`: of the pull that
+        they answer, if that is known."""
+        pull = self.pull
+        if pull is None or number not in (None, pull.number):
+            return
+        if part.epoch != self.epoch or not 0 <= part.part < part.parts or part.part in pull.got:
+            return
+        whole = part.seq, part.digest, part.tier_digest, part.parts
+        pull.whole = pull.whole or whole
+        if pull.whole != whole:
+            return
+        try:
+            hashes, tier = unpack(part.hashes), TIERS.index(part.tier)
+        except ValueError:
+            self.give_up_pull(now)
+            return
+        pull.got.add(part.part)
+        pull.heard_at = now
+        pull.found ^= in_tier(digest_of(hashes), tier)
+        self.index.store(pull.holder, tier, hashes)
+        if len(pull.got) < part.parts:
+            return
+        if part.tier_digest in (None, pull.found):
+            self._take_over(pull.holder, part, now)
+        else:  # it is not what was held at the event that it names
+            self.give_up_pull(now)
+
+    def give_up_pull(self, now: float, number: int | None = None) -> None:
+        """It does not come, or makes no sense. `number`: only if it is this one."""
+        if self.pull is not None and number in (None, self.pull.number):
+            self.index.retire(self.pull.holder)
+            self.pull = None
+            self._fall_behind(now)
+
+    def end(self) -> None:
+        """The life is over: it holds nothing any more."""
+        self.index.retire(self.holder)
+        if self.pull is not None:
+            self.index.retire(self.pull.holder)
+
+    def _apply(self, changes: Changes) -> None:
+        for change in changes.changes:
+            if change.removed:
+                self.index.remove(self.holder, change.tier, change.hashes)
+            else:
+                self.index.store(self.holder, change.tier, change.hashes)
+        self.digest ^= changes.digest
+        if self.tier_digest is not None:
+            self.tier_digest ^= changes.tier_digest
+        self.seq = changes.seq
+        self.ahead_since = None
+
+    def _take_over(self, holder: int, snapshot: Snapshot, now: float) -> None:
+        self.index.retire(self.holder)
+        self.holder, self.seq = holder, snapshot.seq
+        self.digest, self.tier_digest = snapshot.digest, snapshot.tier_digest
+        self.pull = None
+        self.state = Follows.EXACT
+        kept, self.kept = self.kept, {}
+        for seq in sorted(seq for seq in kept if seq > self.seq):
+            self.on_changes(kept[seq], now)  # a gap among them puts it behind again
+
+    def _fall_behind(self, now: float) -> None:
+        if self.behind_since + CALM_S < now:
+            self.pulls = 0
+        self.state = Follows.BEHIND
+        self.behind_since = now
+        self.ahead_since = None
 
 
 class KvIndexer:
@@ -47,12 +209,6 @@ class KvIndexer:
         self.left_out_total = 0
         self._followers: dict[str, Follower] = {}
         self._pulls = 0
-        self._generation = -1  # of the index, when these were noted:
-        self._asked: tuple[str, ...] = ()
-        self._holders = np.empty(0, dtype=np.intp)
-        self._strangers = False  # whether somebody of them is not followed
-
-    # ------------------------------------------------------------------ who is followed
 
     def join(self, member: str, epoch: str, *, vault: bool = False) -> None:
         """Follow this life of a worker or vault; of more than there is room for, those who come last are left out."""
@@ -60,23 +216,20 @@ class KvIndexer:
         if known is not None and (known.epoch, known.pooled) == (epoch, vault):
             return
         self.leave(member)
-        if not self._follow(member, epoch, vault):
-            self.left_out_total += 1
+        self.left_out_total += not self._follow(member, epoch, vault)
 
     def _follow(self, member: str, epoch: str, vault: bool) -> bool:
         """Whether there was room: the spare holders are for snapshots."""
         workers = sum(not one.pooled for one in self._followers.values())
         if len(self._followers) >= self.max_workers + MAX_VAULTS or (not vault and workers >= self.max_workers):
             return False
-        self._followers[member] = Follower(self.index, epoch, pooled=vault)
+        self._followers[member] = Follower(self.index, epoch, vault)
         return True
 
     def leave(self, member: str) -> None:
         gone = self._followers.pop(member, None)
         if gone is not None:
             gone.end()
-
-    # ------------------------------------------------------------------ what they say
 
     def on_changes(self, worker: str, changes: Changes, now: float) -> None:
         follower = self._followers.get(worker)
@@ -86,12 +239,11 @@ class KvIndexer:
         follower.on_changes(changes, now)
 
     def on_heartbeat(self, beat: Heartbeat, now: float, *, vault: bool = False) -> None:
-        """Of a living worker or vault."""
+        if beat.worker not in self._followers:
+            self._follow(beat.worker, beat.epoch, vault)  # it was left out: now there may be room
         follower = self._followers.get(beat.worker)
-        if follower is None and self._follow(beat.worker, beat.epoch, vault):  # it was left out, and now there is room
-            follower = self._followers[beat.worker]
         if follower is not None and follower.epoch == beat.epoch:
-            follower.on_heartbeat(beat.event_seq, beat.digest, now, beat.tier_digest)
+            follower.on_heartbeat(beat, now)
 
     def on_snapshot(self, worker: str, part: Snapshot, now: float, pull: int | None = None) -> None:
         follower = self._followers.get(worker)
@@ -107,11 +259,13 @@ class KvIndexer:
         """Which snapshots to ask for now; also cleans up behind those gone, a piece at a time."""
         self.index.clean(CLEANED_PER_TICK)
         for follower in self._followers.values():
-            follower.tick(now)
+            if follower.pull is not None and now - follower.pull.heard_at > PULL_LIMIT_S:
+                follower.give_up_pull(now)
         pulling = sum(follower.state is Follows.PULLING for follower in self._followers.values())
-        due = [(at, name) for name, one in self._followers.items() if (at := one.due(now)) is not None and at <= now]
+        behind = [(one.due, name) for name, one in self._followers.items() if one.state is Follows.BEHIND]
+        due = sorted(one for one in behind if one[0] <= now)
         asked = []
-        for _, name in sorted(due)[: max(0, PULLS_AT_ONCE - pulling)]:
+        for _, name in due[: max(0, PULLS_AT_ONCE - pulling)]:
             follower = self._followers[name]
             try:
                 follower.begin_pull(self._pulls + 1, now)
@@ -120,8 +274,6 @@ class KvIndexer:
             self._pulls += 1
             asked.append(PullSnapshot(name, follower.epoch, self._pulls))
         return asked
-
-    # ------------------------------------------------------------------ questions
 
     def find_matches(self, block_hashes: Sequence[bytes], tier: Tier = TIERS[-1]) -> dict[str, int]:
         """How many blocks from the start of the chain each worker has in `tier` or a faster one; those that have none
@@ -135,29 +287,13 @@ class KvIndexer:
         return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
 
     def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
-        """`[tiers, workers]`: how many blocks from the start of the chain each has in the tier or a faster one; who is
-        not followed has what vaults have."""
-        found = self.index.find(hashes)
-        holders = self._holders_of(workers)
-        depths = found.take(holders, axis=1)
-        if self._strangers:
-            depths[:, holders < 0] = 0
-            depths[-1, holders < 0] = self.index.pooled
-        return depths
+        """As `PrefixIndex.depths`; who is not followed has what vaults have."""
+        return self.index.depths(hashes, workers, self.holder_of)
 
     def holder_of(self, member: str) -> int | None:
         """Its number in the index; another one after each snapshot."""
         follower = self._followers.get(member)
         return None if follower is None else follower.holder
-
-    def _holders_of(self, workers: tuple[str, ...]) -> npt.NDArray[np.intp]:
-        """The holders that stand for them, -1 for those not followed; kept, as a decision asks as the last one did."""
-        if workers is not self._asked or self._generation != self.index.generation:
-            at = {name: one.holder for name, one in self._followers.items()}
-            self._asked, self._generation = workers, self.index.generation
-            self._holders = np.array([at.get(name, -1) for name in workers], dtype=np.intp)
-            self._strangers = bool((self._holders < 0).any())
-        return self._holders
 
     def state_of(self, worker: str) -> Follows | None:
         follower = self._followers.get(worker)

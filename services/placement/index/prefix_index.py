@@ -2,14 +2,13 @@
 
 Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Those of the pool (vaults)
 share the last tier, and what they have together counts for everybody. Memory per block is 53 to 69 bytes, taken at the
-start; of each block that more than 8 hold it is 20 more and 8 for each tier and 64 holders, taken when there are
-more such blocks than ever before. When it is full the holder with the most gives up what it got last,
-which is never a prefix of something that stays.
+start; of each block that more than 8 hold it is 20 more and 8 for each tier and 64 holders, taken when it is needed.
+When it is full the holder with the most gives up what it got last, which is never a prefix of something that stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfleet.placement.index import entry_kernels as kernels
-from kvfleet.placement.index import find_kernel, sole_kernel
+from kvfleet.placement.index import query_kernels
 from kvproto.block_hash import HASH_BYTES
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
@@ -72,6 +71,7 @@ class PrefixIndex:
         self._counters = np.zeros(kernels.COUNTERS, dtype=np.int64)
         self._counters[kernels.FREE] = max_blocks
         self._arrays = self._table, self._rows, self._named, self._most, tiers, words
+        self._state = *self._arrays, self._free, self._counters
         self._marks = np.zeros(-(-max_blocks * tiers // 64), dtype=np.uint64)
         self._depths = np.zeros((tiers, words * 64), dtype=np.int32)
         self._holdings: dict[int, _Holdings] = {}
@@ -82,6 +82,10 @@ class PrefixIndex:
         self.pooled = 0  # blocks from the start of the chain last looked for that the pool has
         self._deepest_tier = 0
         self.generation = 0  # another one whenever a holder came or went
+        self._asked: tuple[str, ...] = ()  # of `depths`; and who stands for these names, when they were looked up:
+        self._asked_at = -1
+        self._asked_holders = np.empty(0, dtype=np.intp)
+        self._strangers = False  # whether somebody of them is no holder
 
     def __len__(self) -> int:
         """Blocks that somebody holds."""
@@ -102,8 +106,6 @@ class PrefixIndex:
     def bytes_if_hot(self) -> int:
         """More for each block that many hold."""
         return int(self._wide_places << kernels.PLACE) * self._rows.itemsize + self._named.itemsize
-
-    # ------------------------------------------------------------------ holders
 
     def add_holder(self, *, pooled: bool = False) -> int:
         """A number for somebody new, who holds nothing yet. Raises OverflowError if there are too many."""
@@ -135,19 +137,15 @@ class PrefixIndex:
                 self._unused.append(holder)
         return bool(self._retired)
 
-    # ------------------------------------------------------------------ what they hold
-
     def store(self, holder: int, tier: int, hashes: Hashes) -> None:
         done, holdings = 0, self._holdings[holder]
         while True:
             self._make_room_in_log(holder, holdings, len(hashes) - done)
-            noted, logged, _ = kernels.store(
-                *self._arrays, self._free, self._counters, hashes[done:], tier, holder, holdings.log, holdings.logged,
-            )  # fmt: skip
+            noted, logged, _ = kernels.store(*self._state, hashes[done:], tier, holder, holdings.log, holdings.logged)
             holdings.held += logged - holdings.logged
             holdings.logged = logged
             done += noted
-            if tier > self._deepest_tier and not self._is_pooled(holder):
+            if tier > self._deepest_tier and int(self._anyone[holder >> 6]) >> (holder & 63) & 1:
                 self._deepest_tier = tier
             if done == len(hashes):
                 return
@@ -156,23 +154,36 @@ class PrefixIndex:
                 return
 
     def remove(self, holder: int, tier: int, hashes: Hashes) -> None:
-        removed, _ = kernels.remove(*self._arrays, self._free, self._counters, hashes, tier, holder)
+        removed, _ = kernels.remove(*self._state, hashes, tier, holder)
         self._holdings[holder].held -= removed
 
     def find(self, hashes: Hashes) -> Depths:
         """`[tiers, holders]`: how many blocks from the start of the chain each holder has in that tier or a faster
         one, in the last tier with what the pool has from there on. A holder of nothing has `pooled` of it. The array is
         the index's own, to be read before the next call."""
-        pooled, _ = find_kernel.find(
+        pooled, _ = query_kernels.find(
             self._table, self._rows, self._most, hashes, self._deepest_tier + 1, self._anyone, self._pool, self._depths
         )
         self.pooled = int(pooled)
         return self._depths
 
-    # ------------------------------------------------------------------ what one has alone
+    def depths(self, hashes: Hashes, names: tuple[str, ...], holder_of: Callable[[str], int | None]) -> Depths:
+        """`[tiers, names]`: how many blocks from the start of the chain each has in the tier or a faster one; who is
+        no holder has what the pool has."""
+        found = self.find(hashes)
+        if names is not self._asked or self._asked_at != self.generation:  # mostly a decision asks as the last one did
+            self._asked, self._asked_at = names, self.generation
+            holders = (holder_of(name) for name in names)
+            self._asked_holders = np.array([-1 if one is None else one for one in holders], dtype=np.intp)
+            self._strangers = bool((self._asked_holders < 0).any())
+        depths = found.take(self._asked_holders, axis=1)
+        if self._strangers:
+            depths[:, self._asked_holders < 0] = 0
+            depths[-1, self._asked_holders < 0] = self.pooled
+        return depths
 
     def mask_of(self, holders: Iterable[int]) -> Hashes:
-        """`[words]`: for questions about some holders."""
+        """`[words]`."""
         mask: Hashes = np.zeros(len(self._anyone), dtype=np.uint64)
         for holder in holders:
             mask[holder >> 6] |= np.uint64(1 << (holder & 63))
@@ -181,41 +192,33 @@ class PrefixIndex:
     def count_sole(self, counted: Hashes, first: int, end: int, counts: Counts) -> None:
         """Of the entries `first` to `end` (there are `max_blocks`, in no order), add to `counts` `[holders]` those that
         only one of the `counted` has, and nobody of the pool."""
-        sole_kernel.count(self._rows, first, min(end, self.max_blocks), self.tiers, counted, self._pool, counts)
+        query_kernels.count_sole(self._rows, first, min(end, self.max_blocks), self.tiers, counted, self._pool, counts)
 
     def sole_holders(self, hashes: Hashes, counted: Hashes) -> Counts:
         """`[n, 2]`: the entry of each block, and its holder if only one of the `counted` has it and nobody of the pool;
         else -1."""
         found: Counts = np.empty((len(hashes), 2), dtype=np.int64)
-        sole_kernel.owners(*self._arrays, hashes, counted, self._pool, found)
+        query_kernels.sole_holders(*self._arrays, hashes, counted, self._pool, found)
         return found
-
-    def _is_pooled(self, holder: int) -> bool:
-        return bool(int(self._pool[holder >> 6]) >> (holder & 63) & 1)
-
-    # ------------------------------------------------------------------ room
 
     def _give_way(self, holder: int) -> bool:
         """Make room in a full index; whether that was possible: nobody gives way to one who has more already."""
         if self._retired:
             self.clean(GIVEN_UP)
             return True
-        largest = max(self._holdings, key=lambda other: self._holdings[other].held)
-        if largest == holder or self._holdings[largest].held <= self._holdings[holder].held:
+        largest, most = max(self._holdings.items(), key=lambda item: item[1].held)
+        before = most.held
+        if before <= self._holdings[holder].held:
             return False
-        before = self._holdings[largest].held
         self._forget(largest, GIVEN_UP)
-        self.given_up_total += before - self._holdings[largest].held
+        self.given_up_total += before - most.held
         return True
 
     def _forget(self, holder: int, count: int) -> int:
         """The last `count` notes of its log, or all; returns how many."""
         holdings = self._holdings[holder]
         count = min(count, holdings.logged)
-        holdings.held -= kernels.forget(
-            self._table, self._rows, self._most, self.tiers, self._words, self._free, self._counters, holder,
-            holdings.log, holdings.logged, count,
-        )  # fmt: skip
+        holdings.held -= kernels.forget(*self._state, holder, holdings.log, holdings.logged, count)
         holdings.logged -= count
         return count
 
@@ -229,12 +232,13 @@ class PrefixIndex:
             holdings.log = log
 
     def _compact(self, holder: int, holdings: _Holdings) -> None:
+        """Drop what is out of date from the log."""
         holdings.logged = kernels.compact(
             self._rows, self.tiers, self._words, holder, holdings.log, holdings.logged, self._marks
         )
 
     def compact(self) -> None:
-        """Drop what is out of date from all logs, which otherwise happens to one when it has grown."""
+        """All logs, which otherwise happens to one when it has grown."""
         for holder, holdings in self._holdings.items():
             self._compact(holder, holdings)
 

@@ -1,8 +1,5 @@
 """Reads a block event from the bytes of its message, for Numba to compile: hashes to arrays, without an object each.
-Pure.
-
-Only the form that `codec.encode_events` writes is known here; of any other, broken ones included, it is said only that
-it is another.
+Pure. It knows only the form that `codec.encode_events` writes; any other, broken ones too, is ANOTHER_FORM.
 """
 
 # mypy: ignore-errors
@@ -22,7 +19,7 @@ BYTES_OF_HASH = 18  # with msgpack's type and length
 
 @kernel
 def _unsigned(data, at, width):
-    """Big-endian, as msgpack has numbers."""
+    """Big-endian."""
     value = np.int64(0)
     for number in range(at, at + width):
         value = value << 8 | np.int64(data[number])
@@ -31,7 +28,7 @@ def _unsigned(data, at, width):
 
 @kernel
 def _word(data, at):
-    """Little-endian, as the halves of hashes are."""
+    """Little-endian."""
     value = np.uint64(0)
     for number in range(8):
         value |= np.uint64(data[at + number]) << np.uint64(8 * number)
@@ -41,21 +38,15 @@ def _word(data, at):
 @kernel
 def _length(data, at, short, mask, width_1, width_2, width_4):
     """What `at` begins: its length and where its content begins. `short` is the type whose marker holds the length,
-    the others are the markers of those in which it follows, 0 where there is none. Length -1: something else."""
-    if at >= len(data) or data[at] == 0:
-        return -1, at
+    the others are the markers of those in which it follows, 0 where there is none. Both -1: something else."""
+    if at < 0 or at >= len(data) or data[at] == 0:
+        return -1, -1
     marker = data[at]
     if short and marker & (0xFF ^ mask) == short:
         return np.int64(marker & mask), at + 1
-    width = 0
-    if marker == width_1:
-        width = 1
-    elif marker == width_2:
-        width = 2
-    elif marker == width_4:
-        width = 4
+    width = 1 if marker == width_1 else 2 if marker == width_2 else 4 if marker == width_4 else 0
     if width == 0 or at + 1 + width > len(data):
-        return -1, at
+        return -1, -1
     return _unsigned(data, at + 1, width), at + 1 + width
 
 
@@ -66,72 +57,56 @@ def _array(data, at):
 
 @kernel
 def _bytes(data, at, short, mask, width_1, width_2):
-    """Start and end of text or bytes; an end of -1: something else."""
+    """Start and end of text or bytes; both -1: something else."""
     length, start = _length(data, at, short, mask, width_1, width_2, 0)
     if length < 0 or start + length > len(data):
-        return at, -1
+        return -1, -1
     return start, start + length
 
 
 @kernel
 def _count(data, at):
-    """A number from 0 on and what follows it; -1: something else."""
-    if at >= len(data):
-        return -1, at
+    """A number from 0 on and what follows it; both -1: something else."""
+    if at < 0 or at >= len(data):
+        return -1, -1
     marker = data[at]
     if marker < 0x80:
         return np.int64(marker), at + 1
-    if not 0xCC <= marker <= 0xCF:
-        return -1, at
-    width = 1 << (np.int64(marker) - 0xCC)
-    if at + 1 + width > len(data):
-        return -1, at
+    width = 1 << (np.int64(marker) - 0xCC) if 0xCC <= marker <= 0xCF else 0
+    if width == 0 or at + 1 + width > len(data):
+        return -1, -1
     return _unsigned(data, at + 1, width), at + 1 + width  # less than 0 is beyond what is counted to
 
 
 @kernel
 def read(data, version, fields, hashes):
     """Fill `fields` and `hashes` `[len(data) // 18, 2]` from a message; returns how many changes it has, or
-    ANOTHER_FORM."""
+    ANOTHER_FORM. After something else `at` stays -1."""
     if len(data) == 0 or data[0] != version:
         return ANOTHER_FORM
     several, at = _array(data, 1)
-    if several != 3:
-        return ANOTHER_FORM
-    fields[EPOCH_START], fields[EPOCH_END] = _bytes(data, at, 0xA0, 0x1F, 0xD9, 0xDA)
-    at = fields[EPOCH_END]
-    if at < 0:
-        return ANOTHER_FORM
+    fields[EPOCH_START], at = _bytes(data, at, 0xA0, 0x1F, 0xD9, 0xDA)
+    fields[EPOCH_END] = at
     fields[SEQ], at = _count(data, at)
-    if fields[SEQ] < 0:
-        return ANOTHER_FORM
     changes, at = _array(data, at)
-    if not 0 <= changes <= MOST_CHANGES:
+    if several != 3 or at < 0 or fields[SEQ] < 0 or changes > MOST_CHANGES:
         return ANOTHER_FORM
     found = 0
     for change in range(changes):
-        several, at = _array(data, at)
-        if several != 3:
-            return ANOTHER_FORM
         field = HEADER + change * CHANGE
-        fields[field + TIER_START], fields[field + TIER_END] = _bytes(data, at, 0xA0, 0x1F, 0xD9, 0xDA)
-        at = fields[field + TIER_END]
-        if at < 0 or at >= len(data) or not 0xC2 <= data[at] <= 0xC3:
+        several, at = _array(data, at)
+        fields[field + TIER_START], at = _bytes(data, at, 0xA0, 0x1F, 0xD9, 0xDA)
+        fields[field + TIER_END] = at
+        if several != 3 or not 0 <= at < len(data) or not 0xC2 <= data[at] <= 0xC3:
             return ANOTHER_FORM
         fields[field + REMOVED] = data[at] == 0xC3
         runs, at = _array(data, at + 1)
-        if runs < 0:
-            return ANOTHER_FORM
         fields[field + FIRST], digest = found, np.uint64(0)
         for _ in range(runs):
             several, at = _array(data, at)
-            if several != 2:
-                return ANOTHER_FORM
             _, at = _bytes(data, at, 0, 0, 0xC4, 0xC5)
-            if at < 0:
-                return ANOTHER_FORM
             count, at = _array(data, at)
-            if count < 0 or at + count * BYTES_OF_HASH > len(data):
+            if several != 2 or at < 0 or at + count * BYTES_OF_HASH > len(data):
                 return ANOTHER_FORM
             for _ in range(count):
                 if data[at] != 0xC4 or data[at + 1] != 16:
@@ -142,6 +117,4 @@ def read(data, version, fields, hashes):
                 found += 1
                 at += BYTES_OF_HASH
         fields[field + END], fields[field + DIGEST] = found, np.int64(digest)
-    if at != len(data):
-        return ANOTHER_FORM
-    return changes
+    return changes if at == len(data) else ANOTHER_FORM

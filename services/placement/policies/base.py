@@ -30,9 +30,7 @@ class Question:
     alive: Mapping[str, Worker]  # everybody, of every model and state
     loads: View  # of the candidates
     prompt_tokens: int
-    matched: (
-        Floats  # `[4, candidates]` prompt tokens that one has in the tier or a faster one, or can pull; as believed
-    )
+    matched: Floats  # `[4, candidates]` of these that one has in the tier or a faster one, or can pull; as believed
     heat: float  # requests of about the last half hour whose longest match ended where this one's does
     hashes: Hashes  # of the prompt's blocks, if they are known
     depth: int  # how many of them from the start anybody has
@@ -43,20 +41,19 @@ class Question:
         held: Floats = self.matched[HOST]
         return held
 
-    @property
-    def demand_keeper(self) -> str:
-        """Another place on the ring: the session's, else that of the first block that nobody has, or of the last one:
-        where prompts part ways."""
-        if self.ask.session or not len(self.hashes):
-            return self.key
-        block: bytes = self.hashes[min(self.depth, len(self.hashes) - 1)].tobytes()
-        return block.hex()
+    def first_on_the_ring(self, equals: list[int]) -> tuple[str, int]:
+        """Which of some candidates comes first, from the session's place on; else from that of the first block that
+        nobody has, or of the last one: where prompts part ways."""
+        place = self.key
+        if not self.ask.session and len(self.hashes):
+            place = self.hashes[min(self.depth, len(self.hashes) - 1)].tobytes().hex()
+        numbers = {self.candidates[number].id: number for number in equals}
+        return next((name, numbers[name]) for name in self.ring.walk(place) if name in numbers)
 
 
 @dataclass(slots=True)
 class Choice:
-    """`prices` say what the candidates would have cost, in seconds: a row for each of `price_kernel.TERMS`, and their
-    sum, then the tokens restored from each tier, `[11, candidates]`. None from a policy that does not reckon."""
+    """`prices` `[11, candidates]` are what `View.price` says they would have cost; None: the policy does not reckon."""
 
     worker: str
     why: str  # a short human sentence

@@ -14,11 +14,9 @@
 
 What is prefilled here though it is cached elsewhere is a copy for all who come while it lasts. Of a prefix after which
 requests part, those of the last half hour are counted, and h of them will find the copy: as many as come before a gap
-that is longer than the worker's cache keeps what nobody uses. That time is told by what the worker was given in the
-last minute. A cache that turns over in seconds keeps a copy only for those who come all the time; for others it is gone
-before the next one comes, and making it pushes out what others had. One part in 1 + h counts as harm. Of what this
-request feels of it the same share counts, up to half a second of it (`copy`, which is negative, takes off the rest): no
-more is asked of one for the others' sake.
+that is longer than the worker's cache keeps what nobody uses, as told by what it was given in the last minute. One part
+in 1 + h counts as harm. Of what this request feels of it the same share counts, up to half a second of it (`copy`,
+which is negative, takes off the rest): no more is asked of one for the others' sake.
 
 The two constants have no unit. On the conversation trace of benchmarks.trace_hits (8 workers, a cache of a tenth of
 its blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 80 do about equally well. With
@@ -31,6 +29,8 @@ whichever replica decides.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,26 +45,25 @@ NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equ
 NEAR = 0.02
 
 
+@dataclass(frozen=True, slots=True)
 class Cost:
     """Least expected time to first token plus the harm done to others."""
 
     name = "cost"
-
-    def __init__(self, others: float = OTHERS, busy: float = BUSY) -> None:
-        self._others, self._busy = others, busy
+    others: float = OTHERS
+    busy: float = BUSY
 
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
         priced = question.loads.price(
-            question.matched, question.prompt_tokens, heat=question.heat, others=self._others, busy=self._busy
+            question.matched, question.prompt_tokens, heat=question.heat, others=self.others, busy=self.busy
         )
         equals = np.empty(len(question.candidates), dtype=np.int64)
         keeps = question.heat < IN_DEMAND
         number, near = cheapest(priced, question.held, question.prompt_tokens, keeps, NEAR_S, NEAR, equals)
         if near > 1:
-            names = {question.candidates[equal].id: equal for equal in equals[:near].tolist()}
-            number = next(names[name] for name in question.ring.walk(question.demand_keeper) if name in names)
+            _, number = question.first_on_the_ring(equals[:near].tolist())
         return Choice(question.candidates[number].id, _why(question, priced, number, near), priced)
 
 

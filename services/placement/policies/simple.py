@@ -1,6 +1,4 @@
-"""Policies of a few lines: baselines that any other has to beat, and what a request asks for by name. Pure: chance is
-passed in.
-"""
+"""Policies of a few lines: baselines, and what a request asks for by name. Pure: chance is passed in."""
 
 from __future__ import annotations
 
@@ -23,16 +21,14 @@ class Ring:
 
     def choose(self, question: Question) -> Choice | None:
         worker = question.ring.owner(question.key, excluded=question.excluded)
-        if worker is None:
-            return None
-        return Choice(worker, f"first on the ring for its {_subject(question)}")
+        return None if worker is None else Choice(worker, f"first on the ring for its {_subject(question)}")
 
 
 class BoundedRing:
     """The ring with bounded loads: walks on past workers above 1.25 times the mean, so a hot key cannot bury one.
 
-    A worker that has not a quarter of its slots taken is never passed over: what waits there is less than what moving
-    away from its cache would cost, and a client's few requests in a row must not bounce between idle workers.
+    A worker that has not a quarter of its slots taken is never passed over: moving away from its cache would cost more,
+    and a client's few requests in a row must not bounce between idle workers.
     """
 
     name = "bounded_ring"
@@ -56,9 +52,8 @@ def _subject(question: Question) -> str:
 class KvLoad:
     """Highest match minus load, as shares; equals go to the first on the ring.
 
-    The rule of NVIDIA Dynamo's first KV router: of three workers with matches of 15, 50 and 75 % and loads of 30, 50
-    and 80 %, the second is chosen, at 0. Kept to compare with; `cost` reckons in seconds instead of adding unlike
-    shares.
+    The rule of NVIDIA Dynamo's first KV router, kept to compare with: of three workers with matches of 15, 50 and 75 %
+    and loads of 30, 50 and 80 %, the second is chosen, at 0.
     """
 
     name = "kv_load"
@@ -66,12 +61,9 @@ class KvLoad:
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
-        match = question.held / max(question.prompt_tokens, 1)
-        load = np.maximum(question.loads.slot_usage, question.loads.cache_usage)
+        match, load = question.held / max(question.prompt_tokens, 1), question.loads.usage
         score = match - load
-        best = {question.candidates[int(i)].id: int(i) for i in np.flatnonzero(score >= score.max() - 1e-9)}
-        worker = next(name for name in question.ring.walk(question.demand_keeper) if name in best)
-        number = best[worker]
+        worker, number = question.first_on_the_ring(np.flatnonzero(score >= score.max() - 1e-9).tolist())
         return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")
 
 

@@ -3,14 +3,13 @@
     a Client's place ─▶ decide
     a producer's generate ─▶ forward ─▶ decide (one for each offer) ─▶ the worker
 
-A bare producer's request may begin a trace here, as an HTTP request does at the ingress; nothing else does. Owned by
-the placement loop.
+A bare producer's request may begin a trace here, as an HTTP request does at the ingress; nothing else does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvfleet.placement.actions import Action, Answer, Fail
 from kvfleet.placement.events import Event, GenerateAsked, PlaceAsked
@@ -23,18 +22,18 @@ Headers = Mapping[str, str] | None
 Handle = Callable[[Event], list[Action]]
 
 
+@dataclass(frozen=True, slots=True)
 class DecisionTraces:
-    """`ledger` has what was decided."""
+    """Owned by the placement loop."""
 
-    def __init__(self, tracer: Tracer, ledger: Ledger) -> None:
-        self._tracer = tracer
-        self._ledger = ledger
+    tracer: Tracer
+    ledger: Ledger  # has what was decided
 
     def place(self, asked: PlaceAsked, headers: Headers, handle: Handle) -> list[Action]:
         """Have it decided."""
         ask = asked.ask
         said = _about("place", "process", ask.model, asked.tenant, ask.request) | {"kvfleet.attempt": ask.attempt}
-        span = self._tracer.begin("decide", in_headers(headers), said, kind="server")
+        span = self.tracer.begin("decide", in_headers(headers), said, kind="server")
         if span is None:
             return handle(asked)
         with within(span):
@@ -49,10 +48,10 @@ class DecisionTraces:
         """Have a producer's request offered. The trace context of its header goes before that of its body."""
         given = in_headers(headers) or asked.ask.traceparent
         span: Span | None = None
-        if self._tracer.enabled:
+        if self.tracer.enabled:
             said = _about("generate", "process", asked.ask.model or asked.model_token, asked.tenant, asked.request)
             said["gen_ai.request.max_tokens"] = asked.ask.max_tokens
-            span = self._tracer.begin("forward", given, said, kind="consumer", root=True)
+            span = self.tracer.begin("forward", given, said, kind="consumer", root=True)
         if span is None:
             carried = sampled(given)
             if carried == asked.ask.traceparent:
@@ -71,14 +70,14 @@ class DecisionTraces:
             "kvfleet.worker.id": worker,
             "kvfleet.handed_over": request.handed_over,
         }
-        span = self._tracer.begin("decide", request.traceparent, said, kind="client")
+        span = self.tracer.begin("decide", request.traceparent, said, kind="client")
         if span is None:
             return replace(request, traceparent=sampled(request.traceparent))
         span.end()
         return replace(request, traceparent=span.traceparent)
 
     def _decided(self, tenant: str, request: str, attempt: int) -> dict[str, Value]:
-        decisions = self._ledger.explain(request, tenant) if self._tracer.enabled else ()
+        decisions = self.ledger.explain(request, tenant) if self.tracer.enabled else ()
         made = next((one for one in decisions if one.attempt == attempt), None)
         if made is None:
             return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 from kvfleet.placement.policies import Choice
 from kvfleet.placement.workers.fleet import Worker
@@ -26,6 +26,7 @@ PART = 4  # decisions that are written out at a time: each takes about a tenth o
 PART_SEEN = 512  # entries that are looked at for them
 
 NOTHING_YET = Actual()
+OF_PLACEMENT = {one.name for one in fields(Decision)} & {one.name for one in fields(Placement)}
 TIER_NAMES = tuple(tier.value for tier in PRICED_TIERS)
 
 Key = tuple[str, str]  # tenant, request
@@ -33,8 +34,7 @@ Key = tuple[str, str]  # tenant, request
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """The best candidates, cheapest first: `prices` `[11, n]`, as a Choice has them; `matched` `[4, n]`, tokens that
-    one has in the tier or a faster one, or could pull."""
+    """The best candidates, cheapest first, with their columns of `Choice.prices` and `Question.matched`."""
 
     workers: tuple[str, ...]
     prices: Floats | None
@@ -67,25 +67,15 @@ class LedgerEntry:
     actual: Actual = NOTHING_YET
 
     def decision(self) -> Decision:
-        placement = self.placement
         return Decision(
-            request=placement.request,
-            attempt=placement.attempt,
             tenant=self.tenant,
             model=self.model,
             unix_ms=self.unix_ms,
-            policy=placement.policy,
-            worker=placement.worker,
-            why=placement.why,
             prompt_tokens=self.prompt_tokens,
-            expected_hit=placement.expected_hit,
-            expected_ttft_s=placement.expected_ttft_s,
             candidates=self.considered.listed(),
             candidates_total=self.candidates_total,
-            placement=placement.placement,
             actual=self.actual,
-            source=placement.source,
-            source_tokens=placement.source_tokens,
+            **{name: getattr(self.placement, name) for name in OF_PLACEMENT},
         )
 
 
@@ -99,37 +89,36 @@ class HitTokens:
     lost_total: int = 0
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class Ledger:
     """Owned by the core. Hashes are kept only for a ledger's file."""
 
-    def __init__(self, *, kept: int = KEPT, kept_in_all: int = KEPT_IN_ALL, keeps_hashes: bool = False) -> None:
-        self.keeps_hashes = keeps_hashes
-        self.hits = HitTokens()
-        self.kept_in_all = kept_in_all
-        self._kept = kept
-        self._entries: OrderedDict[tuple[str, str, int], LedgerEntry] = OrderedDict()
-        self._ended: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # first ended first
-        self._attempts: dict[Key, list[int]] = {}
+    kept: int = KEPT
+    kept_in_all: int = KEPT_IN_ALL
+    keeps_hashes: bool = False
+    hits: HitTokens = field(default_factory=HitTokens)
+    entries: OrderedDict[tuple[str, str, int], LedgerEntry] = field(default_factory=OrderedDict)
+    ended: OrderedDict[tuple[str, str, int], None] = field(default_factory=OrderedDict)  # first ended first
+    attempts: dict[Key, list[int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def note(self, entry: LedgerEntry) -> None:
         placement = entry.placement
         key = entry.tenant, placement.request, placement.attempt
-        if key not in self._entries:
-            self._attempts.setdefault(key[:2], []).append(placement.attempt)
-        self._entries.pop(key, None)
-        self._ended.pop(key, None)
-        self._entries[key] = entry
-        if len(attempts := self._attempts[key[:2]]) > ATTEMPTS_KEPT:
+        if self.entries.pop(key, None) is None:
+            self.attempts.setdefault(key[:2], []).append(placement.attempt)
+        self.ended.pop(key, None)
+        self.entries[key] = entry
+        if len(attempts := self.attempts[key[:2]]) > ATTEMPTS_KEPT:
             self._forget((*key[:2], attempts[0]))
-        while len(self._entries) > self.kept_in_all:  # of those that have ended nothing more is to come
-            self._forget(next(iter(self._ended or self._entries)))
+        while len(self.entries) > self.kept_in_all:  # of those that have ended nothing more is to come
+            self._forget(next(iter(self.ended or self.entries)))
 
     def on_milestone(self, worker: str, milestone: Milestone) -> LedgerEntry | None:
         """What happened to a decision of this replica: its entry, else None."""
-        entry = self._entries.get((milestone.tenant, milestone.request, milestone.attempt))
+        entry = self.entries.get((milestone.tenant, milestone.request, milestone.attempt))
         if entry is None or entry.placement.worker != worker:
             return None
         before = entry.actual
@@ -144,16 +133,16 @@ class Ledger:
                 entry.actual = replace(before, ttft_s=milestone.seconds)
             case Passed.ENDED:
                 entry.actual = replace(before, ended=True, output_tokens=milestone.output_tokens, code=milestone.code)
-                self._ended[milestone.tenant, milestone.request, milestone.attempt] = None
-                while len(self._ended) > self._kept:
-                    self._forget(next(iter(self._ended)))
+                self.ended[milestone.tenant, milestone.request, milestone.attempt] = None
+                while len(self.ended) > self.kept:
+                    self._forget(next(iter(self.ended)))
         return entry
 
     def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
         """Decisions about a request, one per attempt, oldest first; of several tenants' requests of that id the last
         that were first asked for, so many as one request has at most."""
-        keys = [(tenant, request)] if tenant is not None else [key for key in self._attempts if key[1] == request]
-        found = [self._entries[*key, attempt] for key in keys for attempt in self._attempts.get(key, ())]
+        keys = [(tenant, request)] if tenant is not None else [key for key in self.attempts if key[1] == request]
+        found = [self.entries[*key, attempt] for key in keys for attempt in self.attempts.get(key, ())]
         return tuple(entry.decision() for entry in found[-ATTEMPTS_KEPT:])
 
     def newest(
@@ -162,7 +151,7 @@ class Ledger:
         """The last decisions as they are now, newest first: of this tenant and model, if they are named. To write out
         all of them takes longer than a decision may: so it is a few at a time, perhaps none, and whether there may be
         more."""
-        entries, at, more = tuple(reversed(self._entries.values())), 0, True
+        entries, at, more = tuple(reversed(self.entries.values())), 0, True
         while more:
             found: list[Decision] = []
             end = min(at + PART_SEEN, len(entries))
@@ -184,25 +173,24 @@ class Ledger:
         hits.lost_total += max(entry.attainable - attained, 0)
 
     def _forget(self, key: tuple[str, str, int]) -> None:
-        del self._entries[key]
-        self._ended.pop(key, None)
-        attempts = self._attempts[key[:2]]
+        del self.entries[key]
+        self.ended.pop(key, None)
+        attempts = self.attempts[key[:2]]
         attempts.remove(key[2])
         if not attempts:
-            del self._attempts[key[:2]]
+            del self.attempts[key[:2]]
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
-        listed = {(*key, attempt) for key, attempts in self._attempts.items() for attempt in attempts}
-        assert listed == set(self._entries)
-        assert set(self._ended) == {key for key, entry in self._entries.items() if entry.actual.ended}
-        assert len(self._ended) <= self._kept
-        assert max(map(len, self._attempts.values()), default=0) <= ATTEMPTS_KEPT
-        assert len(self._entries) <= self.kept_in_all
+        listed = {(*key, attempt) for key, attempts in self.attempts.items() for attempt in attempts}
+        assert listed == set(self.entries)
+        assert set(self.ended) == {key for key, entry in self.entries.items() if entry.actual.ended}
+        assert len(self.ended) <= self.kept
+        assert max(map(len, self.attempts.values()), default=0) <= ATTEMPTS_KEPT
+        assert len(self.entries) <= self.kept_in_all
 
 
 def kept_in_all(workers: int) -> int:
-    """For a fleet of so many."""
     return max(KEPT_IN_ALL, KEPT + KEPT_PER_WORKER * workers)
 
 

@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class LedgerFile:
-    """Owned by the placement loop. A disk that is full costs lines, never decisions."""
+    """Owned by the placement loop. A disk that is full costs lines, never decisions. Raises OSError at the start if the
+    file cannot be written."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the file cannot be written."""
         self._file = path.open("a", buffering=1)
         self._first_unix_ms: int | None = None
         self.lost_total = 0
@@ -35,12 +35,10 @@ class LedgerFile:
             "output_length": max(actual.output_tokens, 1),
             "hash_ids": [record.hashes[at : at + 16].hex() for at in range(0, len(record.hashes), 16)],
             "block_tokens": record.block_size,
-            "unix_ms": decision.unix_ms,
-            "tenant": decision.tenant,
-            "request": decision.request,
-            "attempt": decision.attempt,
-            "policy": decision.policy,
-            "worker": decision.worker,
+            **{
+                name: getattr(decision, name)
+                for name in ("unix_ms", "tenant", "request", "attempt", "policy", "worker")
+            },
             "expected_tokens": sum(decision.expected_hit.values()),
             "cached_tokens": None if actual.cached is None else sum(actual.cached.values()),
             "ttft_s": actual.ttft_s,

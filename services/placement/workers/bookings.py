@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 
 from kvfleet.placement.workers.workloads import Workloads
-from kvproto.messages import Heartbeat
+from kvproto.messages import Heartbeat, Milestone, Passed
 
 HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given
 BOOKING_LIMIT_S = 5.0
@@ -37,12 +37,9 @@ Key = tuple[str, str]  # tenant, request: tenants cannot release one another's
 
 @dataclass(frozen=True, slots=True)
 class PhantomLimits:
-    """What one tenant's requests that no worker has accepted may count for, at one worker: beyond, it is the newest
-    that do. Without a limit, a client that asks for placements and sends nothing would have all others refused.
-
-    A burst of long prompts is as much, until the workers' word of them is here. So a tenant all of whose requests were
-    sent may have `TRUSTED` times the seconds.
-    """
+    """What one tenant's requests that no worker has accepted may count for, at one worker: of more, the newest do. A
+    client that asks for placements and sends nothing would else have all others refused. A tenant all of whose requests
+    were sent may have `TRUSTED` times the seconds, as a burst of long prompts is as much for a moment."""
 
     requests: int = 256
     seconds: float = 10.0  # of prefill, at the rate that the worker measured
@@ -70,49 +67,38 @@ class Booking:
     prefilled: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class Bookings:
     """Owned by the core; `now` never goes back. What is booked is in the workloads."""
 
-    def __init__(
-        self, workloads: Workloads, max_booked: int = MAX_BOOKED, limits: PhantomLimits = PhantomLimits()
-    ) -> None:
-        self.phantoms_total = 0  # released because their tenant had too many
-        self._workloads = workloads
-        self._max_booked = max_booked
-        self._limits = limits
-        self._caught: dict[str, float] = {}  # tenants of which something was never sent: until when that counts
-        self._shares: dict[tuple[str, str], _Share] = {}  # by tenant and worker; no empty entries
-        self._expiring: list[tuple[float, int, Key, Booking]] = []  # a heap; what is released meanwhile stays in it
-        self._numbers = count()
-        self._fresh: dict[Key, Booking] = {}  # not accepted yet; oldest first
-        self._accepted: dict[Key, Booking] = {}  # oldest acceptance first
-        self._at: dict[str, dict[Key, Booking]] = {}  # fresh ones per worker, oldest first; no empty entries
-        self._accepted_at: dict[str, dict[Key, Booking]] = {}  # accepted ones per worker; no empty entries
-        self._early: OrderedDict[tuple[Key, str, int], list[Callable[[], None]]] = OrderedDict()
+    workloads: Workloads
+    max_booked: int = MAX_BOOKED
+    limits: PhantomLimits = PhantomLimits()
+    phantoms_total: int = 0  # released because their tenant had too many
+    caught: dict[str, float] = field(default_factory=dict)  # tenants that sent nothing: until when that counts
+    shares: dict[tuple[str, str], _Share] = field(default_factory=dict)  # by tenant and worker; no empty entries
+    expiring: list[tuple[float, int, Key, Booking]] = field(default_factory=list)  # a heap; what is released stays
+    numbers: Iterator[int] = field(default_factory=count)
+    fresh: dict[Key, Booking] = field(default_factory=dict)  # not accepted yet; oldest first
+    accepted: dict[Key, Booking] = field(default_factory=dict)  # oldest acceptance first
+    at: dict[str, dict[Key, Booking]] = field(default_factory=dict)  # both, by worker, oldest first; no empty entries
+    early: OrderedDict[tuple[Key, str, int], list[tuple[Milestone, float]]] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         """What no heartbeat counts yet."""
-        return len(self._fresh)
+        return len(self.fresh)
 
     @property
     def running(self) -> int:
         """Accepted and not known to have ended."""
-        return len(self._accepted)
+        return len(self.accepted)
 
-    def priority_of(self, key: Key) -> int | None:
-        """None: nothing is booked of it."""
-        booking = self._fresh.get(key) or self._accepted.get(key)
-        return None if booking is None else booking.priority
-
-    def is_to_come(self, key: Key) -> bool:
-        """Whether it is booked and its prefill not known to be over."""
-        booking = self._fresh.get(key) or self._accepted.get(key)
-        return booking is not None and not booking.prefilled
+    def find(self, key: Key) -> Booking | None:
+        return self.fresh.get(key) or self.accepted.get(key)
 
     def requests_at(self, worker: str) -> int:
-        return len(self._at.get(worker, ()))
-
-    # ------------------------------------------------------------------ a request's life
+        """Not accepted yet."""
+        return sum(not booking.accepted for booking in list(self.at.get(worker, {}).values()))
 
     def book(
         self,
@@ -130,184 +116,156 @@ class Bookings:
         they are taken to be over. `silent_s`: without a word for so long it was not sent."""
         self.release(key, now)
         booking = Booking(worker, column, attempt, tokens, now, priority)
-        self._fresh[key] = booking
-        self._at.setdefault(worker, {})[key] = booking
-        share = self._shares.setdefault((key[0], worker), _Share())
+        self.fresh[key] = booking
+        self.at.setdefault(worker, {})[key] = booking
+        share = self.shares.setdefault((key[0], worker), _Share())
         share.keys[key] = None
         share.tokens += tokens
         expires = now + min(silent_s, BOOKING_LIMIT_S)
-        heapq.heappush(self._expiring, (expires, next(self._numbers), key, booking))
-        self._workloads.give(column, tokens, now, priority=priority)
-        for passed in self._early.pop((key, worker, attempt), ()):
-            passed()  # the worker was quicker than the replica that booked it
+        heapq.heappush(self.expiring, (expires, next(self.numbers), key, booking))
+        self.workloads.give(column, tokens, now, priority=priority)
+        for milestone, heard_at in self.early.pop((key, worker, attempt), ()):
+            self.hear(worker, milestone, heard_at)  # the worker was quicker than the replica that booked it
         return self._make_room(key[0], share, column, now)
 
     def _make_room(self, tenant: str, share: _Share, column: int, now: float) -> list[Key]:
         gone: list[Key] = []
         if len(share.keys) > 1:
-            rate = self._workloads.of(column, now).prefill_tokens_per_s
-            seconds = self._limits.seconds * (1.0 if tenant in self._caught else TRUSTED)
+            rate = self.workloads.of(column, now).prefill_tokens_per_s
+            seconds = self.limits.seconds * (1.0 if tenant in self.caught else TRUSTED)
             most = seconds * rate if rate > 0 else float("inf")
-            while len(share.keys) > 1 and (len(share.keys) > self._limits.requests or share.tokens > most):
+            while len(share.keys) > 1 and (len(share.keys) > self.limits.requests or share.tokens > most):
                 gone.append(next(iter(share.keys)))
                 self.release(gone[-1], now)
             self.phantoms_total += len(gone)
-        if len(self._fresh) > self._max_booked:
-            gone.append(next(iter(self._fresh)))
+        if len(self.fresh) > self.max_booked:
+            gone.append(next(iter(self.fresh)))
             self.release(gone[-1], now)
         return gone
 
-    def accept(self, key: Key, worker: str, attempt: int) -> None:
-        """The worker has it: from its next heartbeat on it is counted there."""
-        self._of(key, worker, attempt, lambda: self.accept(key, worker, attempt))
-
-    def start(self, key: Key, worker: str, attempt: int, tokens: float, now: float) -> None:
-        """It is being prefilled: `tokens` are really to be fed."""
-        booking = self._of(key, worker, attempt, lambda: self.start(key, worker, attempt, tokens, now))
-        if booking is not None and booking.started_at is None:
-            more, queued = tokens - booking.tokens, not booking.counted
-            self._workloads.correct(booking.column, more, now, queued=queued, priority=booking.priority)
-            booking.tokens, booking.started_at = tokens, now
-
-    def prefill(self, key: Key, worker: str, attempt: int) -> None:
-        """Its first token was drawn."""
-        booking = self._of(key, worker, attempt, lambda: self.prefill(key, worker, attempt))
-        if booking is not None:
-            booking.prefilled = True
-
-    def end(self, key: Key, worker: str, attempt: int, now: float) -> None:
-        booking = self._of(key, worker, attempt, lambda: self.end(key, worker, attempt, now))
-        if booking is not None:
-            self.release(key, now)
+    def hear(self, worker: str, milestone: Milestone, now: float) -> None:
+        """A worker's word of a request. Of an attempt that is not booked it is kept, until that may be."""
+        key = milestone.tenant, milestone.request
+        booking = self._at_worker(key, worker, milestone.attempt)
+        if booking is None:
+            self.early.setdefault((key, worker, milestone.attempt), []).append((milestone, now))
+            if len(self.early) > EARLY_KEPT:
+                self.early.popitem(last=False)
+            return
+        match milestone.passed:
+            case Passed.STARTED if booking.started_at is None:
+                tokens = max(milestone.prompt_tokens - sum(milestone.cached.values()), 0)  # really to be fed
+                more, queued = tokens - booking.tokens, not booking.counted
+                self.workloads.correct(booking.column, more, now, queued=queued, priority=booking.priority)
+                booking.tokens, booking.started_at = tokens, now
+            case Passed.FIRST_TOKEN:
+                booking.prefilled = True
+            case Passed.ENDED:
+                self.release(key, now)
 
     def release(self, key: Key, now: float | None = None, *, attempt: int | None = None) -> bool:
         """Nothing happens if it was released before: each way out may call this. `now`: None for the latest known;
         `attempt`: only this one. Returns whether a later attempt has nothing booked."""
-        booking = self._fresh.get(key) or self._accepted.get(key)
-        if booking is not None and attempt is not None and booking.attempt != attempt:
+        booking = self.find(key)
+        if booking is None:
+            return True
+        if attempt is not None and booking.attempt != attempt:
             return False
-        if self._drop(key) is not None:
-            assert booking is not None
-            if booking.started_at is not None:
-                self._workloads.stayed(booking.column, (now or self._workloads.now) - booking.started_at)
-            left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
-            when = self._workloads.now if now is None else now
-            queued, priority = not booking.counted, booking.priority
-            self._workloads.take(booking.column, left, when, queued=queued, priority=priority)
+        self._drop(key)
+        if booking.started_at is not None:
+            self.workloads.stayed(booking.column, (now or self.workloads.now) - booking.started_at)
+        left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
+        when = self.workloads.now if now is None else now
+        queued, priority = not booking.counted, booking.priority
+        self.workloads.take(booking.column, left, when, queued=queued, priority=priority)
         return True
-
-    # ------------------------------------------------------------------ heartbeats and time
 
     def reflect(self, column: int, beat: Heartbeat, now: float) -> list[Key]:
         """A heartbeat arrived: it counts what the worker has accepted, and what it must have seen by now. Returns
         those of which nothing was heard for so long that they are lost, or were never sent."""
-        fresh = self._at.get(beat.worker, {})
+        at_worker = self.at.get(beat.worker, {})
+        for booking in at_worker.values():
+            booking.counted = booking.accepted
+        fresh = {key: booking for key, booking in at_worker.items() if not booking.accepted}
         silent = _older(fresh, now - HEARTBEAT_PERIOD_S)
         for key in silent:
             self._drop(key)
-        for booking in self._accepted_at.get(beat.worker, {}).values():
-            booking.counted = True
+            del fresh[key]
         unseen = [(booking.priority, booking.tokens) for booking in fresh.values()]
-        self._workloads.report(column, beat.load, beat.rates, unseen, now)
+        self.workloads.report(column, beat.load, beat.rates, unseen, now)
         return silent
 
     def drop_worker(self, worker: str) -> None:
         """Its column is gone: nothing to release."""
-        for key in list(self._at.get(worker, ())):
-            self._drop(key)
-        for key in list(self._accepted_at.get(worker, ())):
+        for key in list(self.at.get(worker, ())):
             self._drop(key)
 
     def expire(self, now: float) -> list[Key]:
         """Returns those of which nothing was ever heard."""
         silent: list[Key] = []
-        while self._expiring and self._expiring[0][0] < now:
-            _, _, key, booking = heapq.heappop(self._expiring)
-            if self._fresh.get(key) is booking:
+        while self.expiring and self.expiring[0][0] < now:
+            _, _, key, booking = heapq.heappop(self.expiring)
+            if self.fresh.get(key) is booking:
                 self.release(key, now)
                 silent.append(key)
-                self._caught[key[0]] = now + CAUGHT_S
-        self._caught = {tenant: until for tenant, until in self._caught.items() if until > now}
-        for key in _older(self._accepted, now - STAY_LIMIT_S):
+                self.caught[key[0]] = now + CAUGHT_S
+        self.caught = {tenant: until for tenant, until in self.caught.items() if until > now}
+        for key in _older(self.accepted, now - STAY_LIMIT_S):
             self._drop(key)
         return silent
 
-    def _of(self, key: Key, worker: str, attempt: int, later: Callable[[], None]) -> Booking | None:
-        """The booking of this very attempt, accepted if it was not: that word may have been lost. Of one that is not
-        known, `later` is done if it comes to be."""
-        booking = self._fresh.get(key)
-        if booking is not None and (booking.worker, booking.attempt) == (worker, attempt):
-            self._forget_fresh(key, booking)
+    def _at_worker(self, key: Key, worker: str, attempt: int) -> Booking | None:
+        """The booking of this very attempt, accepted if it was not: that word may have been lost."""
+        booking = self.find(key)
+        if booking is None or (booking.worker, booking.attempt) != (worker, attempt):
+            return None
+        if not booking.accepted:
+            self._unshare(key, self.fresh.pop(key))
             booking.accepted = True
-            self._accepted[key] = booking
-            self._accepted_at.setdefault(worker, {})[key] = booking
-            if len(self._accepted) > self._max_booked:
-                self._drop(next(iter(self._accepted)))
-            return booking
-        booking = self._accepted.get(key)
-        if booking is not None and (booking.worker, booking.attempt) == (worker, attempt):
-            return booking
-        self._early.setdefault((key, worker, attempt), []).append(later)
-        if len(self._early) > EARLY_KEPT:
-            self._early.popitem(last=False)
-        return None
-
-    def _drop(self, key: Key) -> Booking | None:
-        booking = self._fresh.get(key)
-        if booking is not None:
-            self._forget_fresh(key, booking)
-            return booking
-        booking = self._accepted.pop(key, None)
-        if booking is not None:
-            held = self._accepted_at[booking.worker]
-            del held[key]
-            if not held:
-                del self._accepted_at[booking.worker]
+            self.accepted[key] = booking
+            if len(self.accepted) > self.max_booked:
+                self._drop(next(iter(self.accepted)))
         return booking
 
-    def _forget_fresh(self, key: Key, booking: Booking) -> None:
-        del self._fresh[key]
-        held = self._at[booking.worker]
+    def _drop(self, key: Key) -> None:
+        """Out of the tables; the workloads still have it."""
+        booking = self.fresh.pop(key, None) or self.accepted.pop(key)
+        held = self.at[booking.worker]
         del held[key]
         if not held:
-            del self._at[booking.worker]
+            del self.at[booking.worker]
+        if not booking.accepted:
+            self._unshare(key, booking)
+
+    def _unshare(self, key: Key, booking: Booking) -> None:
         of_tenant = key[0], booking.worker
-        share = self._shares[of_tenant]
+        share = self.shares[of_tenant]
         del share.keys[key]
         share.tokens -= booking.tokens
         if not share.keys:
-            del self._shares[of_tenant]
+            del self.shares[of_tenant]
 
     def check_integrity(self) -> None:
         """Every booking is in one state, and found both ways, in order. Raises AssertionError."""
-        assert sum(len(held) for held in self._at.values()) == len(self._fresh)
-        assert not self._fresh.keys() & self._accepted.keys()
-        for worker, held in self._at.items():
+        assert not self.fresh.keys() & self.accepted.keys()
+        assert sum(len(held) for held in self.at.values()) == len(self.fresh) + len(self.accepted)
+        for worker, held in self.at.items():
             assert held, worker
-            assert all(self._fresh[key] is booking and booking.worker == worker for key, booking in held.items())
-        assert sum(len(held) for held in self._accepted_at.values()) == len(self._accepted)
-        for worker, held in self._accepted_at.items():
-            assert held, worker
-            assert all(self._accepted[key] is booking and booking.worker == worker for key, booking in held.items())
-        assert len(self._early) <= EARLY_KEPT
-        assert max(len(self._fresh), len(self._accepted)) <= self._max_booked
-        assert not any(booking.accepted for booking in self._fresh.values())
-        assert all(booking.accepted for booking in self._accepted.values())
-        assert sum(len(share.keys) for share in self._shares.values()) == len(self._fresh)
-        for (tenant, worker), share in self._shares.items():
-            assert 0 < len(share.keys) <= max(self._limits.requests, 1)
-            assert all(key[0] == tenant and self._fresh[key].worker == worker for key in share.keys)
-            assert abs(share.tokens - sum(self._fresh[key].tokens for key in share.keys)) < 1
-        for each in (self._fresh, *self._at.values()):
+            assert all(self.find(key) is booking and booking.worker == worker for key, booking in held.items())
+        assert len(self.early) <= EARLY_KEPT
+        assert max(len(self.fresh), len(self.accepted)) <= self.max_booked
+        assert not any(booking.accepted for booking in self.fresh.values())
+        assert all(booking.accepted for booking in self.accepted.values())
+        assert sum(len(share.keys) for share in self.shares.values()) == len(self.fresh)
+        for (tenant, worker), share in self.shares.items():
+            assert 0 < len(share.keys) <= max(self.limits.requests, 1)
+            assert all(key[0] == tenant and self.fresh[key].worker == worker for key in share.keys)
+            assert abs(share.tokens - sum(self.fresh[key].tokens for key in share.keys)) < 1
+        for each in (self.fresh, *self.at.values()):
             times = [booking.booked_at for booking in each.values()]
             assert times == sorted(times)
 
 
 def _older(bookings: dict[Key, Booking], limit: float) -> list[Key]:
     """Keys booked before `limit`; the oldest come first, or nearly so, which is enough to stop at the first younger."""
-    old = []
-    for key, booking in bookings.items():
-        if booking.booked_at >= limit:
-            break
-        old.append(key)
-    return old
+    return [key for key, _ in takewhile(lambda item: item[1].booked_at < limit, bookings.items())]

@@ -1,7 +1,6 @@
 """How many of some chains have each block: an open-addressing table, for Numba. Pure but for what it fills.
 
-Blocks' hashes are random: their low halves say where to look, both halves tell them apart. `blocks` is `[places, 2]`,
-`counts` `[places]`, a power of two of them; a place whose count is 0 is free, and some are.
+A hash's low half says where to look. `blocks` is `[places, 2]`, `counts` `[places]`, a power of two, 0 in free places.
 """
 
 # mypy: ignore-errors
@@ -42,8 +41,7 @@ def add(blocks, counts, hashes):
 def take(blocks, counts, hashes):
     """Which of them are in no other chain, `[n]`. All of them must be there."""
     last = np.zeros(len(hashes), dtype=np.bool_)
-    mask = np.uint64(len(counts) - 1)
-    one = np.uint64(1)
+    mask, one = np.uint64(len(counts) - 1), np.uint64(1)
     for number in range(len(hashes)):
         place = _place_of(blocks, counts, hashes[number, 0], hashes[number, 1])
         counts[place] -= 1

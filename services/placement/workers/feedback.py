@@ -4,8 +4,8 @@
       ▲                                                    │ ▲
       └── expectations come true, or time passes ──────────┘ └──▶ load only: three fifths missing, believed nothing
 
-A worker that is not believed is still given requests, for its load's sake, and what they find is compared all the same:
-so it comes back by itself. What is held against it fades with time too, in case it is given none.
+A worker that is not believed is still given requests, and what they find is compared: so it comes back by itself. What
+is held against it fades with time too, in case it is given none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Belief(Enum):
 
 @dataclass(slots=True)
 class Experience:
-    """With one life of one worker."""
+    """With one life of one worker. `now` never goes back."""
 
     missing: float = 0.0  # mean share of the expected tokens that was not there
     requests: int = 0
@@ -39,54 +39,35 @@ class Experience:
     missing_tokens_total: int = 0
     unpredicted_tokens_total: int = 0
 
-
-class Feedback:
-    """Owned by the core. `now` never goes back."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, Experience] = {}
-
-    def forget(self, worker: str) -> None:
-        self.of.pop(worker, None)
-
-    def observe(self, worker: str, predicted: int, actual: int, now: float) -> float:
+    def observe(self, predicted: int, actual: int, now: float) -> float:
         """A request that was said to find `predicted` tokens found `actual`; returns the worker's credit now."""
-        known = self.of.setdefault(worker, Experience(updated_at=now))
-        self._fade(known, now)
-        known.unpredicted_tokens_total += max(actual - predicted, 0)
+        self._fade(now)
+        self.unpredicted_tokens_total += max(actual - predicted, 0)
         if predicted > 0:
             missing = max(predicted - actual, 0)
-            known.predicted_tokens_total += predicted
-            known.missing_tokens_total += missing
-            known.missing += NEWEST * (missing / predicted - known.missing)
-            known.requests += 1
-        return self._judge(known)
+            self.predicted_tokens_total += predicted
+            self.missing_tokens_total += missing
+            self.missing += NEWEST * (missing / predicted - self.missing)
+            self.requests += 1
+        return self._judge()
 
-    def tick(self, now: float) -> dict[str, float]:
-        """Credits of those who are not fully believed."""
-        changed = {}
-        for worker, known in self.of.items():
-            if known.belief is not Belief.EXACT:
-                self._fade(known, now)
-                changed[worker] = self._judge(known)
-        return changed
+    def heal(self, now: float) -> float:
+        """Time passed; returns the worker's credit now."""
+        self._fade(now)
+        return self._judge()
 
-    def belief(self, worker: str) -> Belief:
-        known = self.of.get(worker)
-        return Belief.EXACT if known is None else known.belief
+    def _fade(self, now: float) -> None:
+        self.missing *= math.exp((self.updated_at - now) / FADE_S)
+        self.updated_at = now
 
-    def _fade(self, known: Experience, now: float) -> None:
-        known.missing *= math.exp((known.updated_at - now) / FADE_S)
-        known.updated_at = now
-
-    def _judge(self, known: Experience) -> float:
-        missing = known.missing if known.requests >= LEAST_REQUESTS else 0.0
-        if known.belief is Belief.LOAD_ONLY and missing < APPROXIMATE_BELOW:
-            known.belief = Belief.APPROXIMATE
-        if known.belief is Belief.APPROXIMATE and missing < EXACT_BELOW:
-            known.belief = Belief.EXACT
+    def _judge(self) -> float:
+        missing = self.missing if self.requests >= LEAST_REQUESTS else 0.0
+        if self.belief is Belief.LOAD_ONLY and missing < APPROXIMATE_BELOW:
+            self.belief = Belief.APPROXIMATE
+        if self.belief is Belief.APPROXIMATE and missing < EXACT_BELOW:
+            self.belief = Belief.EXACT
         if missing > LOAD_ONLY_ABOVE:
-            known.belief = Belief.LOAD_ONLY
-        elif missing > APPROXIMATE_ABOVE and known.belief is Belief.EXACT:
-            known.belief = Belief.APPROXIMATE
-        return {Belief.EXACT: 1.0, Belief.APPROXIMATE: 1.0 - missing, Belief.LOAD_ONLY: 0.0}[known.belief]
+            self.belief = Belief.LOAD_ONLY
+        elif missing > APPROXIMATE_ABOVE and self.belief is Belief.EXACT:
+            self.belief = Belief.APPROXIMATE
+        return {Belief.EXACT: 1.0, Belief.APPROXIMATE: 1.0 - missing, Belief.LOAD_ONLY: 0.0}[self.belief]

@@ -1,16 +1,17 @@
 """The workers as placement decides over them: who is alive, ready and how loaded, and the ring per model. Pure.
 
-Fed by events in the order the members view saw them, so the ready set, and with it the ring, equals that of every
-Client watching the same fleet.
+Events come in the order that the members view saw, so ready set and ring equal those of every Client of the fleet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvfleet.placement.workers.feedback import Experience
 from kvfleet.placement.workers.prompts import AddressSpace, address_space
 from kvfleet.placement.workers.workloads import Columns, Workloads
 from kvproto.hash_ring import HashRing
@@ -20,17 +21,17 @@ from kvproto.messages import Heartbeat, Load, Milestone, Milestones, Rates, Stat
 MAX_MODELS = 4096  # names remembered, living or not
 SILENT_AFTER_S = 1.5  # three heartbeats missed
 PING_AGAIN_S = 0.5
+HITS_S = 60.0  # the hit rate is that of about so long
+HITS_SAMPLE_S = 5.0  # between the totals that are kept for it
 GAPS_KEPT = 64  # the newest ones: a gap is made by an outage
 
 
+@dataclass(slots=True)
 class SeenMilestones:
     """Which of one life's milestones were heard: after an outage a worker says the last ones again."""
 
-    __slots__ = ("_gaps", "_next")
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._gaps: list[tuple[int, int]] = []  # [begin, end) of what was not heard, below `_next`
+    next: int = 0
+    gaps: list[tuple[int, int]] = field(default_factory=list)  # [begin, end) of what was not heard, below `next`
 
     def new_of(self, said: Milestones) -> Milestones:
         """Those that were not heard before; all of a worker that does not number them."""
@@ -39,16 +40,66 @@ class SeenMilestones:
             return said
         end, gaps = first + len(said.items), []
         fresh: list[Milestone] = []
-        for a, b in (*self._gaps, (self._next, max(end, self._next))):
+        for a, b in (*self.gaps, (self.next, max(end, self.next))):
             low, high = max(a, first), min(b, end)
             if low >= high:
                 gaps.append((a, b))
                 continue
             fresh += said.items[low - first : high - first]
             gaps += [(a, low), (high, b)]
-        self._next = max(self._next, end)
-        self._gaps = [(a, b) for a, b in gaps if a < b][-GAPS_KEPT:]
+        self.next = max(self.next, end)
+        self.gaps = [(a, b) for a, b in gaps if a < b][-GAPS_KEPT:]
         return replace(said, items=tuple(fresh))
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    at: float
+    beats: int
+    busy: int
+    prefilled: int
+    queued: int
+
+
+@dataclass(slots=True)
+class HeardDemand:
+    """What the heartbeats of one life of a worker say there is to do."""
+
+    heard_at: float = float("-inf")
+    beats: int = 0
+    busy: int = 0
+    totals: deque[_Totals] = field(default_factory=deque)  # one per sample, the first about a window ago
+    hits: deque[tuple[float, int, int]] = field(default_factory=deque)  # when, prompt and hit tokens; of a minute
+
+    def hear(self, load: Load, now: float) -> None:
+        self.heard_at = now
+        self.beats += 1
+        self.busy += load.queued_prefill_tokens > 0
+        if not self.hits or now - self.hits[-1][0] >= HITS_SAMPLE_S:
+            self.hits.append((now, load.prompt_tokens_total, load.hit_tokens_total))
+        while len(self.hits) > 1 and now - self.hits[1][0] >= HITS_S:
+            self.hits.popleft()
+
+    def sample(self, load: Load, now: float, window_s: float) -> None:
+        """Work is that of so long."""
+        prefilled = max(load.fed_tokens_total - load.generated_tokens_total, 0)
+        self.totals.append(_Totals(now, self.beats, self.busy, prefilled, load.queued_prefill_tokens))
+        while len(self.totals) > 2 and self.totals[1].at <= now - window_s:
+            self.totals.popleft()
+
+    @property
+    def busy_share(self) -> float:
+        first, last = self.totals[0], self.totals[-1]
+        beats = last.beats - first.beats
+        return (last.busy - first.busy) / beats if beats else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Fed, and come to wait."""
+        first, last = self.totals[0], self.totals[-1]
+        if last.at <= first.at:
+            return 0.0
+        return max(last.prefilled - first.prefilled + last.queued - first.queued, 0) / (last.at - first.at)
 
 
 @dataclass(slots=True)
@@ -68,7 +119,8 @@ class Worker:
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
     milestones: SeenMilestones = field(default_factory=SeenMilestones)
-
+    demand: HeardDemand = field(default_factory=HeardDemand)
+    experience: Experience = field(default_factory=Experience)
     pinged_at: float = -1e9
 
 
@@ -84,18 +136,6 @@ class Space:
     columns: Columns
     groups: Columns
 
-    @staticmethod
-    def of(address: AddressSpace, numbers: list[int], workers: Sequence[Worker]) -> Space:
-        """`workers`: those of `numbers` first."""
-        formats = {format_: number for number, format_ in enumerate(sorted({w.kv_format for w in workers} - {b""}))}
-        return Space(
-            address,
-            np.array(numbers),
-            tuple(worker.id for worker in workers),
-            np.array([worker.column for worker in workers], dtype=np.int64),
-            np.array([formats.get(worker.kv_format, -1) for worker in workers], dtype=np.int64),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -110,21 +150,17 @@ class Ready:
     @staticmethod
     def of(workers: Iterable[Worker], ring: HashRing, draining: Iterable[Worker] = ()) -> Ready:
         listed, givers = tuple(workers), tuple(draining)
-        spaces: dict[AddressSpace, list[int]] = {}
+        numbers_of: dict[AddressSpace, list[int]] = {}
         for number, worker in enumerate(listed):
-            spaces.setdefault(worker.space, []).append(number)
-        return Ready(
-            listed,
-            ring,
-            np.array([worker.column for worker in listed], dtype=np.int64),
-            tuple(
-                Space.of(
-                    space, numbers, [*(listed[number] for number in numbers), *(w for w in givers if w.space == space)]
-                )
-                for space, numbers in spaces.items()
-            ),
-            givers,
-        )
+            numbers_of.setdefault(worker.space, []).append(number)
+        spaces = []
+        for space, numbers in numbers_of.items():
+            alike = [listed[number] for number in numbers] + [giver for giver in givers if giver.space == space]
+            formats = {kv_format: group for group, kv_format in enumerate(sorted({w.kv_format for w in alike} - {b""}))}
+            groups = np.array([formats.get(worker.kv_format, -1) for worker in alike], dtype=np.int64)
+            names = tuple(worker.id for worker in alike)
+            spaces.append(Space(space, np.array(numbers), names, _columns(alike), groups))
+        return Ready(listed, ring, _columns(listed), tuple(spaces), givers)
 
     def without(self, excluded: frozenset[str]) -> Ready:
         """Who is left; the ring stays that of all."""
@@ -140,20 +176,18 @@ class Fleet:
     def __init__(self, workloads: Workloads) -> None:
         self.workloads = workloads
         self.workers: dict[str, Worker] = {}
+        self.next_to_go: dict[str, str] = {}  # of a model, while its highest ordinal is to go: it gets nothing new
         self._names: dict[str, str] = {}  # subject token -> model, of every model ever seen alive
         self._ready: dict[str, Ready] = {}
-        self._spaces: dict[str, AddressSpace] = {}
+        self.spaces: dict[str, AddressSpace] = {}  # of each model, as it was when a worker was last ready
         self._rings: dict[str, HashRing] = {}  # of models that had a ready worker, as they last were
-
-    # ------------------------------------------------------------------ events
 
     def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
         self.leave(record.id)
         column = self.workloads.add(_token_bytes(record), record.block_size, now)
-        space = address_space(record)
         worker = Worker(
-            record.id, record.epoch, record.model, record.state, now, space, column, _exchange_format(record),
-            record.attaches,
+            record.id, record.epoch, record.model, record.state, now, address_space(record), column,
+            _exchange_format(record), record.attaches,
         )  # fmt: skip
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
@@ -165,11 +199,8 @@ class Fleet:
     def update(self, record: WorkerRecord, now: float) -> bool:
         """Whether it turned out to be another life, or another model: then it has joined anew."""
         worker = self.workers.get(record.id)
-        if worker is None or (worker.epoch, worker.model, worker.space) != (
-            record.epoch,
-            record.model,
-            address_space(record),
-        ):
+        told = record.epoch, record.model, address_space(record)
+        if worker is None or (worker.epoch, worker.model, worker.space) != told:
             self.join(record, None, now)
             return True
         worker.heard_at, worker.attaches = now, record.attaches
@@ -192,38 +223,31 @@ class Fleet:
         if worker is None or worker.epoch != beat.epoch:
             return False
         worker.heard_at, worker.load, worker.rates = now, beat.load, beat.rates
+        worker.demand.hear(beat.load, now)
         self._set_state(worker, beat.state)
         return True
 
     def claim_ping(self, worker: Worker, now: float, *, suspected: bool = False) -> bool:
         """Whether to ask this worker for a sign of life now: it is silent or suspected, and was not asked just now."""
-        if not suspected and now - worker.heard_at <= SILENT_AFTER_S:
-            return False
-        if now - worker.pinged_at < PING_AGAIN_S:
+        silent = suspected or now - worker.heard_at > SILENT_AFTER_S
+        if not silent or now - worker.pinged_at < PING_AGAIN_S:
             return False
         worker.pinged_at = now
         return True
-
-    # ------------------------------------------------------------------ questions
 
     def ready(self, model: str) -> Ready:
         """Workers of `model` that take new work; empty for a model nobody serves."""
         found = self._ready.get(model)
         if found is None:
-            workers = sorted(
-                (w for w in self.workers.values() if w.model == model and w.state is State.READY), key=lambda w: w.id
-            )
+            here = [w for w in self.workers.values() if w.model == model]
+            workers = sorted((w for w in here if w.state is State.READY), key=lambda w: w.id)
             if not workers:
                 return Ready.of((), HashRing())  # names that requests invent must not fill the cache
             ring = self._rings[model] = self._rings.get(model, HashRing()).with_nodes(w.id for w in workers)
-            self._spaces[model] = workers[0].space
-            draining = [w for w in self.workers.values() if w.model == model and w.state is State.DRAINING]
+            self.spaces[model] = workers[0].space
+            draining = [w for w in here if w.state is State.DRAINING]
             found = self._ready[model] = Ready.of(workers, ring, draining)
         return found
-
-    def last_space(self, model: str) -> AddressSpace | None:
-        """How blocks of the model were addressed when a worker of it was last ready."""
-        return self._spaces.get(model)
 
     def build_rings(self) -> None:
         """Build what changed, so that no decision has to wait for it."""
@@ -241,7 +265,6 @@ class Fleet:
         return self._names.get(model_token(model)) == model
 
     def name_of(self, token: str) -> str | None:
-        """The model behind a subject token."""
         return self._names.get(token)
 
     def _set_state(self, worker: Worker, state: State) -> None:
@@ -258,7 +281,7 @@ class Fleet:
             if stale is not None:
                 name = self._names.pop(stale)
                 self._rings.pop(name, None)
-                self._spaces.pop(name, None)
+                self.spaces.pop(name, None)
 
     def of_model(self, model: str) -> list[Worker]:
         """The living workers of a model, or with "" of all, by id."""
@@ -271,6 +294,10 @@ class Fleet:
             assert [w.id for w in cached.workers] == now == list(cached.ring.nodes), model
             assert all(self.workers[w.id] is w for w in cached.workers), model
         assert all(self.is_known(w.model) for w in self.workers.values()) or len(self._names) >= MAX_MODELS
+
+
+def _columns(workers: Iterable[Worker]) -> Columns:
+    return np.array([worker.column for worker in workers], dtype=np.int64)
 
 
 def _token_bytes(record: WorkerRecord) -> float:

@@ -27,30 +27,26 @@ Key = tuple[str, str]
 class BlockCounts:
     """How many of some chains have each block. At most half of the places are taken."""
 
-    def __init__(self) -> None:
-        self._blocks: Hashes = np.zeros((FEWEST_PLACES, 2), dtype=np.uint64)
-        self._counts = np.zeros(FEWEST_PLACES, dtype=np.int64)  # 0: nothing is in this place
-        self._used = 0
-
-    def __len__(self) -> int:
-        return self._used
+    def __init__(self, places: int = FEWEST_PLACES) -> None:
+        self.used = 0
+        self._blocks: Hashes = np.zeros((places, 2), dtype=np.uint64)
+        self._counts = np.zeros(places, dtype=np.int64)  # 0: nothing is in this place
 
     def add(self, hashes: Hashes) -> None:
         """One more chain."""
-        while 2 * (self._used + len(hashes)) > len(self._counts):
+        while 2 * (self.used + len(hashes)) > len(self._counts):
             self.grow()
-        self._used += count_kernel.add(self._blocks, self._counts, hashes)
+        self.used += count_kernel.add(self._blocks, self._counts, hashes)
 
     def grow(self) -> None:
-        places = 2 * len(self._counts)
-        blocks, counts = np.zeros((places, 2), dtype=np.uint64), np.zeros(places, dtype=np.int64)
-        count_kernel.move(self._blocks, self._counts, blocks, counts)
-        self._blocks, self._counts = blocks, counts
+        larger = BlockCounts(2 * len(self._counts))
+        count_kernel.move(self._blocks, self._counts, larger._blocks, larger._counts)
+        self._blocks, self._counts = larger._blocks, larger._counts
 
     def take(self, hashes: Hashes) -> Hashes:
         """One chain less; its blocks that no other one has."""
         last: Hashes = hashes[count_kernel.take(self._blocks, self._counts, hashes)]
-        self._used -= len(last)
+        self.used -= len(last)
         return last
 
 
@@ -62,9 +58,6 @@ class InflightBlocks:
         self._index = PrefixIndex(max_blocks or BLOCKS_PER_WORKER * max_workers, max_workers, tiers=1)
         self._holders: dict[str, int] = {}
         self._counts: dict[str, BlockCounts] = {}  # by worker: how many promises have each block
-        self._asked: tuple[str, ...] = ()  # of `depths`, and the holders that it found:
-        self._asked_holders = np.empty(0, dtype=np.intp)
-        self._generation = -1
         self._made: dict[Key, tuple[float, str, Hashes]] = {}  # oldest first
         self._kept: dict[Key, tuple[float, str, Hashes]] = {}  # fulfilled, until their events are here; oldest first
 
@@ -97,10 +90,9 @@ class InflightBlocks:
 
     def break_off(self, key: Key) -> None:
         """It will not be computed, or not there; what others have in common with it stays."""
-        for table in (self._made, self._kept):
-            made = table.pop(key, None)
-            if made is not None:
-                self._take_back(made)
+        made = self._made.pop(key, None) or self._kept.pop(key, None)
+        if made is not None:
+            self._take_back(made)
 
     def drop_worker(self, worker: str) -> None:
         holder = self._holders.pop(worker, None)
@@ -125,15 +117,8 @@ class InflightBlocks:
         """Of each worker, how many blocks from the start of the chain it is computing; None: nobody is."""
         if not len(self):
             return None
-        found = self._index.find(hashes)[0]
-        if not found.any():
-            return None
-        if workers is not self._asked or self._generation != self._index.generation:  # a decision asks as the last did
-            self._asked, self._generation = workers, self._index.generation
-            self._asked_holders = np.array([self._holders.get(name, -1) for name in workers], dtype=np.intp)
-        depths: Floats = found.take(self._asked_holders).astype(float)
-        depths[self._asked_holders < 0] = 0
-        return depths
+        depths = self._index.depths(hashes, workers, self._holders.get)[0]
+        return depths.astype(float) if depths.any() else None
 
     def _take_back(self, made: tuple[float, str, Hashes]) -> None:
         """All but the blocks that other promises of the worker have."""
@@ -151,8 +136,7 @@ class InflightBlocks:
         for table in (self._made, self._kept):
             for _, name, hashes in table.values():
                 promised[name].update(block.tobytes() for block in hashes)
-        assert {name: len(blocks) for name, blocks in promised.items()} == {
-            name: len(counts) for name, counts in self._counts.items()
-        }
+        counted = {name: counts.used for name, counts in self._counts.items()}
+        assert {name: len(blocks) for name, blocks in promised.items()} == counted
         assert not self._made.keys() & self._kept.keys()
         assert len(self._made) <= self.max_made

@@ -1,8 +1,7 @@
 """What each worker could have of a prompt, tier by tier, and what a request would cost there, in seconds: loops over
-workers. Numba. Pure but for what they fill.
+workers. Numba: as array operations the same takes ten times as long. Pure but for what they fill.
 
-`policies/cost.py` says what the terms mean. All decisions pass through here, so it is compiled: as array operations the
-same takes ten times as long.
+`policies/cost.py` says what the terms mean.
 """
 
 # mypy: ignore-errors
@@ -15,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from kvfleet.placement.index.entry_kernels import kernel
-from kvfleet.placement.workers.heat import COOLS_S
+from kvfleet.placement.workers.prompts import COOLS_S
 
 # What is kept of a worker's load: the rows of `Workloads`, one number per worker each.
 (
@@ -37,17 +36,19 @@ from kvfleet.placement.workers.heat import COOLS_S
     OUTPUT,  # tokens that a request generates
     AHEAD,  # of BACKLOG, what comes before a request of the priority in question; set in views
     AHEAD_REQUESTS,  # the same of REQUESTS
-) = range(18)
-LOAD_ROWS = 18
+    RESTORE,  # from here on: bytes/s from each tier, as measured; 0: not measured
+) = range(19)
+LOAD_ROWS = RESTORE + 4
 NEVER_NEGATIVE = [RATE, BACKLOG, REQUESTS, SLOTS, STAY, RECENT, CREDIT, STEP_S, OUTPUT]
 
 TERMS = ("queue", "slot", "step", "fetch", "prefill", "copy", "harm")
 QUEUE, SLOT, STEP, FETCH, PREFILL, COPY, HARM = range(7)
+TTFT_TERMS = QUEUE, SLOT, FETCH, PREFILL
 COST = 7  # their sum
 RESTORED = 8  # from this row on: tokens that come from each tier below the device
 ROWS = 11
 
-DEVICE, HOST, VAULT, PEER = range(4)  # rows of what is matched, and of restore rates
+DEVICE, HOST, VAULT, PEER = range(4)  # rows of what is matched, and from RESTORE on
 
 UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
 RECENT_S = 60.0  # what a worker was given counts as recent for about so long
@@ -58,12 +59,12 @@ COPY_S = 0.5  # what a request may be made to wait so that others find a copy
 
 @njit
 def fill(depths, groups, credit, pooled, size, most, indexed, believed):
-    """Fills `indexed` and `believed` `[4, candidates]`, at most `most` tokens each.
+    """Fills `indexed` and `believed` `[4, candidates]`, at most `most` tokens each. `depths` `[3, asked]` are blocks of
+    `size` tokens: of the candidates, and after them of others who only give.
 
-    `depths` `[3, asked]` are blocks of `size` tokens: of the candidates, and after them of others who only give. Who
-    are in one of the `groups` `[asked]` can pull from one another what they hold on their device and host; -1 is none.
-    Of what a worker is said to hold the share `credit` `[asked]` is believed; of what vaults have, `pooled` blocks from
-    the start, all of it, for all that fetch it.
+    Who are in one of the `groups` `[asked]` can pull from one another what they hold on their device and host; -1 is
+    none. Of what a worker is said to hold the share `credit` `[asked]` is believed; of what vaults have, `pooled`
+    blocks from the start, all of it, for all that fetch it.
     """
     asked = depths.shape[1]
     most_indexed, most_believed = np.zeros(asked), np.zeros(asked)  # of each group
@@ -87,52 +88,38 @@ def fill(depths, groups, credit, pooled, size, most, indexed, believed):
 
 
 @kernel
-def _mean_rate(values):
-    """Harmonic, of those who measured: one absurdly fast worker does not make the others look fast."""
-    seconds, measured = 0.0, 0
+def _of_all(values):
+    """Mean rate, how many measured one, mean stay, and what a sequence adds to a decode step.
+
+    The mean rate is harmonic, of those who measured: one absurdly fast worker does not make the others look fast. A
+    sequence adds at most the least time that a decoded token takes anywhere: with few of them most of a step is not
+    theirs.
+    """
+    seconds, measured, stays, stayed, token_s = 0.0, 0, 0.0, 0, np.inf
     for worker in range(values.shape[1]):
         if values[RATE, worker] > 0:
             seconds += 1 / values[RATE, worker]
             measured += 1
-    return measured / seconds if measured else UNMEASURED_RATE
-
-
-@kernel
-def _least_token_s(values):
-    """What a sequence adds to a decode step is at most the least time that a decoded token takes anywhere: with few of
-    them most of a step is not theirs."""
-    least = np.inf
-    for worker in range(values.shape[1]):
-        if 0 < values[TOKEN_S, worker] < least:
-            least = values[TOKEN_S, worker]
-    return least if least < np.inf else 0.0
+        if values[STAY, worker] > 0:
+            stays += values[STAY, worker]
+            stayed += 1
+        if 0 < values[TOKEN_S, worker] < token_s:
+            token_s = values[TOKEN_S, worker]
+    rate = measured / seconds if measured else UNMEASURED_RATE
+    return rate, measured, stays / stayed if stayed else 0.0, token_s if token_s < np.inf else 0.0
 
 
 @kernel
 def _comparable(rate, measured_at, mean, now):
-    """A rate made comparable.
-
-    One within a quarter of the mean is taken for the mean: between equal machines that is how measurements differ, and
-    the idle one that happened to be slower last time must not stay idle for it. Who has not measured is taken for the
-    mean too. A rate that was measured lower, long ago, comes up to it: the lower, the later. One bad measurement would
-    else keep all work, and so any better one, away.
-    """
+    """A rate within a quarter of the mean is taken for the mean: between equal machines measurements differ so, and the
+    idle one that was slower last time must not stay idle for it. Who has not measured is taken for the mean too. A rate
+    that was measured lower, long ago, comes up to it: the lower, the later. One bad measurement would else keep all
+    work, and so any better one, away."""
     if rate <= 0 or abs(rate - mean) <= ALIKE * mean:
         return mean
     if rate < mean:
         return min(mean, rate * math.exp(min((now - measured_at) / FORGIVEN_S, 50.0)))
     return rate
-
-
-@kernel
-def _mean_stay(values):
-    """Of those of whom a request has ended."""
-    seconds, known = 0.0, 0
-    for worker in range(values.shape[1]):
-        if values[STAY, worker] > 0:
-            seconds += values[STAY, worker]
-            known += 1
-    return seconds / known if known else 0.0
 
 
 @kernel
@@ -143,11 +130,8 @@ def _until_served(values, worker, rate, idle):
 
 @kernel
 def _until_slot(values, worker, mean_stay):
-    """Seconds until a slot is free for one more: they become free one by one, as requests stay so long.
-
-    How long they stayed says nothing yet where they stay longer now: at the present steps one takes at least its
-    output's.
-    """
+    """Seconds until a slot is free for one more: they become free one by one, as requests stay so long. Where they stay
+    longer now than they did, one takes at least its output's steps."""
     slots = values[SLOTS, worker]
     ahead = values[AHEAD_REQUESTS, worker] - slots + 1
     if slots <= 0 or ahead <= 0:
@@ -164,12 +148,10 @@ def _recent(values, worker, now):
 
 @kernel
 def _uses(values, worker, heat, now):
-    """How many requests will find what is computed there, of the `heat` that part ways at its end.
-
-    It lasts until no request comes for as long as the worker's cache keeps what nobody uses: until what the worker is
-    given fills the room that running sequences leave. Of requests that come by chance, so many a second, e^(rate *
-    time) - 1 come before such a gap. All of them where the cache keeps everything, or its size is not known.
-    """
+    """How many requests will find what is computed there, of the `heat` that part ways at its end: all of them where
+    the cache keeps everything, or its size is not known. Else it lasts until none comes for as long as what the worker
+    is given takes to fill the room that running sequences leave; of requests that come by chance e^(rate * time) - 1
+    come before such a gap."""
     if values[BLOCKS, worker] <= 0:
         return heat
     room = max(values[BLOCKS, worker] - values[BLOCKS_USED, worker], 0.0) * values[BLOCK_TOKENS, worker]
@@ -183,10 +165,7 @@ def _uses(values, worker, heat, now):
 def waits(values, now, out):
     """Fills `out` `[workers]`: seconds until a request would be begun there. Who has not measured anything, in a fleet
     that has not, is taken to be free."""
-    mean, stay = _mean_rate(values), _mean_stay(values)
-    measured = False
-    for worker in range(values.shape[1]):
-        measured = measured or values[RATE, worker] > 0
+    mean, measured, stay, _ = _of_all(values)
     for worker in range(values.shape[1]):
         out[worker] = _until_slot(values, worker, stay)
         if measured:
@@ -195,14 +174,11 @@ def waits(values, now, out):
 
 
 @kernel
-def price(values, restore, matched, tokens, heat, now, others, busy, out):
-    """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where.
-
-    `values` `[18, workers]`, rows as above, `restore` `[4, workers]` bytes/s, `matched` `[4, workers]` tokens, each
-    tier's with those of faster ones. A peer's blocks begin with the chain's first, a vault's where the worker's own
-    end.
-    """
-    mean, token_s, mean_stay = _mean_rate(values), _least_token_s(values), _mean_stay(values)
+def price(values, matched, tokens, heat, now, others, busy, out):
+    """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where. `values` are `[22, workers]`,
+    `matched` `[4, workers]` tokens, each tier's with those of faster ones. A peer's blocks begin with the chain's
+    first, a vault's where the worker's own end."""
+    mean, _, mean_stay, token_s = _of_all(values)
     least = np.inf
     for worker in range(values.shape[1]):
         rate = _comparable(values[RATE, worker], values[RATE_AT, worker], mean, now)
@@ -217,10 +193,10 @@ def price(values, restore, matched, tokens, heat, now, others, busy, out):
         out[RESTORED:, worker] = 0.0
         from_host = from_vault = 0.0
         for tier in range(HOST, PEER + 1):  # between their ends all grows in straight lines: an end is cheapest
-            speed, reach = restore[tier, worker], matched[tier, worker]
+            speed, reach = values[RESTORE + tier, worker], matched[tier, worker]
             if speed <= 0 or values[TOKEN_BYTES, worker] <= 0:
                 continue  # never measured: no choice
-            if tier == PEER and reach > matched[VAULT, worker] and speed > restore[VAULT, worker]:
+            if tier == PEER and reach > matched[VAULT, worker] and speed > values[RESTORE + VAULT, worker]:
                 fetched, end, from_vault = fetched_here, end_here, 0.0  # a peer that has more has that too
             more = reach - end
             if more > 0:
@@ -252,11 +228,8 @@ def price(values, restore, matched, tokens, heat, now, others, busy, out):
 
 @kernel
 def cheapest(prices, held, tokens, keeps, near_s, near_share, equals):
-    """The cheapest worker of `prices` (as `price` fills them), and how many are about as cheap: they are listed in
-    `equals` `[workers]`.
-
-    With `keeps`, of these only who has most of `held` tokens counts, if that is half of the prompt's `tokens`.
-    """
+    """The cheapest worker of `prices` (as `price` fills them), and how many are about as cheap, listed in `equals`
+    `[workers]`. With `keeps`, of these only who has most of `held` tokens counts, if that is half of the prompt."""
     count = prices.shape[1]
     number = 0
     for worker in range(count):

@@ -1,9 +1,12 @@
-"""What a request's prompt is to placement: so many tokens, and the hashes of its blocks. Pure."""
+"""What a request's prompt is to placement: so many tokens, hashes of blocks, and a prefix that is in demand. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -16,16 +19,19 @@ from kvproto.messages import PlaceRequest, PublicPrefix, WorkerRecord
 
 CHARACTERS_PER_TOKEN = 4  # of text that nobody has tokenised yet
 NO_HASHES: Hashes = np.empty((0, 2), dtype=np.uint64)
+KEPT = 65_536
+KEPT_PREFIXES = 4096
+KEPT_BLOCKS = 524_288
+COOLS_S = 1800.0  # about as long as a copy that nobody uses stays in a cache
+IN_DEMAND = 1.5  # two requests, a quarter of an hour apart at most
+MAX_SPACES = 64  # whose roots are kept
 LARGEST_BLOCK = 28  # tokens; with a parent of 16 bytes that fills the 128 bytes of one compression
 
 
 def chain(root: Root, ids: Sequence[int], block_size: int) -> Hashes:
-    """`[blocks, 2]`: hashes of the full blocks of `ids`, in order: `kvproto.block_hash.chain` as one compiled loop.
-
-    A decision hashes a prompt's every block, one after the other, so this is most of what it costs. A block's hash is
-    BLAKE2b of its parent's 16 bytes and its token ids (RFC 7693); of up to 28 tokens that is one compression. Larger
-    blocks, and odd ones, take hashlib's way.
-    """
+    """`[blocks, 2]`: hashes of the full blocks of `ids`, in order: `kvproto.block_hash.chain` as one compiled loop, as
+    this is most of what a decision costs. A block of up to 28 tokens is one compression; larger and odd ones take
+    hashlib's way."""
     if block_size % 2 or block_size > LARGEST_BLOCK:
         return pack(block_hash.chain(root, ids, block_size))
     count = len(ids) // block_size
@@ -55,17 +61,14 @@ def address_space(record: WorkerRecord) -> AddressSpace:
 
 
 class PromptHasher(Protocol):
-    """How prompts are counted and hashed; the simulator has traces instead of tokens."""
+    """How prompts are counted and hashed; the simulator has traces instead of tokens. `hashes` are `[blocks, 2]` of the
+    full blocks, none for text that only a worker can tokenise; their chain begins with `root`."""
 
     def tokens(self, ask: PlaceRequest) -> int: ...
 
-    def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
-        """`[blocks, 2]` of the full blocks; none for text that only a worker can tokenise."""
-        ...
+    def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes: ...
 
-    def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Root:
-        """What the chain of a prompt that has hashes begins with."""
-        ...
+    def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Root: ...
 
 
 class HashedPrompts:
@@ -73,7 +76,7 @@ class HashedPrompts:
 
     def __init__(self, fleet_key: bytes | None) -> None:
         self._fleet_key = fleet_key
-        self._roots: dict[AddressSpace, TenantRoots] = {}
+        self._roots = lru_cache(MAX_SPACES)(self._roots_of)
 
     def tokens(self, ask: PlaceRequest) -> int:
         return len(ask.prompt_ids) or len(ask.prompt or "") // CHARACTERS_PER_TOKEN
@@ -84,14 +87,79 @@ class HashedPrompts:
         return chain(self.root(space, tenant, ask), ask.prompt_ids, space.block_size)
 
     def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Root:
-        roots = self._roots.get(space)
-        if roots is None:
-            if len(self._roots) >= MAX_SPACES:
-                self._roots.clear()
-            key = self._fleet_key or b""
-            roots = TenantRoots(space.model_revision, space.block_size, space.public_prefixes, key)
-            self._roots[space] = roots
-        return roots.of(tenant, ask.prompt_ids)
+        return self._roots(space).of(tenant, ask.prompt_ids)
+
+    def _roots_of(self, space: AddressSpace) -> TenantRoots:
+        return TenantRoots(space.model_revision, space.block_size, space.public_prefixes, self._fleet_key or b"")
 
 
-MAX_SPACES = 64
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The blocks up to where prompts part ways, `[n, 2]`."""
+
+    model: str
+    space: AddressSpace
+    root: Root
+    hashes: Hashes
+
+
+@dataclass(eq=False, slots=True)
+class Heat:
+    """How many prompts part ways after a block: the demand for the prefix that it ends. Owned by the decider.
+
+    A system prompt is where many requests' longest match ends; the last block of a conversation is where one does. What
+    is in demand is worth a copy on further workers. A prefix that nobody asks for any more cools down, and its copies
+    are evicted like everything else. Of prefixes after which at least two parted the whole chain is kept, at most
+    `kept_prefixes` of `kept_blocks` together; when there are more, the coolest quarter goes.
+    """
+
+    kept: int = KEPT
+    kept_prefixes: int = KEPT_PREFIXES
+    kept_blocks: int = KEPT_BLOCKS
+    counts: OrderedDict[bytes, tuple[float, float]] = field(default_factory=OrderedDict)  # asked for longest ago first
+    prefixes: dict[bytes, SharedPrefix] = field(default_factory=dict)  # by their last block
+    blocks: int = 0  # of all of them
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def of(self, block: bytes, now: float) -> float:
+        """Requests of about the last half hour whose longest match ended with this block."""
+        count, at = self.counts.get(block, (0.0, now))
+        return count * math.exp((at - now) / COOLS_S)
+
+    def add(self, block: bytes, now: float) -> bool:
+        """Whether the prefix that it ends is in demand and its chain not known: then `keep` wants it."""
+        count = self.of(block, now) + 1
+        self.counts[block] = count, now
+        self.counts.move_to_end(block)
+        if len(self.counts) > self.kept:
+            self._drop(self.counts.popitem(last=False)[0])
+        return count >= IN_DEMAND and block not in self.prefixes
+
+    def keep(self, block: bytes, prefix: SharedPrefix, now: float) -> None:
+        self._drop(block)
+        self.prefixes[block] = prefix
+        self.blocks += len(prefix.hashes)
+        if len(self.prefixes) > self.kept_prefixes or self.blocks > self.kept_blocks:
+            by_heat = sorted(self.prefixes, key=lambda one: self.of(one, now))
+            for coolest in by_heat[: max(1, len(by_heat) // 4)]:
+                self._drop(coolest)
+            while self.blocks > self.kept_blocks:
+                self._drop(next(iter(self.prefixes)))
+
+    def hottest(self, now: float) -> list[tuple[SharedPrefix, float]]:
+        """Prefixes and their heat, hottest first; of equals the longer."""
+        hot = [(prefix, self.of(block, now)) for block, prefix in self.prefixes.items()]
+        return sorted(hot, key=lambda one: (-one[1], -len(one[0].hashes)))
+
+    def _drop(self, block: bytes) -> None:
+        gone = self.prefixes.pop(block, None)
+        if gone is not None:
+            self.blocks -= len(gone.hashes)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        assert self.blocks == sum(len(prefix.hashes) for prefix in self.prefixes.values()) <= self.kept_blocks
+        assert len(self.prefixes) <= self.kept_prefixes
+        assert self.prefixes.keys() <= self.counts.keys()

@@ -1,7 +1,7 @@
 """Compiles placement's kernels before the first request needs them. Adapter to Numba's compiler and its cache.
 
-The kernels stand in modules that compile nothing when they are imported and know no disk; here each is told where its
-results are kept, and called once with what it will be called with.
+The kernels' modules compile nothing when they are imported and know no disk; here each is told where its results are
+kept, and called once with what it will be called with.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numba
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from kvfleet.placement.index import entry_kernels, find_kernel, hash_kernel, reading, sole_kernel
+from kvfleet.placement.index import entry_kernels, hash_kernel, query_kernels, reading
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
-from kvfleet.placement.workers import count_kernel, heat, price_kernel
+from kvfleet.placement.workers import count_kernel, price_kernel, prompts
 from kvfleet.placement.workers.inflight_blocks import BlockCounts
 from kvfleet.placement.workers.prompts import chain
 from kvfleet.placement.workers.workloads import PRICED_TIERS, Workloads
@@ -24,15 +24,14 @@ from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
 from kvservice.kernel_cache import results_folder
 
-MODULES = (entry_kernels, find_kernel, sole_kernel, reading, hash_kernel, price_kernel, heat, count_kernel)
+MODULES = (entry_kernels, query_kernels, reading, hash_kernel, price_kernel, prompts, count_kernel)
 SOURCES = tuple(Path(str(one.__file__)) for one in MODULES)
 KERNELS = tuple(one for module in MODULES for one in vars(module).values() if isinstance(one, Dispatcher))
 
 
 @cache
 def warm_up() -> None:
-    """Compile, or load what an earlier process compiled: seconds the first time on a machine. To be called before
-    placement says that it is ready; a second call does nothing."""
+    """Compile, or load what an earlier process compiled: seconds the first time on a machine. Again it does nothing."""
     folder = results_folder(SOURCES)
     if folder is not None:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)

@@ -230,7 +230,7 @@ async def test_one_key_that_asks_for_lists_as_fast_as_it_can_shuts_nobody_else_o
         monkeypatch.setattr(module, "EXPLAIN_TIMEOUT_S", TIMEOUT_S)
     request = (await events(fleet.served, {"prompt": "x"}))[0]["request_id"]
     await fleet.explained(request)
-    entries = [entry for loop in fleet.loops for entry in loop.core.ledger._entries.values()]
+    entries = [entry for loop in fleet.loops for entry in loop.core.ledger.entries.values()]
     for loop in fleet.loops:
         for number in range(300):
             placement = replace(entries[0].placement, request=f"r{number}")

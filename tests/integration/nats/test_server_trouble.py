@@ -61,7 +61,7 @@ async def test_what_ends_while_the_server_hangs_is_ended_in_the_ledger(nats_proc
         server.wake()
         await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
         ledger = fleet.placement.core.ledger
-        await until(lambda: all(one.actual.ended for one in ledger._entries.values()))
+        await until(lambda: all(one.actual.ended for one in ledger.entries.values()))
         await until(fleet.is_whole)
         fleet.placement.core.check_integrity()
 

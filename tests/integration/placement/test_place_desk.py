@@ -74,7 +74,9 @@ async def test_a_priority_is_believed_of_the_fleets_own_alone(
         ask = PlaceRequest(prefix[-20:], MODEL, (1, 2, 3), priority=50)
         reply = await connection.request(fleet_buckets.place("public", MODEL), codec.encode(ask), LIMIT_S)
         assert read_placement(reply.data).worker == "w1"
-        assert loop.core.bookings.priority_of(("public", ask.request)) == believed, prefix
+        booking = loop.core.bookings.find(("public", ask.request))
+        assert booking is not None
+        assert booking.priority == believed, prefix
         await connection.close()
 
 

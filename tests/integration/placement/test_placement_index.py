@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from fake_fleet import StartPlacement
 
-from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.index.kv_indexer import Follows
 from kvfleet.placement.loop import PlacementLoop
 from kvproto.client import Client
 from kvproto.codec import encode, encode_events

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from fake_fleet import MODEL, StartPlacement
 
-from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.index.kv_indexer import Follows
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.block_hash import TenantRoots, chain, digest_term

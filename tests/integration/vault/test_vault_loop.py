@@ -14,8 +14,7 @@ import pytest_asyncio
 from vault_rig import Fleet, replayed, split
 
 from kvfleet.placement.index.changes import read_changes
-from kvfleet.placement.index.follower import Follows
-from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.kv_indexer import Follows, KvIndexer
 from kvfleet.vault.loop import VaultLoop
 from kvfleet.vault.store.block_table import bytes_for
 from kvfleet.vault.store.changes import BLOCKS_PER_EVENT

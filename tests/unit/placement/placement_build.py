@@ -14,6 +14,8 @@ from kvproto.messages import (
     FinishReason,
     Heartbeat,
     Load,
+    Milestone,
+    Passed,
     PlaceRequest,
     ProducerRequest,
     Rates,
@@ -75,6 +77,10 @@ def a_core(
     for worker in workers:
         core.handle(WorkerJoined(a_record(worker)), 0.0)
     return core
+
+
+def an_acceptance(request: str, tenant: str = "public") -> Milestone:
+    return Milestone(tenant, request, 0, Passed.ACCEPTED, 0.0)
 
 
 def load_of(core: PlacementCore, worker: str) -> float:

@@ -10,11 +10,11 @@ from placement_rig import Rig, tokens
 
 from kvfleet.placement.actions import Fail, ShareBookings
 from kvfleet.placement.advice.autoscale import Rules
-from kvfleet.placement.advice.autoscaler import HeardDemand
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import PlaceAsked, Tick, WorkerJoined
 from kvfleet.placement.settings import PlacementSettings
+from kvfleet.placement.workers.fleet import HeardDemand
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import NoWorkers
 from kvproto.messages import BookedBatch, Heartbeat, Load, ModelSignals, Rates, State
@@ -156,11 +156,11 @@ def test_signals_are_in_the_stats() -> None:
 
 
 def test_busy_is_a_share_of_heartbeats_within_the_window() -> None:
-    heard = HeardDemand("e1", 0.0, Load(), Rates())
+    heard = HeardDemand()
     for step in range(100):
-        queued = 5 if step >= 50 else 0
-        heard.hear(Heartbeat("w", "e1", State.READY, Load(queued_prefill_tokens=queued)), 0.5 * step)
-        heard.sample(0.5 * step, 10.0)
+        load = Load(queued_prefill_tokens=5 if step >= 50 else 0)
+        heard.hear(load, 0.5 * step)
+        heard.sample(load, 0.5 * step, 10.0)
     assert heard.busy_share == pytest.approx(1.0)
     assert len(heard.totals) <= 22
 
@@ -173,7 +173,7 @@ def test_the_highest_ordinal_gets_nothing_new_while_it_is_to_go() -> None:
     held = tokens(1, 640)
     rig.store("w-10", held)
     assert rig.place("before", (*held, *tokens(2, 20))).worker == "w-10"
-    rig.core.autoscaler._next_to_go["demo"] = "w-10"  # as a pending scale-down sets it
+    rig.core.fleet.next_to_go["demo"] = "w-10"  # as a pending scale-down sets it
     assert rig.place("continues", (*held, *tokens(3, 20))).worker == "w-10"  # its blocks are nowhere else
     fresh = {rig.place(f"new{number}", tokens(10 + number, 640)).worker for number in range(12)}
     assert fresh == {"w-2", "w-9"}
@@ -186,17 +186,17 @@ def test_a_pending_scale_down_names_the_highest_ordinal() -> None:
     for worker in ("w-2", "w-9", "w-10"):
         core.handle(WorkerJoined(a_record(worker)), 0.0)
     core.handle(Tick(), 0.0)
-    assert core.autoscaler.next_to_go(MODEL) is None
+    assert core.fleet.next_to_go.get(MODEL) is None
     run(core, 4, Load(slots=8), "w-2", "w-9", "w-10")
     assert signals(core).desired == 2
     assert signals(core).next_ordinal == "w-10"
-    assert core.autoscaler.next_to_go(MODEL) == "w-10"
+    assert core.fleet.next_to_go.get(MODEL) == "w-10"
     by_cost = a_scaled_core(rules=rules)
     for worker in ("w-2", "w-10"):
         by_cost.handle(WorkerJoined(a_record(worker)), 0.0)
     run(by_cost, 4, Load(slots=8), "w-2", "w-10")
     assert signals(by_cost).desired == 1
-    assert by_cost.autoscaler.next_to_go(MODEL) is None
+    assert by_cost.fleet.next_to_go.get(MODEL) is None
 
 
 # ------------------------------------------------------------------ settings

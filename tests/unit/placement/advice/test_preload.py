@@ -11,8 +11,7 @@ from placement_rig import Rig, tokens
 
 from kvfleet.placement.events import WorkerJoined
 from kvfleet.placement.index.prefix_index import pack
-from kvfleet.placement.workers.heat import Heat, SharedPrefix
-from kvfleet.placement.workers.prompts import AddressSpace
+from kvfleet.placement.workers.prompts import AddressSpace, Heat, SharedPrefix
 from kvproto import codec
 from kvproto.block_hash import ForkedRoot, TenantRoots, chain, public_prefix, root
 from kvproto.messages import HotChain, PreloadPlan, PreloadRequest, State, Tier
@@ -44,10 +43,10 @@ def test_a_chain_is_wanted_once_a_second_request_parts_there_soon_enough() -> No
     assert heat.add(end_of(prefix), 7300.0)
     heat.keep(end_of(prefix), prefix, 7300.0)
     assert not heat.add(end_of(prefix), 7301.0), "it is known"
-    (hot,) = heat.hottest(7301.0)
-    assert hot.prefix is prefix
-    assert 2.9 < hot.heat < 3.1
-    assert heat.hottest(7301.0 + 3600)[0].heat < 0.5
+    ((kept, how_hot),) = heat.hottest(7301.0)
+    assert kept is prefix
+    assert 2.9 < how_hot < 3.1
+    assert heat.hottest(7301.0 + 3600)[0][1] < 0.5
     heat.check_integrity()
 
 
@@ -59,7 +58,7 @@ def test_the_coolest_give_way_and_what_is_forgotten_keeps_no_chain() -> None:
         if wanted:
             heat.keep(end_of(a_prefix(number)), a_prefix(number), float(number))
         heat.check_integrity()
-    heats = [one.heat for one in heat.hottest(30.0)]
+    heats = [each for _, each in heat.hottest(30.0)]
     assert heats == sorted(heats, reverse=True)
     assert 12 <= len(heats) <= 16
     assert heats[0] > 7
@@ -78,7 +77,7 @@ def test_all_chains_together_are_bounded() -> None:
         heat.keep(end_of(prefix), prefix, 0.0)
         heat.check_integrity()
     heat.keep(end_of(a_prefix(99)), a_prefix(99, 101), 0.0)
-    assert sum(len(one.prefix.hashes) for one in heat.hottest(0.0)) <= 100
+    assert sum(len(prefix.hashes) for prefix, _ in heat.hottest(0.0)) <= 100
 
 
 # ---------------------------------------------------------------------------------------------- plans

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 from test_preload import demand
 
-from kvfleet.placement.advice.victim import Survey
+from kvfleet.placement.advice.questions import Survey
 from kvfleet.placement.events import WorkerLeft
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
 from kvproto.messages import State, Tier, VictimCost

@@ -151,7 +151,7 @@ class TestPriority:
         levels.drain(4.0)
         assert (levels.ahead(5), levels.ahead(0)) == (0.0, 9.0)
         levels.add(0, -20.0)
-        assert not levels
+        assert not levels.amounts
 
     def test_background_work_gives_way_first(self) -> None:
         rig = Rig("w1")
@@ -223,7 +223,7 @@ class TestWhenToComeBack:
             told = away.refuse(f"m{number % 2}", 0, 1e6, 0.0, 100.0, 0.0).retry_after_s
             assert told == MOST_RETRY_S
             away.refuse(f"n{number}", 0, 1.0, 0.0, 1.0, 0.0)
-        assert len(away._outside) <= 1024
+        assert len(away.outside) <= 1024
 
     def test_those_who_obey_are_let_in(self) -> None:
         """Three times what the fleet can do in one burst; nobody else comes."""

@@ -18,7 +18,7 @@ from kvfleet.placement.events import (
     WorkerNewEpoch,
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
-from kvfleet.placement.index.follower import Follows
+from kvfleet.placement.index.kv_indexer import Follows
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import Passed, Snapshot, Tier
 
@@ -331,7 +331,7 @@ def test_a_worker_that_claims_what_it_has_not_is_believed_less_and_less_and_harm
         rig.wait(1.0)
     assert believed[0] == "liar"
     assert Counter(believed[20:])["liar"] <= 10
-    assert rig.core.feedback.belief("honest").value == "exact"
+    assert rig.core.fleet.workers["honest"].experience.belief.value == "exact"
 
 
 def test_events_that_are_repeated_or_swapped_or_of_strangers_change_nobody_elses_blocks() -> None:

@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfleet.placement.index.changes import read_changes
-from kvfleet.placement.index.follower import AHEAD_GRACE_S, KEPT_EVENTS, PULL_LIMIT_S, Follows
-from kvfleet.placement.index.kv_indexer import PULLS_AT_ONCE, KvIndexer, PullSnapshot
+from kvfleet.placement.index.kv_indexer import (
+    AHEAD_GRACE_S,
+    KEPT_EVENTS,
+    PULL_LIMIT_S,
+    PULLS_AT_ONCE,
+    Follows,
+    KvIndexer,
+    PullSnapshot,
+)
 from kvproto import codec
 from kvproto.block_hash import digest_term
 from kvproto.errors import CodecError

@@ -12,8 +12,7 @@ from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.events import BlocksChanged, Tick, VaultJoined, VaultLeft
 from kvfleet.placement.index.changes import Changes, read_changes
-from kvfleet.placement.index.follower import Follows
-from kvfleet.placement.index.kv_indexer import MAX_VAULTS, KvIndexer, PullSnapshot
+from kvfleet.placement.index.kv_indexer import MAX_VAULTS, Follows, KvIndexer, PullSnapshot
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
 from kvfleet.placement.workers.feedback import Belief
 from kvproto import codec
@@ -234,8 +233,8 @@ def test_what_a_vault_lost_is_not_held_against_the_worker() -> None:
         placed = rig.place(f"r{number}", ids)
         assert placed.expected_hit == {"device": 800, "vault": 799}
         rig.pass_("w0", f"r{number}", Passed.ACCEPTED, Passed.STARTED, prompt=1600, cached={"device": 800})
-    assert rig.core.feedback.belief("w0") is Belief.EXACT
-    assert rig.core.feedback.of["w0"].predicted_tokens_total == 12 * 800
+    assert rig.core.fleet.workers["w0"].experience.belief is Belief.EXACT
+    assert rig.core.fleet.workers["w0"].experience.predicted_tokens_total == 12 * 800
     assert rig.core.ledger.hits.lost_total == 12 * 799
 
 
@@ -250,7 +249,7 @@ def test_what_a_worker_lost_is_held_against_it_though_a_vault_brought_it() -> No
         rig.store("v0", ids, tier=Tier.VAULT, blocks=slice(50))
         rig.place(f"r{number}", ids)
         rig.pass_("w0", f"r{number}", Passed.ACCEPTED, Passed.STARTED, prompt=1600, cached={"vault": 1599})
-    assert rig.core.feedback.belief("w0") is Belief.LOAD_ONLY
+    assert rig.core.fleet.workers["w0"].experience.belief is Belief.LOAD_ONLY
     ids = tokens(99, 1600)
     rig.store("w0", ids)
     rig.store("v0", ids, tier=Tier.VAULT, blocks=slice(50))

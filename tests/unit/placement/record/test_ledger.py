@@ -162,4 +162,4 @@ async def test_a_ledgers_file_has_a_line_for_each_request_that_ended(tmp_path: P
 def test_without_a_file_no_hashes_are_kept() -> None:
     core = a_core("w0")
     core.handle(PlaceAsked("_INBOX.x", "public", an_ask("r", prompt_ids=tokens(1, 64))), 1.0)
-    assert all(not entry.hashes for entry in core.ledger._entries.values())
+    assert all(not entry.hashes for entry in core.ledger.entries.values())

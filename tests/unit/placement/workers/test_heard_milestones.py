@@ -37,5 +37,5 @@ def test_gaps_are_bounded() -> None:
     heard = SeenMilestones()
     for number in range(1, 4 * GAPS_KEPT, 2):
         heard.new_of(said(number, number))
-    assert len(heard._gaps) == GAPS_KEPT
+    assert len(heard.gaps) == GAPS_KEPT
     assert names(heard.new_of(said(0, 0))) == [], "the oldest gap is forgotten"

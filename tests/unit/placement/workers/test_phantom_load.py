@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from placement_build import a_core, an_ask, load_of
+from placement_build import a_core, an_acceptance, an_ask, load_of
 from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.actions import Answer, Fail, ShareBookings
@@ -90,7 +90,7 @@ def test_a_burst_of_long_prompts_counts_until_the_workers_word_is_here() -> None
 
     assert book(1.0) == 0, "40 s of prefill"
     for number in range(40):
-        bookings.accept(("a", f"1.0.{number}"), "w1", 0)
+        bookings.hear("w1", an_acceptance(f"1.0.{number}", "a"), 1.0)
     assert book(2.0) == 0
     assert len(bookings.expire(4.0)) == 40
     assert book(5.0) == 40 - LIMITS.seconds, "some were never sent"
@@ -134,12 +134,12 @@ def test_the_newest_of_each_tenant_at_each_worker_count_and_the_accepted_all_do(
     assert len(bookings) == 8
     for worker in columns:
         for number in range(5):
-            bookings.accept(("a", f"{worker}.{number}"), worker, 0)
+            bookings.hear(worker, an_acceptance(f"{worker}.{number}", "a"), 1.0)
         bookings.check_integrity()
     assert (len(bookings), bookings.running) == (4, 4)
     for number in range(5, 9):
         bookings.book(("a", f"r{number}"), 0, "w1", columns["w1"], 10, 1.0)
-        bookings.accept(("a", f"r{number}"), "w1", 0)
+        bookings.hear("w1", an_acceptance(f"r{number}", "a"), 1.0)
     assert (len(bookings), bookings.running) == (4, 8)
     bookings.check_integrity()
 

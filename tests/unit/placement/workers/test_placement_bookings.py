@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from placement_build import a_beat, a_core, a_record, an_ask, load_of
+from placement_build import a_beat, a_core, a_record, an_acceptance, an_ask, load_of
 from placement_rig import Rig
 
 from kvfleet.placement.actions import Answer
@@ -143,6 +143,6 @@ def test_there_are_never_more_than_so_many() -> None:
     for number in range(50):
         bookings.book(("public", f"r{number}"), 0, "w1", column, 10, float(number) / 100)
         if number % 2:
-            bookings.accept(("public", f"r{number}"), "w1", 0)
+            bookings.hear("w1", an_acceptance(f"r{number}"), float(number) / 100)
         bookings.check_integrity()
     assert (len(bookings), bookings.running) == (7, 8)  # the last one was accepted

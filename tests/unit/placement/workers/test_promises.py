@@ -73,7 +73,7 @@ def test_what_was_promised_and_not_found_is_not_held_against_the_worker() -> Non
         rig.place(f"a{number}", tokens(number, 800))
         rig.place(f"b{number}", tokens(number, 800))
         rig.pass_("w0", f"b{number}", Passed.ACCEPTED, Passed.STARTED, prompt=800)
-    assert rig.core.feedback.belief("w0").value == "exact"
+    assert rig.core.fleet.workers["w0"].experience.belief.value == "exact"
 
 
 def test_promises_end() -> None:
@@ -202,7 +202,7 @@ def test_blocks_are_counted_and_those_of_no_other_chain_told(paths: list[str], s
             assert [block.tobytes() for block in counts.take(taken)] == [
                 block.tobytes() for block in taken if not naive[block.tobytes()]
             ]
-        assert len(counts) == sum(count > 0 for count in naive.values())
+        assert counts.used == sum(count > 0 for count in naive.values())
 
 
 def test_counts_of_more_blocks_than_there_were_places() -> None:
@@ -210,6 +210,6 @@ def test_counts_of_more_blocks_than_there_were_places() -> None:
     chains = [chance.integers(0, 2**64, (100, 2), dtype=np.uint64) for _ in range(30)]
     for chain in [*chains, *chains]:
         counts.add(chain)
-    assert len(counts) == 3000
+    assert counts.used == 3000
     assert [len(counts.take(chain)) for chain in [*chains, *chains]] == [0] * 30 + [100] * 30
-    assert len(counts) == 0
+    assert counts.used == 0

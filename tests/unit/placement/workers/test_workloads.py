@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kvfleet.placement.workers.heat import COOLS_S
 from kvfleet.placement.workers.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, UNMEASURED_RATE
+from kvfleet.placement.workers.prompts import COOLS_S
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Load, Rates
 

@@ -1,4 +1,5 @@
-"""The longest prefix of a chain that each holder has, for Numba to compile. Pure but for the arrays it fills.
+"""Questions to the entries, for Numba to compile: the longest prefix of a chain that each holder has, and which blocks
+one holder has alone, which are lost with it. Pure but for the arrays they fill.
 
 Workers evict leaves first, so along a chain of hashes the holders only ever get fewer: what is equal at both ends of a
 stretch is equal in between, and a look-up asks only where it is not. What vaults hold is one pool, with gaps anywhere:
@@ -12,30 +13,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from kvfleet.placement.index.entry_kernels import (
-    AT_ONCE,
-    BITS,
-    FEW_HOLD,
-    HALF,
-    LINE,
-    LOWER,
-    NOBODY,
-    NONE,
-    ONE,
-    PLACE,
-    bit_of,
-    bits_at,
-    fetch,
-    holder_in,
-    inlined,
-    is_of,
-    kernel,
-    note_at,
-    place_of,
-    tier_in,
-)
+from kvfleet.placement.index import entry_kernels as entries
+from kvfleet.placement.index.entry_kernels import NOBODY, ONE, PLACE, inlined, kernel
 
 UNASKED = -2
+SHARED = -1  # by several, or by nobody
 IN_A_ROW = 32  # blocks, where each will be looked at, that memory is asked for at a time
 FEW = 120  # blocks, at most, that are asked for one and all; more are narrowed down first
 
@@ -58,9 +40,8 @@ def _lose(before, after, depth, depths):
 
 @inlined
 def _place_at(table, rows, hashes, places, at):
-    """Place of block `at` of the chain; asked for once."""
     if places[at] == UNASKED:
-        places[at] = place_of(table, rows, hashes[at, 0], hashes[at, 1])
+        places[at] = entries.place_of(table, rows, hashes[at, 0], hashes[at, 1])
     return places[at]
 
 
@@ -78,76 +59,57 @@ def _step_at(starts, steps, at):
 
 
 @kernel
-def _few_who(rows, tier, place, going, faster, step, sets, among, out):
-    """`_who`, of an entry without a wide row."""
-    for word in range(len(going)):
-        sets[out, word] = faster[step, word] & sets[among, word]
-    for number in range(FEW_HOLD):
-        note = note_at(rows, place, number)
+def _holders_of_few(rows, tier, place, held):
+    """To `held`: who has in this tier an entry without a wide row; NOBODY's is nobody."""
+    for word in range(len(held)):
+        held[word] = 0
+    for number in range(entries.FEW_HOLD if place != NOBODY else 0):
+        note = entries.note_at(rows, place, number)
         if note == 0:
             break
-        if tier_in(note) == tier:
-            word, bit = bit_of(holder_in(note))
-            sets[out, word] |= bit & going[word] & sets[among, word]
-    differs = False
-    for word in range(len(going)):
-        differs |= sets[out, word] != sets[among, word]
-    return differs
+        if entries.tier_in(note) == tier:
+            word, bit = entries.bit_of(entries.holder_in(note))
+            held[word] |= bit
 
 
 @inlined
-def _who(rows, most, tier, place, going, faster, step, sets, among, out):
+def _who(rows, most, tier, place, going, faster, step, sets, among, out, held):
     """Who of `sets[among]` has a block, in faster tiers as `faster[step]` do, or going on in this one: to `sets[out]`,
     another one. Whether somebody has not."""
-    if NOBODY < place < most:
-        return _few_who(rows, tier, place, going, faster, step, sets, among, out)
-    differs, column = False, bits_at(place, len(going), tier)
+    differs, column = False, entries.bits_at(place, len(going), tier)
+    if place < most:
+        _holders_of_few(rows, tier, place, held)
     for word in range(len(going)):
-        who = faster[step, word]
-        if place != NOBODY:
-            who |= going[word] & rows[column + np.uint64(word)]
-        who &= sets[among, word]
+        here = held[word] if place < most else rows[column + np.uint64(word)]
+        who = (faster[step, word] | going[word] & here) & sets[among, word]
         differs |= who != sets[among, word]
         sets[out, word] = who
     return differs
 
 
 @kernel
-def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, out):
+def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, out, held):
     """Who has in a tier the block after the last that it has in faster ones."""
     out[:] = 0
-    words = len(out)
     for step in range(steps):
         place = _place_at(table, rows, hashes, places, starts[step])
-        if place == NOBODY:
-            continue
-        if place >= most:
-            column = (place << PLACE) + BITS + tier * words
-            for word in range(words):
-                before = sets[step - 1, word] if step else anyone[word]
-                out[word] |= before & ~sets[step, word] & rows[column + word]
-            continue
-        for number in range(FEW_HOLD):
-            note = note_at(rows, place, number)
-            if note == 0:
-                break
-            if tier_in(note) == tier:
-                word, bit = bit_of(holder_in(note))
-                before = sets[step - 1, word] if step else anyone[word]
-                out[word] |= before & ~sets[step, word] & bit
+        column = entries.bits_at(place, len(out), tier)
+        if place < most:
+            _holders_of_few(rows, tier, place, held)
+        for word in range(len(out)):
+            before = sets[step - 1, word] if step else anyone[word]
+            here = held[word] if place < most else rows[column + np.uint64(word)]
+            out[word] |= before & ~sets[step, word] & here
 
 
 @inlined
 def _fetch_wide(rows, most, column, words, places, asked):
-    """Have memory bring what wide rows say of a tier beyond their first line, of places that are known. The result
-    means nothing."""
+    """Have memory bring what wide rows say of a tier beyond their first line. The result means nothing."""
     seen = np.uint64(0)
-    if column + words <= LINE:
-        return seen
-    for number in range(len(asked)):
+    for number in range(len(asked) if column + words > entries.LINE else 0):
         place = places[asked[number]]
         if place >= most:
-            for word in range(0, words, LINE):
+            for word in range(0, words, entries.LINE):
                 seen ^= rows[(place << PLACE) + column + word]
     return seen
 
@@ -155,12 +117,12 @@ def _fetch_wide(rows, most, column, words, places, asked):
 @kernel
 def _few_pooled(rows, tier, place, pool):
     """`_is_pooled`, of an entry without a wide row."""
-    for number in range(FEW_HOLD):
-        note = note_at(rows, place, number)
+    for number in range(entries.FEW_HOLD):
+        note = entries.note_at(rows, place, number)
         if note == 0:
             break
-        if tier_in(note) == tier:
-            word, bit = bit_of(holder_in(note))
+        if entries.tier_in(note) == tier:
+            word, bit = entries.bit_of(entries.holder_in(note))
             if pool[word] & bit:
                 return True
     return False
@@ -170,7 +132,7 @@ def _few_pooled(rows, tier, place, pool):
 def _is_pooled(rows, most, tier, place, pool):
     if place < most:
         return _few_pooled(rows, tier, place, pool)
-    held, column = np.uint64(0), bits_at(place, len(pool), tier)
+    held, column = np.uint64(0), entries.bits_at(place, len(pool), tier)
     for word in range(len(pool)):
         held |= rows[column + np.uint64(word)] & pool[word]
     return held != 0
@@ -178,30 +140,30 @@ def _is_pooled(rows, most, tier, place, pool):
 
 @inlined
 def _first_not_pooled(table, rows, most, hashes, places, tier, pool, first, end):
-    """The first block from `first` on, or `end`, that nobody of the pool has. Each pass over them reads what the next
-    one hangs on, so that memory brings it at once. The second result means nothing."""
+    """The first block from `first` on, or `end`, that nobody of the pool has. Each pass reads what the next one hangs
+    on, so that memory brings it at once. The second result means nothing."""
     mask = np.uint64(len(table) - 1)
     seen = np.uint64(0)
     for number in range(first, end):
         seen ^= table[hashes[number, 0] & mask]
     for number in range(first, end):
-        tag = hashes[number, 0] & LOWER
+        tag = hashes[number, 0] & entries.LOWER
         at = tag & mask
         slot = table[at]
-        while slot != NONE and slot >> HALF != tag:
+        while slot != entries.NONE and slot >> entries.HALF != tag:
             at = (at + ONE) & mask
             slot = table[at]
         places[number] = NOBODY
-        if slot != NONE:
-            place = np.int64(slot & LOWER)
+        if slot != entries.NONE:
+            place = np.int64(slot & entries.LOWER)
             places[number] = place
-            seen ^= rows[(place << PLACE) + (BITS + tier * len(pool) if place >= most else 0)]
+            seen ^= rows[(place << PLACE) + (entries.BITS + tier * len(pool) if place >= most else 0)]
     for number in range(first, end):
         if places[number] == NOBODY:
             return number, seen
         place = places[number]
-        if not is_of(rows, place, hashes[number, 0], hashes[number, 1]):  # another one with this tag
-            places[number] = place_of(table, rows, hashes[number, 0], hashes[number, 1])
+        if not entries.is_of(rows, place, hashes[number, 0], hashes[number, 1]):  # another one with this tag
+            places[number] = entries.place_of(table, rows, hashes[number, 0], hashes[number, 1])
             place = places[number]
         if place == NOBODY or not _is_pooled(rows, most, tier, place, pool):
             return number, seen
@@ -210,8 +172,7 @@ def _first_not_pooled(table, rows, most, hashes, places, tier, pool, first, end)
 
 @inlined
 def _end_in_pool(table, rows, most, hashes, places, tier, pool, at):
-    """The first block from `at` on that nobody of the pool has. Each is asked for: what lies in several places and is
-    evicted by none but its own rules may have gaps anywhere."""
+    """The first block from `at` on that nobody of the pool has."""
     seen = np.uint64(0)
     end = at + 1  # mostly the first one says it
     while at < len(hashes):
@@ -225,8 +186,8 @@ def _end_in_pool(table, rows, most, hashes, places, tier, pool, at):
 
 @njit
 def _go_on_in_pool(table, rows, most, hashes, places, tier, pool, starts, steps, anyone, depths):
-    """Add to the depths of `anyone`, which are those that `starts[:steps]` names, what the pool has without a gap from
-    there on; returns what it has from the start. A stretch that it has is looked at once, for all that come to it."""
+    """Add to the depths of `anyone`, which `starts[:steps]` names, what the pool has without a gap from there on;
+    returns what it has from the start. A stretch that it has is looked at once, for all that come to it."""
     ends = np.empty(len(hashes) + 1, dtype=np.int64)
     ends[len(hashes)] = len(hashes)
     end, seen = -1, np.uint64(0)
@@ -272,10 +233,10 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
     asked, asked_hashes = np.empty(longest + FEW, dtype=np.int64), np.empty((longest + FEW, 2), dtype=np.uint64)
     fetched = np.uint64(0)
     faster_starts, faster_sets = np.zeros(longest, dtype=np.int64), np.empty((longest, words), dtype=np.uint64)
-    going = np.zeros(words, dtype=np.uint64)
+    going, held = np.zeros(words, dtype=np.uint64), np.empty(words, dtype=np.uint64)
 
     for tier in range(used):
-        _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, going)
+        _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, going, held)
         if not going.any():
             if tier:
                 depths[tier] = depths[tier - 1]
@@ -285,10 +246,10 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
         faster = steps
         for word in range(words):
             sets[1, word] = anyone[word]
-        _who(rows, most, tier, places[0], going, faster_sets, 0, sets, 1, 0)
+        _who(rows, most, tier, places[0], going, faster_sets, 0, sets, 1, 0, held)
         last_place = _place_at(table, rows, hashes, places, count - 1)
         step = _step_at(faster_starts, faster, count - 1)
-        steps = 1 + _who(rows, most, tier, last_place, going, faster_sets, step, sets, 0, 1)
+        steps = 1 + _who(rows, most, tier, last_place, going, faster_sets, step, sets, 0, 1, held)
         starts[0], starts[1], behind[1] = 0, count - 1, 0
         while True:
             unsure = unknown = 0
@@ -297,7 +258,7 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
                 unknown += starts[step] - behind[step] - 1
             if unsure == 0:
                 break
-            between = AT_ONCE // unsure + 1 if unknown > FEW else FEW
+            between = entries.AT_ONCE // unsure + 1 if unknown > FEW else FEW
             asking = 0
             for step in range(1, steps):
                 stride = (starts[step] - behind[step] + between) // (between + 1)
@@ -306,10 +267,10 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
                         asked[asking] = at
                         asked_hashes[asking, 0], asked_hashes[asking, 1] = hashes[at, 0], hashes[at, 1]
                         asking += 1
-            fetched ^= fetch(table, rows, asked_hashes[:asking])
+            fetched ^= entries.fetch(table, rows, asked_hashes[:asking])
             for number in range(asking):
                 _place_at(table, rows, hashes, places, asked[number])
-            fetched ^= _fetch_wide(rows, most, BITS + tier * words, words, places, asked[:asking])
+            fetched ^= _fetch_wide(rows, most, entries.BITS + tier * words, words, places, asked[:asking])
             found = 1
             next_starts[0] = 0
             for word in range(words):
@@ -320,7 +281,9 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
                 while last < starts[step]:
                     at = min(last + stride, starts[step])
                     so_far = _step_at(faster_starts, faster, at)
-                    if _who(rows, most, tier, places[at], going, faster_sets, so_far, next_sets, found - 1, found):
+                    if _who(
+                        rows, most, tier, places[at], going, faster_sets, so_far, next_sets, found - 1, found, held
+                    ):
                         next_starts[found], next_behind[found] = at, last
                         found += 1
                     last = at
@@ -337,7 +300,61 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
     if not pool.any():
         return 0, fetched
     last = len(depths) - 1
-    pooled, seen = _go_on_in_pool(
-        table, rows, most, hashes, places, last, pool, starts, steps, anyone, depths[last]
-    )  # fmt: skip
+    pooled, seen = _go_on_in_pool(table, rows, most, hashes, places, last, pool, starts, steps, anyone, depths[last])
     return pooled, fetched ^ seen
+
+
+@inlined
+def _sole(rows, entry, tiers, counted, pool):
+    """Holder of an entry that one of `counted` has, in whatever tier, and nobody of the pool; else SHARED."""
+    words, holder, wide = len(counted), np.int64(SHARED), entries.wide_of(rows, entry)
+    if wide == NOBODY:
+        for number in range(entries.FEW_HOLD):
+            note = entries.note_at(rows, entry, number)
+            if note == 0:
+                break
+            found = entries.holder_in(note)
+            word, bit = entries.bit_of(found)
+            if pool[word] & bit:
+                return np.int64(SHARED)
+            if counted[word] & bit:
+                if holder != SHARED and holder != found:
+                    return np.int64(SHARED)
+                holder = found
+        return holder
+    column = (wide << PLACE) + entries.BITS
+    for word in range(words):
+        who = np.uint64(0)
+        for tier in range(tiers):
+            who |= rows[column + tier * words + word]
+        if who & pool[word]:
+            return np.int64(SHARED)
+        who &= counted[word]
+        if who:
+            if holder != SHARED or who & (who - ONE):
+                return np.int64(SHARED)
+            holder = word * 64 + BIT_NUMBER[(who * DE_BRUIJN) >> np.uint64(58)]
+    return holder
+
+
+@kernel
+def count_sole(rows, first, end, tiers, counted, pool, counts):
+    """Add to `counts` `[holders]` the entries from `first` to `end` that one has alone. Free entries have nobody."""
+    for entry in range(first, end):
+        holder = _sole(rows, entry, tiers, counted, pool)
+        if holder != SHARED:
+            counts[holder] += 1
+
+
+@kernel
+def sole_holders(table, rows, named, most, tiers, words, hashes, counted, pool, found):
+    """To `found` `[n, 2]`: entry of each block, or NOBODY, and who has it alone, or SHARED."""
+    fetched = np.uint64(0)
+    for number in range(len(hashes)):
+        if number % entries.AT_ONCE == 0:
+            fetched ^= entries.fetch(table, rows, hashes[number : number + entries.AT_ONCE])
+        place = entries.place_of(table, rows, hashes[number, 0], hashes[number, 1])
+        entry = NOBODY if place == NOBODY else entries.entry_at(named, most, tiers, words, place)
+        found[number, 0] = entry
+        found[number, 1] = SHARED if entry == NOBODY else _sole(rows, entry, tiers, counted, pool)
+    return fetched

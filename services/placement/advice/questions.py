@@ -1,0 +1,207 @@
+"""Questions that take longer than a decision may: they are answered piece by piece, as decisions wait. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvfleet.placement.advice.autoscale import mean_rate
+from kvfleet.placement.index.kv_indexer import KvIndexer
+from kvfleet.placement.index.prefix_index import Counts
+from kvfleet.placement.workers.fleet import Fleet
+from kvfleet.placement.workers.price_kernel import HOST, UNMEASURED_RATE
+from kvfleet.placement.workers.prompts import AddressSpace, SharedPrefix
+from kvfleet.placement.workers.workloads import Floats
+from kvproto.block_hash import ForkedRoot
+from kvproto.messages import HotChain, PreloadRequest, State, VictimCost
+
+PREFIXES_AT_ONCE = 32  # of a plan: about a millisecond
+MOST_CHAINS = 4096
+CHAIN_BYTES = 200  # on the wire, beside its hashes
+ENTRIES_AT_ONCE = 65_536  # of the index: about a millisecond
+BLOCKS_AT_ONCE = 8_192  # of prefixes in demand
+NONE_FOUND: Counts = np.zeros((0, 2), dtype=np.int64)
+RESTARTS = 3  # as workers come and go meanwhile
+
+
+class Preload:
+    """What a worker that is about to be ready should have: the hottest first of `prefixes`, each as far as somebody has
+    it, until it is `blocks` in all or as long as a message may be. What several have in common from the start counts
+    once. Of one that is about to go: those that only it has. `step` until it is done, then `plan`."""
+
+    def __init__(
+        self,
+        ask: PreloadRequest,
+        prefixes: Sequence[tuple[SharedPrefix, float]],
+        fleet: Fleet,
+        indexer: KvIndexer,
+        max_bytes: int,
+    ) -> None:
+        self._ask = ask
+        workers = fleet.of_model(ask.model)
+        wanted = ask.model, ask.model_revision, ask.block_size
+        self._left = (
+            (one, heat)
+            for one, heat in prefixes
+            if (one.model, one.space.model_revision, one.space.block_size) == wanted
+        )
+        asker = next((worker for worker in workers if worker.id == ask.worker), None)
+        self._leaving = asker if ask.leaving else None
+        self._staying = tuple(w for w in workers if w is not asker and w.state in (State.READY, State.STARTING))
+        self._space = asker.space if asker is not None else None
+        # Of one that was just loaded the record is about to say its format; what does not fit it refuses.
+        formats = {asker.kv_format} if asker is not None and asker.kv_format else {w.kv_format for w in workers} - {b""}
+        others = [w for w in workers if w.id != ask.worker and w.state in (State.READY, State.DRAINING)]
+        self._givers = [w for w in others if w.kv_format in formats]
+        self._names: dict[AddressSpace, tuple[str, ...]] = {}
+        self._indexer = indexer
+        self._workloads = fleet.workloads
+        self._blocks, self._bytes = ask.blocks, max_bytes
+        self._planned: set[bytes] = set()
+        self._chains: list[HotChain] = []
+
+    def step(self) -> bool:
+        """Look at some more of them; whether it is done."""
+        for _ in range(PREFIXES_AT_ONCE):
+            hot = next(self._left, None)
+            if hot is None or self._blocks <= 0 or self._bytes <= 0 or len(self._chains) >= MOST_CHAINS:
+                return True
+            self._consider(*hot)
+        return False
+
+    def plan(self) -> tuple[HotChain, ...]:
+        return tuple(self._chains)
+
+    def _consider(self, prefix: SharedPrefix, heat: float) -> None:
+        if self._space is not None and prefix.space != self._space:
+            return
+        source, depth = self._who_has(prefix) if not self._ask.leaving else self._only_there(prefix)
+        hashes = [one.tobytes() for one in prefix.hashes[:depth]]
+        known = next((at for at, one in enumerate(hashes) if one not in self._planned), depth)
+        depth = min(depth, known + self._blocks, max(self._bytes - CHAIN_BYTES, 0) // 16)
+        if depth <= known:
+            return
+        hashes = hashes[:depth]
+        self._planned.update(hashes)
+        self._blocks -= depth - known
+        self._bytes -= CHAIN_BYTES + 16 * depth
+        chain, root = b"".join(hashes), prefix.root
+        if isinstance(root, ForkedRoot):
+            self._chains.append(HotChain(chain, root.own, root.public, root.blocks, source, heat))
+        else:
+            self._chains.append(HotChain(chain, root, source=source, heat=heat))
+
+    def _who_has(self, prefix: SharedPrefix) -> tuple[str, int]:
+        """A worker that has most of it, of equals who has least to do; "" where vaults have more. And how much."""
+        givers = [worker for worker in self._givers if worker.space == prefix.space]
+        names = self._names.setdefault(prefix.space, tuple(worker.id for worker in givers))
+        held = self._indexer.depths(prefix.hashes, names)[HOST].tolist()
+        most = max(held, default=0)
+        if self._indexer.index.pooled > most:
+            return "", self._indexer.index.pooled
+        if not most:
+            return "", 0
+        best = [worker for worker, depth in zip(givers, held, strict=True) if depth == most]
+        return min(best, key=lambda one: (self._workloads.of(one.column, 0.0).requests, one.id)).id, most
+
+    def _only_there(self, prefix: SharedPrefix) -> tuple[str, int]:
+        """How much of it the worker that is about to go has, if that is more than anybody else has."""
+        if self._leaving is None:
+            return "", 0
+        others = [worker.id for worker in self._staying if worker.space == prefix.space]
+        held = self._indexer.depths(prefix.hashes, (self._leaving.id, *others))[HOST].tolist()
+        most = max([*held[1:], self._indexer.index.pooled])
+        return (self._leaving.id, held[0]) if held[0] > most else ("", 0)
+
+
+class Survey:
+    """Which of the ready workers of `model` is the cheapest to lose? For "", of all models that have more than one.
+
+    What is lost with a worker are the blocks that nobody else has: no vault, and no other worker that stays. Of those
+    that lie in prefixes in demand, `seconds` is how long the others would take to compute them again: each block at the
+    mean of the measured rates, weighted with h / (1 + h) for the h requests of about the last half hour whose match
+    went through it and ended where prompts part ways. What nobody asks for costs nothing. `step` until it is done, then
+    `costs`.
+    """
+
+    def __init__(
+        self, model: str, prefixes: Sequence[tuple[SharedPrefix, float]], fleet: Fleet, indexer: KvIndexer
+    ) -> None:
+        self._model, self._fleet = model, fleet
+        workers = fleet.of_model("")
+        self._asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
+        self._staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
+        self._hot = [(prefix, heat) for prefix, heat in prefixes if model in ("", prefix.model)]
+        self._indexer = indexer
+        self._restarts = RESTARTS
+        self._begin()
+
+    def step(self) -> bool:
+        """Go on for about a millisecond; whether it is done."""
+        index = self._indexer.index
+        if index.generation != self._generation and self._restarts:
+            self._restarts -= 1
+            self._begin()
+        if self._entry < index.max_blocks:
+            index.count_sole(self._counted, self._entry, self._entry + ENTRIES_AT_ONCE, self._counts)
+            self._entry += ENTRIES_AT_ONCE
+        elif self._prefix < len(self._hot):
+            self._look_at_prefixes()
+        return self._entry >= index.max_blocks and self._prefix >= len(self._hot)
+
+    def costs(self) -> tuple[VictimCost, ...]:
+        """Cheapest first; of equals the one with least to do."""
+        seconds, hot_blocks = self._weigh()
+        found = []
+        for worker in self._asked:
+            if self._fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
+                continue  # meanwhile it went by itself
+            if not self._model and len(self._fleet.ready(worker.model).workers) < 2:
+                continue  # nobody would serve its model
+            holder = self._holders.get(worker.id)
+            requests = int(self._fleet.workloads.of(worker.column, self._fleet.workloads.now).requests)
+            cost, unique, hot = 0.0, 0, 0  # of more workers than there was room for nothing is known
+            if holder is not None:
+                cost, unique, hot = round(float(seconds[holder]), 6), int(self._counts[holder]), int(hot_blocks[holder])
+            found.append(VictimCost(worker.id, cost, unique, hot, requests))
+        return tuple(sorted(found, key=lambda one: (one.seconds, one.requests, one.unique_blocks, one.worker)))
+
+    def _begin(self) -> None:
+        index = self._indexer.index
+        at = {worker.id: self._indexer.holder_of(worker.id) for worker in self._staying}
+        self._generation = index.generation
+        self._holders = {name: holder for name, holder in at.items() if holder is not None}
+        self._counted = index.mask_of(self._holders.values())
+        self._counts: Counts = np.zeros(64 * len(self._counted), dtype=np.int64)
+        self._alone: list[tuple[Counts, Floats, Floats]] = [(NONE_FOUND, np.zeros(0), np.zeros(0))]
+        self._entry = self._prefix = 0
+
+    def _look_at_prefixes(self) -> None:
+        """Of some of them: entry and holder of each block that one has alone, its heat and how many tokens it is."""
+        first, blocks = self._prefix, 0
+        while blocks < BLOCKS_AT_ONCE and self._prefix < len(self._hot):
+            blocks += len(self._hot[self._prefix][0].hashes)
+            self._prefix += 1
+        several = self._hot[first : self._prefix]
+        hashes = np.concatenate([prefix.hashes for prefix, _ in several])
+        lengths = [len(prefix.hashes) for prefix, _ in several]
+        of_each = np.array([(heat, prefix.space.block_size) for prefix, heat in several], dtype=float)
+        heat, tokens = np.repeat(of_each, lengths, axis=0).T
+        found = self._indexer.index.sole_holders(hashes, self._counted)
+        alone = found[:, 1] >= 0
+        self._alone.append((found[alone], heat[alone], tokens[alone]))
+
+    def _weigh(self) -> tuple[Floats, Counts]:
+        """Of each holder, seconds to compute again what it alone has of prefixes in demand, and how many blocks those
+        are. One that lies in several prefixes is one block, asked for by all of them."""
+        found, heats, tokens = (np.concatenate(several) for several in zip(*self._alone, strict=True))
+        entries, first, which = np.unique(found[:, 0], return_index=True, return_inverse=True)
+        heat = np.bincount(which, weights=heats, minlength=len(entries))
+        holders = found[first, 1]
+        rate = mean_rate(worker.rates for worker in self._asked) or UNMEASURED_RATE
+        seconds = tokens[first] / rate * heat / (1 + heat)
+        of_each = np.zeros(len(self._counts))
+        np.add.at(of_each, holders, seconds)
+        blocks: Counts = np.bincount(holders, minlength=len(self._counts))
+        return of_each, blocks
