@@ -12,11 +12,10 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.autoscaled import Autoscaled
 from kvfleet.placement.simulate.figures import minutes_of, ttfts
 from kvfleet.placement.simulate.picture import COLORS, FAINT, as_svg, entitle, head, new_figure, styled, titled
 from kvfleet.placement.simulate.report import headline, seconds
-from kvfleet.placement.simulate.study import POLICIES, Result, Study
+from kvfleet.placement.simulate.study import POLICIES, Autoscaled, Result, Study
 from kvfleet.placement.workers.workloads import Floats
 
 T = TypeVar("T")
@@ -135,15 +134,15 @@ def _goodput(axes: Axes, study: Study) -> None:
         return
     entitle(axes, "Goodput at rising load", f"{below}, over the share of capacity")
     lines: dict[str, list[tuple[float, float]]] = {}
-    for one in study.at_loads:
-        lines.setdefault(one.figures.policy, []).append((one.load, one.figures.goodput_per_s))
+    for load, one in study.at_loads:
+        lines.setdefault(one.policy, []).append((load, one.goodput_per_s))
     for policy, line in _default_last(lines):
         loads, goodputs = zip(*sorted(line), strict=True)
         axes.plot(loads, goodputs, color=color_of(policy), linewidth=_width(policy), label=policy)
         for load, goodput in sorted(line):
             (dot,) = axes.plot([load], [goodput], "o", color=color_of(policy), markersize=6)
             titled(dot, f"{policy} at {load:g}: {goodput:.2f}/s")
-    axes.set_xticks(sorted({one.load for one in study.at_loads}))
+    axes.set_xticks(sorted({load for load, _ in study.at_loads}))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

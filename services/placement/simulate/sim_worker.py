@@ -15,25 +15,11 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from kvfleet.placement.simulate.attainable import LruCache
-from kvfleet.placement.simulate.waiting import SimulatedJob, Waiting
+from kvfleet.placement.simulate.fleet_shape import Speed
+from kvfleet.placement.simulate.sim_cache import LruCache, SimulatedJob, Waiting
 from kvproto.messages import Load, Rates
 
 ROUNDING = 1e-6  # of a step
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Of a simulated worker; the defaults are about those of an 8B model on one datacentre GPU."""
-
-    prefill_tokens_per_s: float = 8000.0
-    chunk_tokens: int = 2048
-    decode_base_s: float = 0.015
-    decode_each_s: float = 0.0003
-    slots: int = 256
-
-    def decode_s(self, sequences: int) -> float:
-        return self.decode_base_s + self.decode_each_s * sequences
 
 
 @dataclass(slots=True)
