@@ -103,7 +103,7 @@ class PlacementCore:
         self.autoscaler = Autoscaler(self.fleet, config.rules, config.models, by_ordinal=config.by_ordinal)
         self.decider.next_to_go = self.autoscaler.next_to_go
         self.in_flight = RequestsInFlight(inbox_prefix, self.fleet, self.accounts.give_up)
-        self.forwarding = Forwarding(state, inbox_prefix, self.in_flight, self.decider, config)
+        self.forwarding = Forwarding(state, self.in_flight, self.decider, config)
 
     def handle(self, event: events.Event, now: float) -> list[Action]:
         self.workloads.now = max(self.workloads.now, now)
@@ -140,7 +140,7 @@ class PlacementCore:
             case Milestones():
                 return self._hear(event, now)
             case Heartbeat() as beat:
-                self.in_flight.accepted.on_beat(beat.worker, beat.epoch, now)
+                self.in_flight.on_beat(beat.worker, beat.epoch, now)
                 if self.fleet.beat(beat, now):
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
                         self.inflight.break_off(key)
@@ -163,7 +163,7 @@ class PlacementCore:
                 self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
                 self._follow(record)
-                return self.in_flight.accepted.on_joined(record.id, record.epoch, now)
+                return self.in_flight.on_joined(record.id, record.epoch, now)
             case events.WorkerUpdated(record):
                 if self.fleet.update(record, now):
                     self._forget(record.id)
@@ -173,7 +173,7 @@ class PlacementCore:
                 self._forget(record.id)
                 self.fleet.join(record, None, now)
                 self._follow(record)
-                self.in_flight.accepted.on_new_epoch(record.id, record.epoch, now)
+                self.in_flight.on_new_epoch(record.id, record.epoch, now)
                 return []
             case events.WorkerLeft(worker):
                 known = self.fleet.workers.get(worker)
@@ -197,7 +197,7 @@ class PlacementCore:
                 known = self.fleet.workers.get(worker)
                 if known is None or not (nobody_listens or now - known.heard_at >= SILENCE_LIMIT_S):
                     return []
-                self.in_flight.accepted.suspect(worker, known.heard_at, now)
+                self.in_flight.suspect(worker, known.heard_at, now)
                 return [DropMember(worker)]
 
     def _tick(self, now: float, *, disconnected: bool) -> list[Action]:
@@ -269,8 +269,7 @@ class PlacementCore:
         actions: list[Action] = []
         for one in milestones.items:
             if one.passed is Passed.ENDED:
-                keys = self.in_flight.keys_of(one.request)
-                actions += self.in_flight.accepted.on_ended(worker.id, one, keys)
+                actions += self.in_flight.on_ended(worker.id, one)
             elif one.passed is not Passed.ACCEPTED:
                 actions += self.forwarding.on_started(worker.id, one)
         return actions + self.accounts.hear(milestones, now)

@@ -254,7 +254,7 @@ class PlacementLoop:
             await asyncio.sleep(0.02)
         self._stopped = True  # what comes from here on is for the replicas that go on
         await self.executor.carry_out(self.core.forwarding.leave(self._now()))
-        await self.executor.hand_on(self.core.in_flight.accepted.watches())
+        await self.executor.hand_on(self.core.in_flight.watches())
         self._stall_timer.stop()
         for heard in self._heard:
             await _quietly(heard.unsubscribe(), 1.0)

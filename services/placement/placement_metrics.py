@@ -77,7 +77,7 @@ def _of_requests(loop: PlacementLoop) -> list[tuple[str, str, Callable[[], float
         (
             "lost_requests_total",
             "bare requests whose worker was lost after it accepted",
-            lambda: core.in_flight.accepted.lost_total,
+            lambda: core.in_flight.lost_total,
         ),
         (
             "undrained_workers_total",

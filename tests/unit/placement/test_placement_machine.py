@@ -180,7 +180,7 @@ class Placement(RuleBasedStateMachine):
     def hand_over(self, data: st.DataObject) -> None:
         """A draining worker lets go of what it has accepted, as far as this replica knows."""
         offer = data.draw(st.sampled_from(self.offers[-8:]))
-        watched = self.core.in_flight.accepted._watched.values()
+        watched = self.core.in_flight.watched.values()
         if any(
             (w.inbox, w.attempt, w.worker) == (offer.request.inbox, offer.request.attempt, offer.worker)
             for w in watched
