@@ -160,7 +160,7 @@ def _of_blocks(loop: PlacementLoop) -> list[tuple[str, str, Callable[[], float]]
         (
             "pulled_snapshots_total",
             "snapshots asked of workers and vaults",
-            lambda: subscriptions.snapshots_asked_total,
+            lambda: loop.executor.snapshots_asked_total,
         ),
         ("malformed_events_total", "block events that were unreadable", lambda: subscriptions.malformed_events_total),
         (

@@ -182,7 +182,7 @@ async def test_a_vault_is_followed_through_a_lost_event_a_new_life_and_its_end(
     assert (await place(requester, fleet.subjects, "r1")).expected_hit == {"vault": 960}
     await fleet.vault.say(BLOCKS[60:80], lose=True)
     await until(lambda: index.vaults() == (1, 80))
-    assert fleet.loop.subscriptions.snapshots_asked_total >= 1
+    assert fleet.loop.executor.snapshots_asked_total >= 1
     await fleet.vault.stop()
     await until(lambda: index.vaults() == (0, 0))
     assert fleet.loop.core.vaults == {}
