@@ -131,21 +131,9 @@ class RecordDecision:
 
 
 Action = (
-    Answer
-    | AnswerOtherRegion
-    | PassOn
-    | Fail
-    | Forward
-    | Cancel
-    | TakenOver
-    | CarryOn
-    | AskStillRunning
-    | PingWorker
-    | DropMember
-    | ShareBookings
-    | PullSnapshot
-    | RecordDecision
-)
+    Answer | AnswerOtherRegion | PassOn | Fail | Forward | Cancel | TakenOver | CarryOn | AskStillRunning | PingWorker
+    | DropMember | ShareBookings | PullSnapshot | RecordDecision
+)  # fmt: skip
 
 
 def failed_frame(error: KvfleetError, request: str = "", attempt: int = 0) -> Failed:

@@ -210,8 +210,9 @@ class PlacementCore:
         self.region_summaries.tick(now)
         for worker, credit in self.feedback.tick(now).items():
             self.accounts.trust(worker, credit)
-        actions: list[Action] = [*self.indexer.tick(now), *self._ping_silent(now)]
-        return actions + self.forwarding.tick(now, disconnected=disconnected)
+        # Silent workers are asked instead of waiting for the members view to give up on them.
+        pings = [PingWorker(one.id) for one in self.fleet.workers.values() if self.fleet.claim_ping(one, now)]
+        return [*self.indexer.tick(now), *pings, *self.forwarding.tick(now, disconnected=disconnected)]
 
     def _follow(self, record: WorkerRecord) -> None:
         self.vaults.pop(record.id, None)  # of that name there is a worker now
@@ -281,10 +282,6 @@ class PlacementCore:
             if not self.repeats.has_finished((one.tenant, one.request), one.attempt):
                 actions += self.forwarding.adopt(one, now)
         return actions
-
-    def _ping_silent(self, now: float) -> list[Action]:
-        """Ask silent workers instead of waiting for the members view to give up on them."""
-        return [PingWorker(w.id) for w in self.fleet.workers.values() if self.fleet.claim_ping(w, now)]
 
     # ------------------------------------------------------------------ questions that take longer than a decision may
 

@@ -90,7 +90,7 @@ class Forwarding:
             body_of(event, model, self.state.placement, self.config.max_producer_priority), now, max_wait_s,
         )  # fmt: skip
         if self._is_full():
-            return [self._failure(forwarded, self._no_room())]
+            return self._no_room_for(forwarded)
         if known is not None and known.is_there and self.state.fleet.attaches(known.worker):
             return self._attach(forwarded, known, now)
         if self.in_flight.is_read_at(event.request, event.inbox):
@@ -115,8 +115,9 @@ class Forwarding:
     def _is_full(self) -> bool:
         return len(self.in_flight) >= self.config.max_forwarded
 
-    def _no_room(self) -> Unavailable:
-        return Unavailable(f"placement watches {self.config.max_forwarded} requests already")
+    def _no_room_for(self, forwarded: Forwarded) -> list[Action]:
+        error = Unavailable(f"placement watches {self.config.max_forwarded} requests already")
+        return [self._failure(forwarded, error), *forwarded.release_source()]
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
         """Take over what a draining worker lets go of, or a replica that goes. Without room for it here there is no
@@ -131,7 +132,7 @@ class Forwarding:
             let_go=Cancel(source, CancelRequest(body.request, held_attempt)),
         )  # fmt: skip
         if self._is_full():
-            return [] if reply else [self._failure(forwarded, self._no_room()), *forwarded.release_source()]
+            return [] if reply else self._no_room_for(forwarded)
         for key in list(self.in_flight.keys_of(body.request)):
             held = self.in_flight.find_accepted(key)
             if held is not None and (held.inbox, held.attempt, held.worker) == (body.inbox, body.attempt, source):
@@ -182,7 +183,10 @@ class Forwarding:
             placement = self.decider.decide(forwarded.tenant, question, now)
         except KvfleetError as error:
             if error.retryable and forwarded.carried_until is not None and now < forwarded.carried_until:
-                return self._park(forwarded, now)
+                # Parked: the worker that refused it is asked again.
+                forwarded.due, forwarded.tried = now + PARKED_S, forwarded.tried[:1]
+                self.in_flight.parked[forwarded.key] = forwarded
+                return []
             return self._fail(forwarded, error)
         forwarded.tried.append(placement.worker)
         forwarded.worker, forwarded.attempt = placement.worker, attempt
@@ -193,22 +197,11 @@ class Forwarding:
         forwarded.offer = offer
         return self._send(forwarded, offer, now)
 
-    def _offer_again(self, unheard: Forwarded, now: float) -> list[Action]:
-        """The same to the same worker, which answers once more: nothing of it, or of its answer, may have arrived."""
-        assert unheard.offer is not None
-        return self._send(unheard, replace(unheard.offer, deadline_ms=unheard.left_ms(now), again=True), now)
-
     def _send(self, forwarded: Forwarded, offer: GenerateRequest, now: float) -> list[Action]:
         forwarded.unheard, forwarded.offered_at = False, now
         forwarded.due = now + self._offer_timeout.seconds + TOKENISE_S * len(offer.prompt or "")
         self.in_flight.offered[forwarded.key] = forwarded
         return [Forward(forwarded.worker, forwarded.tenant, offer, forwarded.reply(self.in_flight.inbox_prefix))]
-
-    def _park(self, forwarded: Forwarded, now: float) -> list[Action]:
-        """The worker that refused it is asked again."""
-        forwarded.due, forwarded.tried = now + PARKED_S, forwarded.tried[:1]
-        self.in_flight.parked[forwarded.key] = forwarded
-        return []
 
     # ------------------------------------------------------------------ workers answer
 
@@ -255,7 +248,11 @@ class Forwarding:
     def _on_refused(self, offered: Forwarded, refusal: Failed, now: float) -> list[Action]:
         del self.in_flight.offered[offered.key]
         if refusal.retryable and offered.attached:
-            return self._offer_anew(offered, now)
+            # Its worker does not have all that was sent of the attempt, or takes nobody: it is done once more.
+            offered.attached = False
+            if (known := self.state.repeats.find((offered.tenant, offered.request))) is not None:
+                offered.attempt = max(offered.attempt, known.attempt)
+            return self._offer(offered, now)
         if refusal.retryable:
             if refusal.retry_after_s is not None:
                 least = offered.retry_after_s
@@ -267,14 +264,6 @@ class Forwarding:
             return self._offer(offered, now)
         self._failures += 1
         return [offered.fail(refusal), *self.in_flight.end(offered, failed=True)]
-
-    def _offer_anew(self, attached: Forwarded, now: float) -> list[Action]:
-        """Its worker does not have all that was sent of the attempt, or takes nobody: it is done once more."""
-        known = self.state.repeats.find((attached.tenant, attached.request))
-        attached.attached = False
-        if known is not None:
-            attached.attempt = max(attached.attempt, known.attempt)
-        return self._offer(attached, now)
 
     def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
         """The next worker at once; and one that does not listen for this request may be dead."""
@@ -313,19 +302,16 @@ class Forwarding:
     def _pass_over(self, silent: Forwarded, now: float) -> list[Action]:
         """It may only be slow: so that it does not begin what goes elsewhere, it is told at once. Nobody else being
         left to ask, it is given more time."""
-        if silent.unheard and self._may_be_asked_again(silent, now):
-            return self._offer_again(silent, now)
+        if silent.unheard and silent.offer is not None and self.state.fleet.attaches(silent.worker):
+            left_ms = silent.left_ms(now)
+            if left_ms is None or left_ms > 0:
+                # It answers once more: nothing of the offer, or of its answer, may have arrived.
+                return self._send(silent, replace(silent.offer, deadline_ms=left_ms, again=True), now)
         if (until := self._last_chance(silent)) > now:
             silent.due = until
             self.in_flight.offered[silent.key] = silent
             return []
         return [silent.take_back(), *self._next(silent, now)]
-
-    def _may_be_asked_again(self, unheard: Forwarded, now: float) -> bool:
-        if unheard.offer is None or not self.state.fleet.attaches(unheard.worker):
-            return False
-        left_ms = unheard.left_ms(now)
-        return left_ms is None or left_ms > 0
 
     def _last_chance(self, silent: Forwarded) -> float:
         """Until when to wait for a worker that does not answer."""
@@ -341,8 +327,8 @@ class Forwarding:
         """Who did not answer is passed over; but nobody else has what a repeat is to be attached to."""
         if not unanswered.attached:
             return self._offer(unanswered, now)
-        error = Unavailable(f"worker {unanswered.worker}, which has the request, did not answer")
-        return self._fail(unanswered, error)
+        why = f"worker {unanswered.worker}, which has the request, did not answer"
+        return self._fail(unanswered, Unavailable(why))
 
     # ------------------------------------------------------------------ ends
 

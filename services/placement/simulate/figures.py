@@ -39,7 +39,6 @@ class Outcome:
     arrival: Arrival
     worker: str = ""
     cached_tokens: int = 0
-    expected_tokens: int = 0
     ttft_s: float | None = None
     ended: bool = False
     attempts: int = 0

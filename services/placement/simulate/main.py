@@ -19,7 +19,7 @@ from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.policies import DEFAULT_POLICY
 from kvfleet.placement.simulate.fleet_shape import Autoscale, Delays, FleetShape, Speed, Victim
 from kvfleet.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
-from kvfleet.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
+from kvfleet.placement.simulate.study import POLICIES, Study, make_study
 from kvfleet.placement.simulate.trace import Trace, read_trace
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto.errors import InvalidRequest
@@ -29,6 +29,7 @@ from kvservice.settings import die
 PROGRAM = "kvfleet simulate"
 MOST_WORKERS = 4096
 SPEED, DELAYS, SHAPE, RULES = Speed(), Delays(), FleetShape(), Rules()
+CACHE_SHARE = 10  # a worker's cache, unless it is given: a tenth of the blocks of the trace
 DRAIN_S = 30.0  # unless it is said: of workers that an autoscaler lets go
 
 
@@ -136,7 +137,7 @@ def _scales(asked: argparse.Namespace) -> list[Autoscale]:
 def _shape(asked: argparse.Namespace, trace: Trace) -> FleetShape:
     return FleetShape(
         workers=asked.workers or asked.autoscale[1],
-        cache_blocks=asked.cache_blocks or default_cache_blocks(trace),
+        cache_blocks=asked.cache_blocks or max(trace.distinct_blocks // CACHE_SHARE, 1),
         replicas=asked.replicas,
         speed=Speed(
             prefill_tokens_per_s=asked.prefill_tokens_per_s,
@@ -167,7 +168,9 @@ def main(argv: list[str] | None = None) -> None:
         warm_up()
         study = simulate(asked, trace)
         if asked.plot is not None:
-            _draw(study, asked.plot)
+            from kvfleet.placement.simulate.plot import plot  # its library comes with the extra `plot`
+
+            asked.plot.write_text(plot(study))
             _progress(f"drawn into {asked.plot}")
     except (InvalidRequest, ValueError) as error:
         die(f"{PROGRAM}: {asked.trace}: {error}")
@@ -183,12 +186,6 @@ def main(argv: list[str] | None = None) -> None:
     if asked.json:
         lines = [json.dumps(as_values(study), allow_nan=False)]
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _draw(study: Study, path: Path) -> None:
-    from kvfleet.placement.simulate.plot import plot  # of the extra `plot`: who draws nothing needs none of it
-
-    path.write_text(plot(study))
 
 
 def _progress(line: str) -> None:

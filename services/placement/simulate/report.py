@@ -85,7 +85,7 @@ def _fixed_held(study: Study) -> float:
 def as_values(study: Study) -> dict[str, Any]:
     """For JSON, which knows no infinity: null."""
     trace, shape = study.trace, study.shape
-    return {
+    values = {
         "default": DEFAULT_POLICY,
         "policies": [_values(result.figures) for result in study.results],
         "loads": [{"load": load, **_values(one)} for load, one in study.at_loads],
@@ -101,18 +101,12 @@ def as_values(study: Study) -> dict[str, Any]:
         "replicas": shape.replicas,
         "seed": shape.seed,
         "slo_ttft_s": study.slo_s,
-        **_autoscaled(study),
     }
-
-
-def _autoscaled(study: Study) -> dict[str, Any]:
-    if not study.autoscaled:
-        return {}
-    return {
-        "target_ttft_s": study.target_ttft_s,
-        "fixed_ttft_held": _fixed_held(study),
-        "autoscaled": [_autoscaled_values(one) for one in study.autoscaled],
-    }
+    if study.autoscaled:
+        values["target_ttft_s"] = study.target_ttft_s
+        values["fixed_ttft_held"] = _fixed_held(study)
+        values["autoscaled"] = [_autoscaled_values(one) for one in study.autoscaled]
+    return values
 
 
 def _autoscaled_values(one: Autoscaled) -> dict[str, Any]:

@@ -154,7 +154,6 @@ class Simulation:
                 outcome.attempts += 1
                 if not attempt:
                     outcome.worker = placement.worker
-                    outcome.expected_tokens = sum(placement.expected_hit.values())
                 submit = partial(self._submit, placement.worker, arrival, attempt, excluded, generated)
                 self._after(self._shape.delays.place_s, submit)
             elif isinstance(action, ShareBookings) and (delay := self._shape.delays.booking_s) is not None:

@@ -26,7 +26,6 @@ from kvfleet.placement.simulate.trace import Trace
 
 # `direct` needs a worker that the request names, and no trace names one.
 POLICIES = tuple(name for name in POLICY_NAMES if name != DIRECT)
-CACHE_SHARE = 10  # a worker's cache, unless it is given: a tenth of the blocks of the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +92,7 @@ class Study:
 
     def run_loads(self, policies: Sequence[str], loads: Sequence[float]) -> Iterator[tuple[float, Figures]]:
         """At each share of capacity; there must be one."""
-        if self.full_speed is None:
-            raise ValueError("no load without a rate")
+        assert self.full_speed is not None
         for load in loads:
             trace = self.trace.at_speed(self.full_speed * load)
             for policy in policies:
@@ -144,7 +142,3 @@ def make_study(
         trace = trace.at_speed(speed)
         full = None if full is None else full / speed
     return Study(trace, shape, attainable, full, slo_s)
-
-
-def default_cache_blocks(trace: Trace) -> int:
-    return max(trace.distinct_blocks // CACHE_SHARE, 1)

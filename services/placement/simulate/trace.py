@@ -13,10 +13,9 @@ import gzip
 import json
 import math
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +77,12 @@ class Trace:
 
     def spread(self) -> Trace:
         """Requests of one moment evenly over the time to the next: where a coarse clock has gathered them."""
-        times = sorted({arrival.at_s for arrival in self.arrivals})
-        following = dict(zip(times, [*times[1:], times[-1] if times else 0.0], strict=True))
-        count = Counter(arrival.at_s for arrival in self.arrivals)
-        turn: Counter[float] = Counter()
-        spread = []
-        for arrival in self.arrivals:
-            began = arrival.at_s
-            at_s = began + (following[began] - began) * turn[began] / count[began]
-            turn[began] += 1
-            spread.append(replace(arrival, at_s=at_s))
+        moments = [list(members) for _, members in groupby(self.arrivals, lambda arrival: arrival.at_s)]
+        following = [*(members[0].at_s for members in moments[1:]), self.duration_s]
+        spread: list[Arrival] = []
+        for members, ends in zip(moments, following, strict=False):
+            step_s = ends - members[0].at_s
+            spread += (replace(one, at_s=one.at_s + step_s * n / len(members)) for n, one in enumerate(members))
         return replace(self, arrivals=tuple(spread))
 
 
