@@ -6,6 +6,7 @@ producers. Time is the caller's monotonic seconds and never goes back; chance is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -296,12 +297,8 @@ class PlacementCore:
 
     def followers(self) -> dict[Follows, int]:
         """How many workers' blocks are known how well."""
-        counts = dict.fromkeys(Follows, 0)
-        for worker in list(self.fleet.workers):
-            state = self.indexer.state_of(worker)
-            if state is not None:
-                counts[state] += 1
-        return counts
+        counts = Counter(map(self.indexer.state_of, list(self.fleet.workers)))
+        return {state: counts[state] for state in Follows}
 
     def stats(self) -> PlacementStats:
         hits = self.ledger.hits

@@ -110,12 +110,6 @@ class PlacementLoop(Replica):
         self._heard: list[Subscription] = []
         self._stopped = False
 
-    @property
-    def malformed_total(self) -> int:
-        """Messages refused, or dropped, because the bytes or a field were wrong."""
-        desks = (self.desk, self.producer_desk, self.question_desk)
-        return self.subscriptions.malformed_total + sum(one.refused_total for one in desks)
-
     async def start(self) -> None:
         """Returns when requests are answered. Raises Unavailable, or Fenced if this id is taken."""
         try:

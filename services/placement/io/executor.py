@@ -251,15 +251,15 @@ class Executor:
         self._referred += referred
 
     async def _publish_booked(self) -> None:
-        batch = BookedBatch(self.core.placement, tuple(self._booked), tuple(self._refused), tuple(self._referred))
+        own, items = self.core.placement, tuple(self._booked)
+        parts = [BookedBatch(own, items[:SHARED_AT_ONCE], tuple(self._refused), tuple(self._referred))]
+        for at in range(SHARED_AT_ONCE, len(items), SHARED_AT_ONCE):
+            parts.append(BookedBatch(own, items[at : at + SHARED_AT_ONCE]))
         self._referred.clear()
         self._booked.clear()
         self._refused.clear()
-        first, *more = (
-            batch.items[at : at + SHARED_AT_ONCE] for at in range(0, max(len(batch.items), 1), SHARED_AT_ONCE)
-        )
         try:
-            for part in (replace(batch, items=first), *(BookedBatch(self.core.placement, items) for items in more)):
+            for part in parts:
                 await self.replica.connection.publish(self.replica.subjects.placement_bookings(), codec.encode(part))
         except KvfleetError as error:
             self.replica.unsent_total += 1

@@ -54,8 +54,6 @@ class PlaceDesk:
     max_priority: int
     late_total: int = 0  # not decided
     stood_back_total: int = 0  # times
-    refused_total: int = 0  # because the bytes or a field were wrong
-    ignored_total: int = 0  # without an inbox to answer to
     decisions_total: int = 0
     decision_seconds_total: float = 0.0  # own time of them
     _listening: list[Subscription] = field(default_factory=list)
@@ -142,12 +140,12 @@ class PlaceDesk:
     async def _answer(self, message: Message, *, from_other_region: bool) -> None:
         began = time.perf_counter()
         if not intake.is_inbox(message.reply, tenant=intake.tenant_in(message.subject)):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return
         most = MAX_PRIORITY if is_of_the_fleet(message.reply, self.fleet_key) else self.max_priority
         read = intake.read_place(message.subject, message.reply, message.data, max_priority=most)
         if isinstance(read, Fail):
-            self.refused_total += 1
+            self.replica.malformed_total += 1
             await self.executor.carry_out([read])
             return
         if from_other_region:

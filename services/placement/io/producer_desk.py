@@ -41,18 +41,16 @@ class ProducerDesk:
     replica: Replica
     executor: Executor
     traces: DecisionTraces
-    refused_total: int = 0  # refused, or dropped, because the bytes or a field were wrong
-    ignored_total: int = 0  # without an inbox to answer to
 
     # ------------------------------------------------------------------ a bare producer asks for tokens
 
     async def on_generate(self, message: Message) -> None:
         if not intake.is_inbox(message.reply, of_producer=True, tenant=intake.tenant_in(message.subject)):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return
         read = _read_generate(message, message.reply)
         if isinstance(read, Fail):
-            self.refused_total += 1
+            self.replica.malformed_total += 1
             await self.executor.carry_out([read])
             return
         actions = self.traces.forward(read, message.headers, self.executor.handle)
@@ -65,7 +63,7 @@ class ProducerDesk:
         inbox = (message.headers or {}).get(INBOX_HEADER, "")
         tenant = intake.tenant_in(message.subject)
         if not intake.is_inbox(inbox, of_producer=True, tenant=tenant) or not is_inbox(message.reply):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return
         read = _read_generate(message, inbox)
         actions = (
@@ -84,14 +82,14 @@ class ProducerDesk:
     async def on_answer(self, message: Message) -> None:
         key, _, attempt = message.subject.removeprefix(self.replica.answers).partition(".")
         if is_no_responders(message):
-            if _is_attempt(attempt):
+            if attempt.isascii() and attempt.isdecimal() and len(attempt) < 10:
                 await self.executor.carry_out(self.executor.handle(NobodyListens(key, int(attempt))))
             return
         request = key.partition("~")[0]
         try:
             frames = intake.read_answer(message.data)
         except CodecError as error:
-            self.refused_total += 1
+            self.replica.malformed_total += 1
             about = {"request": request}
             log.warning("placement: an answer for request %s is unreadable: %s", key, error, extra=about)
             return
@@ -111,7 +109,7 @@ class ProducerDesk:
         try:
             event = read(message.reply, message.data)
         except InvalidRequest as error:
-            self.refused_total += 1
+            self.replica.malformed_total += 1
             log.warning("placement: a message on %s is refused: %s", message.subject, error)
             return
         await self.executor.carry_out(self.executor.handle(event))
@@ -127,7 +125,3 @@ def _read_generate(message: Message, inbox: str) -> GenerateAsked | Fail:
         new_seed=int.from_bytes(os.urandom(8), "little"),
         unix_ms=int(time.time() * 1000),
     )
-
-
-def _is_attempt(token: str) -> bool:
-    return token.isascii() and token.isdecimal() and len(token) < 10

@@ -25,7 +25,7 @@ from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica
 from kvproto import codec
-from kvproto.errors import CodecError, KvfleetError
+from kvproto.errors import KvfleetError
 from kvproto.explanations import EXPLAIN_TIMEOUT_S, MAX_NEWEST
 from kvproto.messages import (
     ExplainRequest,
@@ -52,8 +52,6 @@ class QuestionDesk:
 
     replica: Replica
     core: PlacementCore
-    refused_total: int = 0  # because the bytes or a field were wrong
-    ignored_total: int = 0  # without an inbox to answer to
     preload_answers_total: int = 0
     victim_answers_total: int = 0
     dropped_total: int = 0  # lists of the newest that are not answered
@@ -62,7 +60,7 @@ class QuestionDesk:
 
     async def on_stats(self, message: Message) -> None:
         if not intake.is_inbox(message.reply):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return
         await self._answer(message.reply, self.core.stats())
 
@@ -126,14 +124,9 @@ class QuestionDesk:
 
     def _read(self, kind: type[Asked], message: Message, *, of_worker: bool = False) -> Asked | None:
         if not intake.is_inbox(message.reply, of_worker=of_worker):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return None
-        try:
-            return codec.decode(kind, message.data)
-        except CodecError as error:
-            self.refused_total += 1
-            log.debug("placement: a question on %s is unreadable: %s", message.subject, error)
-            return None
+        return self.replica.read(kind, message)
 
     async def _answer(self, reply: str, answer: Explanation | PlacementStats | PreloadPlan | VictimReport) -> bool:
         try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+from kvproto import codec
 from kvproto.connection import Connection
-from kvproto.errors import Unavailable
+from kvproto.errors import CodecError, Unavailable
 from kvproto.nats_message import Message, Subscription
 from kvproto.subjects import Subjects, request_inboxes
 
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 QUEUE = "placement"  # in which replicas share requests
 LET_GO_S = 1.0
 
+Heard = TypeVar("Heard")
 Callback = Callable[[Message], Awaitable[None]]
 
 
@@ -29,6 +31,8 @@ class Replica:
         self.answers = request_inboxes(connection.inbox_prefix).rstrip(">")  # begins inboxes of workers' answers
         self.snapshots = f"{connection.inbox_prefix}.s."  # and of their snapshots
         self.internal_errors_total = 0
+        self.malformed_total = 0  # messages refused, or dropped, because the bytes or a field were wrong
+        self.ignored_total = 0  # without an inbox to answer to
         self.unsent_total = 0  # what NATS did not take from us
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -70,6 +74,15 @@ class Replica:
                 log.exception("placement: a message on %s was not handled", message.subject)
 
         return run
+
+    def read(self, kind: type[Heard], message: Message) -> Heard | None:
+        """None, and counted, where the bytes are wrong."""
+        try:
+            return codec.decode(kind, message.data)
+        except CodecError as error:
+            self.malformed_total += 1
+            log.debug("placement: a message on %s is unreadable: %s", message.subject, error)
+            return None
 
 
 async def let_go(work: Coroutine[Any, Any, None]) -> None:

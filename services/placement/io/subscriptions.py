@@ -8,14 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from kvfleet.placement import events
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica, let_go
-from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import CodecError
 from kvproto.fleet_view import Change, WorkerView
@@ -28,8 +26,6 @@ log = logging.getLogger(__name__)
 
 DISCONNECTS = "$SYS.ACCOUNT.*.DISCONNECT"
 
-Heard = TypeVar("Heard")
-
 
 @dataclass(eq=False)
 class Subscriptions:
@@ -41,7 +37,6 @@ class Subscriptions:
     tell: Callable[[events.Event], None]
     indexer: KvIndexer
     system: Connection | None
-    malformed_total: int = 0  # of all that was heard
     malformed_events_total: int = 0
     _subscriptions: list[Subscription] = field(default_factory=list)
 
@@ -75,25 +70,28 @@ class Subscriptions:
     async def _on_snapshot(self, message: Message) -> None:
         worker, _, number = message.subject.removeprefix(self.replica.snapshots).partition(".")
         if not number.isdecimal():
-            self.malformed_total += 1
+            self.replica.malformed_total += 1
             return
         pull = int(number)
         if is_no_responders(message):
             self.indexer.on_snapshot_refused(worker, pull, self.replica.now())
             return
-        part = self._read(message, lambda: codec.decode(Snapshot, message.data))
+        part = self.replica.read(Snapshot, message)
         if part is not None:
             self.indexer.on_snapshot(worker, part, self.replica.now(), pull)
 
     async def _on_events(self, message: Message) -> None:
-        changes = self._read(message, lambda: read_changes(message.data))
-        if changes is None:  # a gap, which the next event shows
+        try:
+            changes = read_changes(message.data)
+        except CodecError as error:  # a gap, which the next event shows
+            log.debug("placement: a message on %s is unreadable: %s", message.subject, error)
+            self.replica.malformed_total += 1
             self.malformed_events_total += 1
         else:
             self.tell(events.BlocksChanged(_last_token(message), changes))
 
     async def _on_milestones(self, message: Message) -> None:
-        milestones = self._read(message, lambda: codec.decode(Milestones, message.data))
+        milestones = self.replica.read(Milestones, message)
         if milestones is not None and milestones.worker == _last_token(message):
             self.tell(milestones)
 
@@ -131,17 +129,9 @@ class Subscriptions:
     # ------------------------------------------------------------------ replicas
 
     async def _on_bookings(self, message: Message) -> None:
-        batch = self._read(message, lambda: codec.decode(BookedBatch, message.data))
+        batch = self.replica.read(BookedBatch, message)
         if batch is not None:
             self.tell(batch)
-
-    def _read(self, message: Message, read: Callable[[], Heard]) -> Heard | None:
-        try:
-            return read()
-        except CodecError as error:
-            self.malformed_total += 1
-            log.debug("placement: a message on %s is unreadable: %s", message.subject, error)
-            return None
 
 
 def _last_token(message: Message) -> str:

@@ -55,7 +55,7 @@ async def test_no_answer_goes_where_a_stream_is_read(
     for inbox in ("_ing.victim.r.r1.0", "_ing.victim.b", "_prd.public.x.r.r1.0"):
         for ask in (PlaceRequest("r1", "another"), PlaceRequest("r1", MODEL, (1, 2, 3))):
             await requester.publish(fleet_buckets.place("public", MODEL), codec.encode(ask), reply=inbox)
-    await until(lambda: loop.desk.ignored_total == 6)
+    await until(lambda: loop.ignored_total == 6)
     await requester.synced()
     assert heard == []
     assert (len(loop.core.bookings), loop.core.decider.decisions_total) == (0, 0)

@@ -245,8 +245,8 @@ async def test_a_new_worker_is_told_what_is_in_demand(fleet: Tiered, requester: 
             with pytest.raises(TimeoutError):
                 await asker.request(subject, garbage, 0.1)
         await asker.publish(subject, codec.encode(ask), reply=fleet.subjects.worker_cancel("w0"))
-        await until(lambda: fleet.loop.question_desk.refused_total == 3)
-        await until(lambda: fleet.loop.question_desk.ignored_total == 1)
+        await until(lambda: fleet.loop.malformed_total == 3)
+        await until(lambda: fleet.loop.ignored_total == 1)
     finally:
         await asker.close()
 
