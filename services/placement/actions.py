@@ -1,4 +1,8 @@
-"""What the core wants done; the loop does it and decides nothing. Pure data."""
+"""What the core wants done; the loop does it and decides nothing. Pure data.
+
+A Capsule is an action as it is: another replica is to look for a successor, as this one goes. So is a BookedBatch: the
+others are told what was booked, what had to be refused, and what other regions were asked to do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from kvfleet.placement.events import GenerateAsked
 from kvfleet.placement.index.kv_indexer import PullSnapshot
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
-    Booked,
+    BookedBatch,
     CancelRequest,
     Capsule,
     Decision,
@@ -16,9 +20,7 @@ from kvproto.messages import (
     Failed,
     GenerateRequest,
     Placement,
-    Refused,
     ResendRequest,
-    WentAbroad,
 )
 
 
@@ -84,13 +86,6 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
-class CarryOn:
-    """Another replica is to look for a successor: this one goes."""
-
-    capsule: Capsule
-
-
-@dataclass(frozen=True, slots=True)
 class AskStillRunning:
     """Ask a worker about a request that has been silent for long: its terminal notice may have been lost."""
 
@@ -113,15 +108,6 @@ class DropMember:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareBookings:
-    """Tell the other replicas what was booked, what had to be refused, and what other regions were asked to do."""
-
-    booked: tuple[Booked, ...] = ()
-    refused: tuple[Refused, ...] = ()
-    referred: tuple[WentAbroad, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class RecordDecision:
     """A decision whose request has ended, with the prompt's block hashes back to back: a line for a ledger's file."""
 
@@ -131,8 +117,8 @@ class RecordDecision:
 
 
 Action = (
-    Answer | AnswerOtherRegion | PassOn | Fail | Forward | Cancel | TakenOver | CarryOn | AskStillRunning | PingWorker
-    | DropMember | ShareBookings | PullSnapshot | RecordDecision
+    Answer | AnswerOtherRegion | PassOn | Fail | Forward | Cancel | TakenOver | AskStillRunning | PingWorker
+    | DropMember | PullSnapshot | Capsule | BookedBatch | RecordDecision
 )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from kvfleet.placement.actions import (
     Fail,
     PassOn,
     PingWorker,
-    ShareBookings,
     TakenOver,
     failed_frame,
 )
@@ -117,7 +116,7 @@ class PlacementCore:
         self.autoscaler.refuse(refused, now)
         referred = self.region_summaries.take_new()
         if (booked or refused or referred) and self._shares:
-            actions.append(ShareBookings(booked, refused, referred))
+            actions.append(BookedBatch(self.placement, booked, refused, referred))
         return actions
 
     def _handle(self, event: events.Event, now: float) -> list[Action]:

@@ -14,14 +14,12 @@ from kvfleet.placement.actions import (
     AnswerOtherRegion,
     AskStillRunning,
     Cancel,
-    CarryOn,
     DropMember,
     Fail,
     Forward,
     PassOn,
     PingWorker,
     RecordDecision,
-    ShareBookings,
     TakenOver,
     failed_frame,
 )
@@ -148,12 +146,12 @@ class Executor:
                         await publish(subjects.worker_cancel(worker), codec.encode(cancel))
                     case TakenOver(reply):
                         await publish(reply, TAKEN)
-                    case CarryOn(capsule):
-                        self._handing.append(asyncio.create_task(self._carry_on(capsule)))
+                    case Capsule():
+                        self._handing.append(asyncio.create_task(self._carry_on(action)))
                     case AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
-                    case ShareBookings(booked, refused, referred):
-                        self._share(booked, refused, referred)
+                    case BookedBatch():
+                        self._share(action)
                     case PullSnapshot(worker, _, pull):
                         self.snapshots_asked_total += 1
                         reply = f"{self.replica.snapshots}{worker}.{pull}"  # an absent worker's pull is given up
@@ -237,18 +235,16 @@ class Executor:
         own, members = self.core.placement, self.members.view.members
         return any(role is Role.PLACEMENT and member != own for role, member in members)
 
-    def _share(
-        self, booked: tuple[Booked, ...], refused: tuple[Refused, ...], referred: tuple[WentAbroad, ...]
-    ) -> None:
+    def _share(self, batch: BookedBatch) -> None:
         """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
         is what a replica that is only just starting was not told."""
         if not self.has_others():  # NATS would bring it back to nobody but us
             return
         if not (self._booked or self._refused or self._referred):
             asyncio.get_running_loop().call_later(SHARE_S, lambda: self.replica.spawn(self._publish_booked()))
-        self._booked += booked
-        self._refused += refused
-        self._referred += referred
+        self._booked += batch.items
+        self._refused += batch.refused
+        self._referred += batch.abroad
 
     async def _publish_booked(self) -> None:
         own, items = self.core.placement, tuple(self._booked)

@@ -42,8 +42,6 @@ class ProducerDesk:
     executor: Executor
     traces: DecisionTraces
 
-    # ------------------------------------------------------------------ a bare producer asks for tokens
-
     async def on_generate(self, message: Message) -> None:
         if not intake.is_inbox(message.reply, of_producer=True, tenant=intake.tenant_in(message.subject)):
             self.replica.ignored_total += 1
@@ -77,8 +75,6 @@ class ProducerDesk:
             action for action in actions if not (isinstance(action, Fail) and action.inbox == inbox)
         )
 
-    # ------------------------------------------------------------------ workers answer
-
     async def on_answer(self, message: Message) -> None:
         key, _, attempt = message.subject.removeprefix(self.replica.answers).partition(".")
         if is_no_responders(message):
@@ -96,8 +92,6 @@ class ProducerDesk:
         for frame in frames:
             if frame.request == request:
                 await self.executor.carry_out(self.executor.handle(WorkerAnswered(frame, key)))
-
-    # ------------------------------------------------------------------ what others let go of
 
     async def on_capsule(self, message: Message) -> None:
         await self._take_over(message, intake.read_capsule)

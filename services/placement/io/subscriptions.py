@@ -65,8 +65,6 @@ class Subscriptions:
             await let_go(subscription.unsubscribe())
         await self.members.stop()
 
-    # ------------------------------------------------------------------ workers and vaults
-
     async def _on_snapshot(self, message: Message) -> None:
         worker, _, number = message.subject.removeprefix(self.replica.snapshots).partition(".")
         if not number.isdecimal():
@@ -125,8 +123,6 @@ class Subscriptions:
         worker = intake.read_disconnect(message.data)
         if worker is not None:
             self.tell(events.WorkerDisconnected(worker))
-
-    # ------------------------------------------------------------------ replicas
 
     async def _on_bookings(self, message: Message) -> None:
         batch = self.replica.read(BookedBatch, message)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from kvfleet.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
+from kvfleet.placement.actions import Action, Cancel, Fail, Forward, PingWorker, TakenOver, failed_frame
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.decider import Decider
 from kvfleet.placement.decide.repeats import KnownRequest
@@ -163,7 +163,7 @@ class Forwarding:
                 actions += self._fail(held, Unavailable("this placement goes: ask again"))
             else:
                 self.in_flight.end(held)  # the one that takes it over tells who may let go
-                actions.append(CarryOn(capsule))
+                actions.append(capsule)
         return actions + self.in_flight.release_sources()
 
     def _offer(self, forwarded: Forwarded, now: float) -> list[Action]:
@@ -329,8 +329,6 @@ class Forwarding:
             return self._offer(unanswered, now)
         why = f"worker {unanswered.worker}, which has the request, did not answer"
         return self._fail(unanswered, Unavailable(why))
-
-    # ------------------------------------------------------------------ ends
 
     def _fail(self, forwarded: Forwarded, error: KvfleetError) -> list[Action]:
         return [self._failure(forwarded, error), *self.in_flight.end(forwarded, failed=True)]

@@ -253,8 +253,6 @@ class RequestsInFlight:
         reply = silent.reply(self.inbox_prefix)
         return AskStillRunning(silent.worker, ResendRequest(silent.request, silent.attempt, NOTHING_TO_RESEND, reply))
 
-    # ------------------------------------------------------------------ states
-
     def _lost_at(self, worker: str, epoch: str) -> list[Forwarded]:
         return [f for f in self.lost.values() if f.worker == worker and f.epoch == epoch]
 

@@ -63,8 +63,6 @@ class SimWorker:
         self._prefill_ends = self._decode_ends = math.inf
         self._plan()
 
-    # ------------------------------------------------------------------ events
-
     def submit(self, job: SimulatedJob, now: float) -> SimulatedProgress:
         progress = self.advance(now)
         self._waiting.append(job)
@@ -95,8 +93,6 @@ class SimWorker:
         at = min(self._prefill_ends, self._decode_ends)
         return None if at == math.inf else at
 
-    # ------------------------------------------------------------------ what a heartbeat says
-
     def load(self) -> Load:
         left = self._prefilling.left if self._prefilling else 0.0
         return Load(
@@ -116,8 +112,6 @@ class SimWorker:
     @property
     def running(self) -> int:
         return len(self._decoding) + (self._prefilling is not None)
-
-    # ------------------------------------------------------------------ inside
 
     def _plan(self) -> None:
         """What is being done has changed: the rates until it changes again, and when it does."""

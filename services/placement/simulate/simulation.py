@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from kvfleet.placement.actions import Answer, ShareBookings
+from kvfleet.placement.actions import Answer
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
@@ -156,8 +156,8 @@ class Simulation:
                     outcome.worker = placement.worker
                 submit = partial(self._submit, placement.worker, arrival, attempt, excluded, generated)
                 self._after(self._shape.delays.place_s, submit)
-            elif isinstance(action, ShareBookings) and (delay := self._shape.delays.booking_s) is not None:
-                self._after(delay, partial(self._to_all, BookedBatch(core.placement, action.booked), author=core))
+            elif isinstance(action, BookedBatch) and (delay := self._shape.delays.booking_s) is not None:
+                self._after(delay, partial(self._to_all, BookedBatch(core.placement, action.items), author=core))
 
     def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
         worker = self._workers.get(name)
@@ -342,8 +342,6 @@ class Simulation:
         self._run.lives[name] = self._run.lives[name][0], self._now
         for job, generated in worker.abandon():
             self._again(job.arrival, job.attempt, (name,), generated)
-
-    # ------------------------------------------------------------------ time
 
     def _at(self, at: float, what: Callable[[], None]) -> None:
         self._count += 1

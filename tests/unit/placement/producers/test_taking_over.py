@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from placement_build import a_core, a_generate, a_record, accepted, failed, finished
 
-from kvfleet.placement.actions import Action, AskStillRunning, Cancel, CarryOn, Fail, Forward, TakenOver
+from kvfleet.placement.actions import Action, AskStillRunning, Cancel, Fail, Forward, TakenOver
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     CapsuleHeard,
@@ -221,7 +221,7 @@ class TestLeaving:
         if state == "parked again":
             going.handle(WorkerAnswered(failed("r1", 1, "overloaded", retryable=True)), 1.01)
         actions = going.forwarding.leave(2.0)
-        (carry,) = of(CarryOn, actions)
+        (carry,) = of(Capsule, actions)
         assert [(c.worker, c.cancel.attempt, c.cancel.inbox) for c in of(Cancel, actions)] == (
             [("w2", 1, PRODUCER)] if state == "offered" else []
         )
@@ -229,7 +229,7 @@ class TestLeaving:
         assert len(going.in_flight) == len(going.bookings) == 0
         going.check_integrity()
         staying = draining(a_core("w1", "w2"))
-        capsule = codec.decode(Capsule, codec.encode(carry.capsule))
+        capsule = codec.decode(Capsule, codec.encode(carry))
         (forward,) = staying.handle(CapsuleHeard("", capsule), 5.0)
         assert isinstance(forward, Forward)
         assert forward.request.attempt == (1 if state == "parked" else 2)  # none that a worker knows as taken back
