@@ -26,8 +26,6 @@ from kvproto.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The decision, to its asker."""
-
     reply: str
     placement: Placement
 
@@ -72,8 +70,6 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Tell a worker to stop what nobody waits for any more."""
-
     worker: str
     cancel: CancelRequest
 

@@ -295,7 +295,6 @@ class PlacementCore:
         return Survey(model, self.fleet, self.decider.heat.hottest(now), self.indexer, self.workloads)
 
     def followers(self) -> dict[Follows, int]:
-        """How many workers' blocks are known how well."""
         counts = Counter(map(self.indexer.state_of, list(self.fleet.workers)))
         return {state: counts[state] for state in Follows}
 

@@ -127,15 +127,11 @@ class VaultJoined:
 
 @dataclass(frozen=True, slots=True)
 class VaultLeft:
-    """Its record is gone."""
-
     vault: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """A worker or vault stored or removed blocks."""
-
     worker: str
     changes: Changes
 

@@ -104,7 +104,6 @@ class Executor:
         return actions
 
     def tell(self, event: Event) -> None:
-        """And have what comes of it carried out."""
         if actions := self.handle(event):
             self.replica.spawn(self.carry_out(actions))
 

@@ -91,7 +91,6 @@ class PlaceDesk:
         await self._let_go()
 
     async def _stand_back(self) -> None:
-        """Until there is little left to do."""
         self.stood_back_total += 1
         await self._let_go()
         while len(self._waiting) > FEW:

@@ -45,7 +45,6 @@ class Replica:
         return asyncio.get_running_loop().time()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that ends with the loop."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self.finished)

@@ -72,7 +72,6 @@ class Forwarding:
 
     @property
     def producer_failures_total(self) -> int:
-        """Terminal failures sent to producers."""
         return self._failures + self.in_flight.lost_total + self.in_flight.cancelled_total
 
     # ------------------------------------------------------------------ a request comes
@@ -142,7 +141,6 @@ class Forwarding:
         return [*actions, *self._offer(forwarded, now)]
 
     def adopt(self, watch: Watch, now: float) -> list[Action]:
-        """Go on watching what another replica watched."""
         known = (self.in_flight.find_accepted(key) for key in self.in_flight.keys_of(watch.request))
         if self._is_full() or any(one.watch() == watch for one in known if one is not None):
             return []  # no room, or told twice: the answer to the first was late
@@ -314,7 +312,6 @@ class Forwarding:
         return [silent.take_back(), *self._next(silent, now)]
 
     def _last_chance(self, silent: Forwarded) -> float:
-        """Until when to wait for a worker that does not answer."""
         body = silent.body
         if body is None or silent.attached or silent.carried_until is not None:
             return silent.due

@@ -84,7 +84,6 @@ class RequestsInFlight:
         return len(self.offered) + len(self.parked) + len(self.watched) + len(self.lost)
 
     def __iter__(self) -> Iterator[str]:
-        """The keys of all readers."""
         return chain.from_iterable(self._keys.values())
 
     def keys_of(self, request: str) -> tuple[str, ...] | list[str]:
@@ -110,7 +109,6 @@ class RequestsInFlight:
     # ------------------------------------------------------------------ begin and end
 
     def further_key(self, request: str) -> str:
-        """For one more reader."""
         return f"{request}~{next(self._numbers)}"
 
     def enter(self, forwarded: Forwarded) -> None:

@@ -28,7 +28,6 @@ VICTIM_COLORS = {"cheapest": COLORS[0], "ordinal": COLORS[1]}
 
 
 def plot(study: Study) -> str:
-    """SVG; needs results."""
     with styled():
         return as_svg(draw(study))
 
@@ -154,7 +153,6 @@ def _moved(axes: Axes, study: Study) -> None:
 
 
 def _workers(axes: Axes, found: Sequence[Autoscaled]) -> None:
-    """Of a fleet that grows and shrinks."""
     hours = ", ".join(f"{one.victim} goes: {one.worker_hours:.2f}" for one in found)
     entitle(
         axes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,13 +11,21 @@ from kvfleet.placement.policies import DEFAULT_POLICY
 from kvfleet.placement.simulate.figures import Figures, held
 from kvfleet.placement.simulate.study import Autoscaled, Study
 
-COLUMNS = (
-    "policy", "hits", "of attainable", "TTFT p50", "p99", "load CoV", "max/mean", "goodput/s", "moved", "failed",
-)  # fmt: skip
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "policy": lambda one: _name(one.policy),
+    "hits": lambda one: f"{one.hit_rate:.1%}",
+    "of attainable": lambda one: f"{one.hit_of_attainable:.1%}",
+    "TTFT p50": lambda one: seconds(one.ttft_p50_s),
+    "p99": lambda one: seconds(one.ttft_p99_s),
+    "load CoV": lambda one: f"{one.load_cov:.3f}",
+    "max/mean": lambda one: f"{one.load_max_over_mean:.2f}",
+    "goodput/s": lambda one: f"{one.goodput_per_s:.2f}",
+    "moved": lambda one: f"{one.moved:.1%}",
+    "failed": lambda one: f"{one.failed:,}",
+}
 
 
 def headline(study: Study) -> list[str]:
-    """What was simulated."""
     trace, shape = study.trace, study.shape
     load = "" if study.load is None else f", {study.load:.2f} of capacity"
     return [
@@ -29,8 +37,8 @@ def headline(study: Study) -> list[str]:
 
 
 def table(study: Study) -> list[str]:
-    rows = [COLUMNS, *(_cells(result.figures) for result in study.results)]
-    lines = align(rows)
+    rows = [[cell(result.figures) for cell in COLUMNS.values()] for result in study.results]
+    lines = align([list(COLUMNS), *rows])
     changed = [result.figures for result in study.results if result.figures.moved_per_change is not None]
     if changed:
         shares = ", ".join(f"{one.policy} {one.moved_per_change:.1%}" for one in changed)
@@ -39,7 +47,6 @@ def table(study: Study) -> list[str]:
 
 
 def loads_table(study: Study) -> list[str]:
-    """Goodput at rising load: a column per load, a row per policy."""
     loads = list(dict.fromkeys(load for load, _ in study.at_loads))
     policies = list(dict.fromkeys(one.policy for _, one in study.at_loads))
     found = {(one.policy, load): one for load, one in study.at_loads}
@@ -132,21 +139,6 @@ def _values(figures: Figures) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(figures).items()
     }
-
-
-def _cells(one: Figures) -> tuple[str, ...]:
-    return (
-        _name(one.policy),
-        f"{one.hit_rate:.1%}",
-        f"{one.hit_of_attainable:.1%}",
-        seconds(one.ttft_p50_s),
-        seconds(one.ttft_p99_s),
-        f"{one.load_cov:.3f}",
-        f"{one.load_max_over_mean:.2f}",
-        f"{one.goodput_per_s:.2f}",
-        f"{one.moved:.1%}",
-        f"{one.failed:,}",
-    )
 
 
 def _name(policy: str) -> str:

@@ -55,7 +55,6 @@ class Scaling:
         return max(staying, key=lambda name: int(name[1:]))
 
     def lose(self, cache: LruCache, others: Sequence[LruCache], now: float) -> None:
-        """A worker went, with these blocks."""
         alone = {block for block in cache if not any(block in other for other in others)}
         self.lost |= alone
         self.scaled.lost_blocks += len(alone)

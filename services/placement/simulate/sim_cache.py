@@ -103,7 +103,6 @@ class SimulatedJob:
 
     @property
     def output_tokens(self) -> int:
-        """Still to be generated."""
         return self.arrival.output_tokens - self.generated
 
 
@@ -134,7 +133,6 @@ class Waiting:
         return job
 
     def clear(self) -> list[SimulatedJob]:
-        """Who was there."""
         jobs = list(self._jobs)
         self._jobs.clear()
         self._watching.clear()
@@ -142,7 +140,6 @@ class Waiting:
         return jobs
 
     def on_changed(self, blocks: Iterable[int]) -> None:
-        """These came into the cache or went."""
         for block in blocks:
             for job in list(self._watching.get(block, ())):
                 self._forget(job)

@@ -24,20 +24,14 @@ ROUNDING = 1e-6  # of a step
 
 @dataclass(slots=True)
 class SimulatedProgress:
-    """What happened up to now, for the simulation to tell placement and to count."""
-
     started: list[SimulatedJob] = field(default_factory=list)
     first_token: list[SimulatedJob] = field(default_factory=list)
     ended: list[SimulatedJob] = field(default_factory=list)
     changes: list[tuple[bool, list[int]]] = field(default_factory=list)  # (removed, blocks), in their order
 
-    def stored(self, blocks: list[int]) -> None:
+    def change(self, removed: bool, blocks: list[int]) -> None:
         if blocks:
-            self.changes.append((False, blocks))
-
-    def removed(self, blocks: list[int]) -> None:
-        if blocks:
-            self.changes.append((True, blocks))
+            self.changes.append((removed, blocks))
 
 
 class SimWorker:
@@ -55,9 +49,7 @@ class SimWorker:
         self._now = now
         self._waiting = Waiting(self.cache, block_tokens)
         self._prefilling: SimulatedJob | None = None
-        self._decoding: list[
-            tuple[float, int, int, SimulatedJob]
-        ] = []  # heap of (step it ends with, number, attempt, job)
+        self._decoding: list[tuple[float, int, int, SimulatedJob]] = []  # heap of (last step, number, attempt, job)
         self._steps = 0.0
         self._prefill_rate = self._step_rate = 0.0
         self._prefill_ends = self._decode_ends = math.inf
@@ -71,7 +63,6 @@ class SimWorker:
         return progress
 
     def advance(self, now: float) -> SimulatedProgress:
-        """Everything up to `now`."""
         progress = SimulatedProgress()
         while (at := min(self._prefill_ends, self._decode_ends)) <= now:
             self._flow(at)
@@ -155,7 +146,7 @@ class SimWorker:
             job.left = 0.0
             self._prefilling = None
             progress.first_token.append(job)
-            progress.stored(job.new)
+            progress.change(False, job.new)
             last = self._steps + job.output_tokens - 1
             heapq.heappush(self._decoding, (last, job.arrival.number, job.attempt, job))
         if decoded:
@@ -164,7 +155,7 @@ class SimWorker:
             job = heapq.heappop(self._decoding)[-1]
             progress.ended.append(job)
             gone = self.cache.let_go(job.arrival.ids)
-            progress.removed(gone)
+            progress.change(True, gone)
             self._waiting.on_changed(gone)
         self._admit(progress)
         self._plan()
@@ -180,7 +171,7 @@ class SimWorker:
         job.left = float(job.tokens - job.cached_tokens)
         job.new, gone = self.cache.hold(job.arrival.ids)
         self._waiting.on_changed((*job.new, *gone))
-        progress.removed(gone)
+        progress.change(True, gone)
         progress.started.append(job)
         self._prefilling = job
         return True

@@ -67,8 +67,6 @@ class TracePrompts:
 
 
 class Simulation:
-    """One run of one policy."""
-
     def __init__(
         self,
         trace: Trace,
@@ -118,7 +116,6 @@ class Simulation:
         self._scaling = Scaling(scale, self._run.scaled, trace.block_tokens, MODEL) if scale is not None else None
 
     def run(self) -> SimulationRun:
-        """To the end of the last request."""
         for _ in range(self._shape.autoscale.rules.minimum if self._shape.autoscale else self._shape.workers):
             self._join()
         if self._scaling is not None:

@@ -30,8 +30,6 @@ POLICIES = tuple(name for name in POLICY_NAMES if name != DIRECT)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one policy: its figures, and what happened."""
-
     figures: Figures
     run: SimulationRun
 
@@ -77,7 +75,6 @@ class Study:
 
     @property
     def load(self) -> float | None:
-        """Share of capacity."""
         return None if self.full_speed is None else 1 / self.full_speed
 
     @property
@@ -85,7 +82,6 @@ class Study:
         return self.attainable / max(self.trace.prompt_tokens, 1)
 
     def run(self, policies: Sequence[str]) -> Iterator[Result]:
-        """One after the other."""
         for policy in policies:
             self.results.append(self._run(self.trace, policy))
             yield self.results[-1]
