@@ -1,11 +1,5 @@
 """Loop: what bare producers ask, how workers answer offers of it, and what others let go of.
 
-    kvf.generate.<tenant>.<model>                ──▶ GenerateAsked
-    kvf.region.<own>.generate.<tenant>.<model>   ──▶ the same; its region hears at once whether it is taken
-    _plc.<id>.r.<request>.<attempt>              ──▶ WorkerAnswered, or NobodyListens if the server says so
-    kvf.placement.capsules                       ──▶ CapsuleHeard, of a draining worker
-    kvf.placement.watches                        ──▶ WatchesHeard, of a replica that goes
-
 Bytes are read into events (`intake`), the core decides, and the executor carries it out.
 """
 

@@ -54,24 +54,18 @@ class LruCache:
         held, idle = self._held, self._idle
         new = []
         for block in ids:
-            if block in held:
-                held[block] += 1
-            else:
-                held[block] = 1
-                if block in idle:
-                    del idle[block]
-                else:
-                    new.append(block)
+            if block not in held and block not in idle:
+                new.append(block)
+            idle.pop(block, None)
+            held[block] = held.get(block, 0) + 1
         return new, self._make_room()
 
     def let_go(self, ids: Sequence[int]) -> list[int]:
         """The sequence is over; leaves count as used before what they hang on. Returns blocks that had to go."""
         held, idle = self._held, self._idle
         for block in reversed(ids):
-            count = held[block] - 1
-            if count:
-                held[block] = count
-            else:
+            held[block] -= 1
+            if not held[block]:
                 del held[block]
                 idle[block] = None
         return self._make_room()
@@ -88,8 +82,8 @@ class SimulatedJob:
     """One attempt at one request. What earlier ones generated is fed with the prompt: the stream goes on from there."""
 
     arrival: Arrival
-    attempt: int
-    accepted_at: float
+    attempt: int = 0
+    accepted_at: float = 0.0
     generated: int = 0  # tokens, before this attempt
     cached_tokens: int = 0
     left: float = 0.0  # prompt tokens still to be prefilled

@@ -12,6 +12,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,7 @@ from kvfleet.placement.simulate.fleet_shape import FleetShape, Victim
 from kvfleet.placement.simulate.scaling import Scaling
 from kvfleet.placement.simulate.sim_cache import SimulatedJob
 from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker
-from kvfleet.placement.simulate.trace import Arrival, Trace
+from kvfleet.placement.simulate.trace import Trace
 from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto.messages import (
     BookedBatch,
@@ -81,6 +82,7 @@ class Simulation:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._workers: dict[str, SimWorker] = {}
+        self._records: dict[str, WorkerRecord] = {}
         self._joined = 0
         self._staying: set[str] = set()  # workers that do not drain
         self._news: dict[str, SimWorker] = {}  # who has something to say in its next heartbeat
@@ -121,7 +123,7 @@ class Simulation:
         if self._scaling is not None:
             self._at(0.0, self._scale)
         for arrival in self._trace.arrivals:
-            self._at(arrival.at_s, partial(self._place, arrival))
+            self._at(arrival.at_s, partial(self._place, SimulatedJob(arrival)))
         self._at(0.0, self._beat)
         self._at(TICK_S, self._tick)
         if self._shape.churn_s:
@@ -134,40 +136,40 @@ class Simulation:
 
     # ------------------------------------------------------------------ requests
 
-    def _place(self, arrival: Arrival, attempt: int = 0, excluded: tuple[str, ...] = (), generated: int = 0) -> None:
+    def _place(self, job: SimulatedJob, excluded: tuple[str, ...] = ()) -> None:
         core = self.cores[int(self._random.random() * len(self.cores))]
         ask = PlaceRequest(
-            request=str(arrival.number),
+            request=str(job.arrival.number),
             model=MODEL,
-            session=arrival.session,
-            attempt=attempt,
+            session=job.arrival.session,
+            attempt=job.attempt,
             excluded=excluded,
-            max_tokens=arrival.output_tokens - generated,
+            max_tokens=job.output_tokens,
         )
         for action in core.handle(PlaceAsked("", "public", ask), self._now):
             if isinstance(action, Answer):
                 placement = action.placement
-                outcome = self._run.outcomes[arrival.number]
+                outcome = self._run.outcomes[job.arrival.number]
                 outcome.attempts += 1
-                if not attempt:
+                if not job.attempt:
                     outcome.worker = placement.worker
-                submit = partial(self._submit, placement.worker, arrival, attempt, excluded, generated)
-                self._after(self._shape.delays.place_s, submit)
+                self._after(self._shape.delays.place_s, partial(self._submit, placement.worker, job, excluded))
             elif isinstance(action, BookedBatch) and (delay := self._shape.delays.booking_s) is not None:
                 self._after(delay, partial(self._to_all, BookedBatch(core.placement, action.items), author=core))
 
-    def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
+    def _submit(self, name: str, job: SimulatedJob, excluded: tuple[str, ...]) -> None:
         worker = self._workers.get(name)
         if worker is None:  # nobody listens
-            self._again(arrival, attempt, (*excluded, name), generated)
+            self._again(job, (*excluded, name), job.generated)
             return
-        job = SimulatedJob(arrival, attempt, self._now, generated)
+        job.accepted_at = self._now
         self._tell(worker, [self._milestone(job, Passed.ACCEPTED)])
         self._take(worker, worker.submit(job, self._now))
 
-    def _again(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
-        if attempt + 1 < ATTEMPTS:
-            self._after(self._shape.delays.place_s, partial(self._place, arrival, attempt + 1, excluded, generated))
+    def _again(self, job: SimulatedJob, excluded: tuple[str, ...], generated: int) -> None:
+        if job.attempt + 1 < ATTEMPTS:
+            again = SimulatedJob(job.arrival, job.attempt + 1, generated=generated)
+            self._after(self._shape.delays.place_s, partial(self._place, again, excluded))
         else:
             self._left -= 1
 
@@ -272,17 +274,11 @@ class Simulation:
         self._run.prefilled[name] = worker.prefilled
         self._run.lives[name] = self._now, math.inf
         self._staying.add(name)
-        record = self._record(worker, State.READY)
-        beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
-        self._to_all(WorkerJoined(record, beat))
-        self._to_all(beat)
-
-    def _record(self, worker: SimWorker, state: State) -> WorkerRecord:
-        return WorkerRecord(
-            id=worker.name,
+        record = WorkerRecord(
+            id=name,
             epoch=worker.epoch,
             lease="",
-            state=state,
+            state=State.READY,
             model=MODEL,
             address="",
             host="",
@@ -290,6 +286,10 @@ class Simulation:
             versions=(1, 1),
             block_size=self._trace.block_tokens,
         )
+        self._records[name] = record
+        beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
+        self._to_all(WorkerJoined(record, beat))
+        self._to_all(beat)
 
     def _scale(self) -> None:
         assert self._scaling is not None
@@ -298,7 +298,7 @@ class Simulation:
             self._after(self._scaling.scale.start_s, self._started)
         if victim is not None:
             self._staying.discard(victim)
-            self._to_all(WorkerUpdated(self._record(self._workers[victim], State.DRAINING)))
+            self._to_all(WorkerUpdated(replace(self._records[victim], state=State.DRAINING)))
             self._drain(victim, self._now + self._shape.drain_s)
         self._after(SCALE_S, self._scale)
 
@@ -325,7 +325,7 @@ class Simulation:
         self._run.changes.append(self._now)
         self._join()
         if self._shape.drain_s:
-            self._to_all(WorkerUpdated(self._record(self._workers[name], State.DRAINING)))
+            self._to_all(WorkerUpdated(replace(self._records[name], state=State.DRAINING)))
             self._after(self._shape.drain_s, partial(self._leave, name))
         else:
             self._leave(name)
@@ -338,7 +338,7 @@ class Simulation:
         self._to_all(WorkerLeft(name))
         self._run.lives[name] = self._run.lives[name][0], self._now
         for job, generated in worker.abandon():
-            self._again(job.arrival, job.attempt, (name,), generated)
+            self._again(job, (name,), generated)
 
     def _at(self, at: float, what: Callable[[], None]) -> None:
         self._count += 1
