@@ -14,8 +14,7 @@ from benchmarks.harness.report import progress, skip
 from kvfleet.placement.simulate.figures import Figures
 from kvfleet.placement.simulate.report import seconds
 from kvfleet.placement.simulate.study import Study
-from kvfleet.placement.simulate.trace import Row, Trace, make_trace
-from kvfleet.placement.simulate.trace_file import read_trace
+from kvfleet.placement.simulate.trace import Row, Trace, make_trace, read_trace
 from kvfleet.placement.workers.warm_up import warm_up
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,7 @@ from __future__ import annotations
 from benchmarks.harness.report import finish, parser, progress
 from benchmarks.policies._simulated import WORKERS, conversations, rounded
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.fleet_shape import FleetShape
-from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.fleet_shape import FleetShape, Speed
 from kvfleet.placement.simulate.study import make_study
 
 NAME, UNIT = "churn", "sessions moved by a change, over 1/N"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.trace_shapes [--quick] [--processes N]
 
-Four shapes that a seeded generator makes (`services/placement/simulate/shapes`): deep trees of shared instructions,
-loops of agents with pauses, documents asked about five times, and a mixture that changes half-way. 8 workers with a
-tenth and a hundredth of the trace's blocks each, at half and at nine tenths of what the fleet can do, 2 placements.
+Four shapes that a seeded generator makes (`_shapes`): deep trees of shared instructions, loops of agents with pauses,
+documents asked about five times, and a mixture that changes half-way. 8 workers with a tenth and a hundredth of the
+trace's blocks each, at half and at nine tenths of what the fleet can do, 2 placements.
 
 Each figure is the median over three seeds, of the trace and of all chance. In each of the 16 cells the default policy's
 p50 and p99 of TTFT and its goodput are no worse than any other policy's, which means: not by more than 2 %; its load
@@ -22,23 +22,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from statistics import median
 
 from benchmarks.harness.report import finish, parser, progress
+from benchmarks.policies._moves import Watched
+from benchmarks.policies._shapes import REQUESTS, SHAPES, make_shape
 from benchmarks.policies._simulated import WORKERS
 from kvfleet.placement.policies import DEFAULT_POLICY, build_policies
 from kvfleet.placement.policies.cost import BUSY, OTHERS, Cost
-from kvfleet.placement.simulate.attainable import attainable_by_request
-from kvfleet.placement.simulate.capacity import busiest_speed
+from kvfleet.placement.simulate.attainable import attainable_by_request, capacity_speed
 from kvfleet.placement.simulate.figures import figures
-from kvfleet.placement.simulate.fleet_shape import FleetShape
-from kvfleet.placement.simulate.moves import Watched
+from kvfleet.placement.simulate.fleet_shape import FleetShape, Speed
 from kvfleet.placement.simulate.report import seconds
-from kvfleet.placement.simulate.shapes import REQUESTS, SHAPES, make_shape
-from kvfleet.placement.simulate.sim_worker import Speed
 from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.study import POLICIES, Study, make_study
 from kvfleet.placement.simulate.trace import Trace
@@ -50,6 +48,7 @@ SEEDS, QUICK_SEEDS = (1, 2, 3), (1,)
 QUICK_REQUESTS, QUICK_POLICIES = 2400, (DEFAULT_POLICY, "kv_load", "ring")
 FLOOR_HITS, FLOOR_COV = 0.97, 0.1
 NO_WORSE = 1.02
+PARTS = 4  # of a trace, each as long
 SPEED = Speed(chunk_tokens=512)  # steps of 0.1 s: an answer of 40 tokens holds its blocks for 4 s, not for 11
 ABLATIONS = {"harm halved": 0.5, "harm doubled": 2.0}
 FIGURES = ("hit_of_attainable", "ttft_p50_s", "ttft_p99_s", "load_cov", "goodput_per_s", "moved", "failed")
@@ -87,6 +86,20 @@ def _study(cell: Cell, seed: int, requests: int) -> Study:
     blocks = max(trace.distinct_blocks // share, 1)
     fastest = busiest_speed(trace, WORKERS, SPEED, list(attainable_by_request(trace, WORKERS * blocks)))
     return make_study(trace, FleetShape(WORKERS, blocks, speed=SPEED, seed=seed), speed=load * fastest)
+
+
+def busiest_speed(trace: Trace, workers: int, speed: Speed, attainable: Sequence[int]) -> float:
+    """`capacity_speed` in the part of the trace where it is least: what is attainable, here by request, may be
+    much while all contexts are short and nothing has been pushed out yet, and little later on. Of the mean of both a
+    fleet could do nine tenths only by falling behind at the end."""
+    part_s = max(trace.duration_s, 1e-9) / PARTS
+    found = list(zip(trace.arrivals, attainable, strict=True))
+    speeds = []
+    for part, members in groupby(found, lambda one: min(int(one[0].at_s / part_s), PARTS - 1)):
+        arrivals, hits = zip(*members, strict=True)
+        alone = replace(trace, arrivals=tuple(replace(one, at_s=one.at_s - part * part_s) for one in arrivals))
+        speeds.append(capacity_speed(alone, workers, speed, sum(hits)))
+    return min(speeds)
 
 
 @cache

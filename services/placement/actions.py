@@ -1,4 +1,8 @@
-"""What the core wants done; the loop does it and decides nothing. Pure data."""
+"""What the core wants done; the loop does it and decides nothing. Pure data.
+
+A Capsule is an action as it is: another replica is to look for a successor, as this one goes. So is a BookedBatch: the
+others are told what was booked, what had to be refused, and what other regions were asked to do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from kvfleet.placement.events import GenerateAsked
 from kvfleet.placement.index.kv_indexer import PullSnapshot
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
-    Booked,
+    BookedBatch,
     CancelRequest,
     Capsule,
     Decision,
@@ -16,16 +20,12 @@ from kvproto.messages import (
     Failed,
     GenerateRequest,
     Placement,
-    Refused,
     ResendRequest,
-    WentAbroad,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The decision, to its asker."""
-
     reply: str
     placement: Placement
 
@@ -70,8 +70,6 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Tell a worker to stop what nobody waits for any more."""
-
     worker: str
     cancel: CancelRequest
 
@@ -81,13 +79,6 @@ class TakenOver:
     """To the worker or replica that let go of something: it has an owner."""
 
     reply: str
-
-
-@dataclass(frozen=True, slots=True)
-class CarryOn:
-    """Another replica is to look for a successor: this one goes."""
-
-    capsule: Capsule
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +104,6 @@ class DropMember:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareBookings:
-    """Tell the other replicas what was booked, what had to be refused, and what other regions were asked to do."""
-
-    booked: tuple[Booked, ...] = ()
-    refused: tuple[Refused, ...] = ()
-    referred: tuple[WentAbroad, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class RecordDecision:
     """A decision whose request has ended, with the prompt's block hashes back to back: a line for a ledger's file."""
 
@@ -131,21 +113,9 @@ class RecordDecision:
 
 
 Action = (
-    Answer
-    | AnswerOtherRegion
-    | PassOn
-    | Fail
-    | Forward
-    | Cancel
-    | TakenOver
-    | CarryOn
-    | AskStillRunning
-    | PingWorker
-    | DropMember
-    | ShareBookings
-    | PullSnapshot
-    | RecordDecision
-)
+    Answer | AnswerOtherRegion | PassOn | Fail | Forward | Cancel | TakenOver | AskStillRunning | PingWorker
+    | DropMember | PullSnapshot | Capsule | BookedBatch | RecordDecision
+)  # fmt: skip
 
 
 def failed_frame(error: KvfleetError, request: str = "", attempt: int = 0) -> Failed:

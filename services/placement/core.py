@@ -6,6 +6,7 @@ producers. Time is the caller's monotonic seconds and never goes back; chance is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -18,7 +19,6 @@ from kvfleet.placement.actions import (
     Fail,
     PassOn,
     PingWorker,
-    ShareBookings,
     TakenOver,
     failed_frame,
 )
@@ -92,7 +92,7 @@ class PlacementCore:
         self.decider = Decider(self.state, prompts, unix_ms, policies or build_policies(chance), config.policy)
         self.autoscaler = Autoscaler(self.fleet, config.rules, config.models, by_ordinal=config.by_ordinal)
         self.in_flight = RequestsInFlight(inbox_prefix, self.fleet, self.state.give_up)
-        self.forwarding = Forwarding(self.state, inbox_prefix, self.in_flight, self.decider, config)
+        self.forwarding = Forwarding(self.state, self.in_flight, self.decider, config)
 
     def handle(self, event: events.Event, now: float) -> list[Action]:
         self.workloads.now = max(self.workloads.now, now)
@@ -105,7 +105,7 @@ class PlacementCore:
         self.autoscaler.refuse(refused, now)
         referred = self.region_summaries.take_new()
         if (booked or refused or referred) and self._shares:
-            actions.append(ShareBookings(booked, refused, referred))
+            actions.append(BookedBatch(self.placement, booked, refused, referred))
         return actions
 
     def _handle(self, event: events.Event, now: float) -> list[Action]:
@@ -129,7 +129,7 @@ class PlacementCore:
             case Milestones():
                 return self._hear(event, now)
             case Heartbeat() as beat:
-                self.in_flight.accepted.on_beat(beat.worker, beat.epoch, now)
+                self.in_flight.on_beat(beat.worker, beat.epoch, now)
                 if self.fleet.beat(beat, now):
                     for key in self.bookings.reflect(self.fleet.workers[beat.worker].column, beat, now):
                         self.inflight.break_off(key)
@@ -150,7 +150,7 @@ class PlacementCore:
                 self._forget(record.id)
                 self.fleet.join(record, heartbeat, now)
                 self._follow(record)
-                return self.in_flight.accepted.on_joined(record.id, record.epoch, now)
+                return self.in_flight.on_joined(record.id, record.epoch, now)
             case events.WorkerUpdated(record):
                 if self.fleet.update(record, now):
                     self._forget(record.id)
@@ -160,7 +160,7 @@ class PlacementCore:
                 self._forget(record.id)
                 self.fleet.join(record, None, now)
                 self._follow(record)
-                self.in_flight.accepted.on_new_epoch(record.id, record.epoch, now)
+                self.in_flight.on_new_epoch(record.id, record.epoch, now)
                 return []
             case events.WorkerLeft(worker):
                 known = self.fleet.workers.get(worker)
@@ -184,7 +184,7 @@ class PlacementCore:
                 known = self.fleet.workers.get(worker)
                 if known is None or not (nobody_listens or now - known.heard_at >= SILENCE_LIMIT_S):
                     return []
-                self.in_flight.accepted.suspect(worker, known.heard_at, now)
+                self.in_flight.suspect(worker, known.heard_at, now)
                 return [DropMember(worker)]
 
     def _tick(self, now: float, *, disconnected: bool) -> list[Action]:
@@ -196,8 +196,9 @@ class PlacementCore:
         self.repeats.tick(now)
         self.region_summaries.tick(now)
         self.state.heal(now)
-        actions: list[Action] = [*self.indexer.tick(now), *self._ping_silent(now)]
-        return actions + self.forwarding.tick(now, disconnected=disconnected)
+        # Silent workers are asked instead of waiting for the members view to give up on them.
+        pings = [PingWorker(one.id) for one in self.fleet.workers.values() if self.fleet.claim_ping(one, now)]
+        return [*self.indexer.tick(now), *pings, *self.forwarding.tick(now, disconnected=disconnected)]
 
     def _follow(self, record: WorkerRecord) -> None:
         self.vaults.pop(record.id, None)  # of that name there is a worker now
@@ -252,8 +253,7 @@ class PlacementCore:
         actions: list[Action] = []
         for one in milestones.items:
             if one.passed is Passed.ENDED:
-                keys = self.in_flight.keys_of(one.request)
-                actions += self.in_flight.accepted.on_ended(worker.id, one, keys)
+                actions += self.in_flight.on_ended(worker.id, one)
             elif one.passed is not Passed.ACCEPTED:
                 actions += self.forwarding.on_started(worker.id, one)
         return actions + self.state.hear(milestones, now)
@@ -266,10 +266,6 @@ class PlacementCore:
                 actions += self.forwarding.adopt(one, now)
         return actions
 
-    def _ping_silent(self, now: float) -> list[Action]:
-        """Ask silent workers instead of waiting for the members view to give up on them."""
-        return [PingWorker(w.id) for w in self.fleet.workers.values() if self.fleet.claim_ping(w, now)]
-
     # ------------------------------------------------------------------ questions that take longer than a decision may
 
     def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Preload:
@@ -281,13 +277,8 @@ class PlacementCore:
         return Survey(model, self.decider.heat.hottest(now), self.fleet, self.indexer)
 
     def followers(self) -> dict[Follows, int]:
-        """How many workers' blocks are known how well."""
-        counts = dict.fromkeys(Follows, 0)
-        for worker in list(self.fleet.workers):
-            state = self.indexer.state_of(worker)
-            if state is not None:
-                counts[state] += 1
-        return counts
+        counts = Counter(map(self.indexer.state_of, list(self.fleet.workers)))
+        return {state: counts[state] for state in Follows}
 
     def stats(self) -> PlacementStats:
         hits = self.ledger.hits

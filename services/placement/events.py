@@ -42,11 +42,9 @@ class PlaceAsked:
 
 @dataclass(frozen=True, slots=True)
 class GenerateAsked:
-    """A bare producer's request, already validated.
-
-    `request` and `seed` are the producer's or freshly drawn; `model_token` is the subject's, for a producer that names
-    no model in its body; `unix_ms` is when it arrived, for expiry on other machines.
-    """
+    """A bare producer's request, already validated. `request` and `seed` are the producer's or freshly drawn;
+    `model_token` is the subject's, for a producer that names no model in its body; `unix_ms` is when it arrived, for
+    expiry on other machines."""
 
     inbox: str
     encoding: Encoding
@@ -95,10 +93,8 @@ class WorkerDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class PingUnanswered:
-    """A suspected worker did not answer a ping.
-
-    `nobody_listens` leaves no doubt; silence alone may be a worker that is busy for a moment.
-    """
+    """A suspected worker did not answer a ping. `nobody_listens` leaves no doubt; silence alone may be a worker that
+    is busy for a moment."""
 
     worker: str
     nobody_listens: bool
@@ -131,15 +127,11 @@ class VaultJoined:
 
 @dataclass(frozen=True, slots=True)
 class VaultLeft:
-    """Its record is gone."""
-
     vault: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """A worker or vault stored or removed blocks."""
-
     worker: str
     changes: Changes
 
@@ -169,23 +161,7 @@ class Tick:
 
 
 Event = (
-    PlaceAsked
-    | GenerateAsked
-    | WorkerJoined
-    | WorkerUpdated
-    | WorkerNewEpoch
-    | WorkerLeft
-    | VaultJoined
-    | VaultLeft
-    | Heartbeat
-    | WorkerDisconnected
-    | PingUnanswered
-    | WorkerAnswered
-    | NobodyListens
-    | BlocksChanged
-    | Milestones
-    | BookedBatch
-    | CapsuleHeard
-    | WatchesHeard
-    | Tick
-)
+    PlaceAsked | GenerateAsked | WorkerJoined | WorkerUpdated | WorkerNewEpoch | WorkerLeft | WorkerDisconnected
+    | PingUnanswered | WorkerAnswered | NobodyListens | VaultJoined | VaultLeft | BlocksChanged | CapsuleHeard
+    | WatchesHeard | Heartbeat | Milestones | BookedBatch | Tick
+)  # fmt: skip

@@ -23,21 +23,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
-from kvfleet.placement.actions import Action
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Event, PlaceAsked, Tick
+from kvfleet.placement.events import Tick
 from kvfleet.placement.io.executor import Executor
 from kvfleet.placement.io.place_desk import PlaceDesk
 from kvfleet.placement.io.producer_desk import ProducerDesk
 from kvfleet.placement.io.question_desk import QuestionDesk
 from kvfleet.placement.io.region_desk import RegionDesk
-from kvfleet.placement.io.stall_timer import StallTimer
+from kvfleet.placement.io.replica import QUEUE, Replica, let_go
 from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvfleet.placement.record.ledger_file import LedgerFile
@@ -45,19 +42,15 @@ from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
-from kvproto.errors import Unavailable
-from kvproto.members import Fenced, Lease
+from kvproto.members import Fenced, Lease, Members
 from kvproto.messages import MemberRecord
-from kvproto.nats_message import Message, Subscription
-from kvproto.subjects import Subjects, request_inboxes
+from kvproto.nats_message import Subscription
+from kvproto.subjects import Subjects
 from kvproto.tasks import end
 from kvservice import tracing
 from kvservice.tracing import Tracer
 
 log = logging.getLogger(__name__)
-
-QUEUE = "placement"
-BACK_S = 0.8  # after a reconnect: what the others say is on its way by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +64,7 @@ class PlacementParts:
     tracer: Tracer = tracing.NULL
 
 
-class PlacementLoop:
+class PlacementLoop(Replica):
     """One placement replica on one connection. `start`, then `stop`; owns everything it subscribes and spawns.
 
     `record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). With the `fleet_key` prompts
@@ -91,97 +84,31 @@ class PlacementLoop:
         parts: PlacementParts = PlacementParts(),
         on_fenced: Callable[[Fenced], None] = lambda error: log.error("placement: %s", error),
     ) -> None:
-        self.inbox_prefix = connection.inbox_prefix
-        self.internal_errors_total = 0
-        self._unsent_total = 0  # of answers that need no decision
-        self._connection = connection
-        self._subjects = subjects
+        super().__init__(connection, subjects)
         self._record = record
         self._on_fenced = on_fenced
         self.core = PlacementCore(
             record.id,
-            self.inbox_prefix,
+            connection.inbox_prefix,
             chance,
             replace(config, region=subjects.region, keeps_hashes=parts.ledger_file is not None),
             prompts=HashedPrompts(fleet_key),
             unix_ms=lambda: int(time.time() * 1000),
         )
-        guard = self._guarded
-        self.subscriptions = Subscriptions(
-            connection, subjects, self.inbox_prefix, self._tell, self.core.indexer, guard, parts.system
-        )
-        members = self.subscriptions.members
-        self.regions = RegionDesk(record.id, connection, subjects, self.core, members, fleet_key)
-        self.executor = Executor(
-            record.id,
-            connection,
-            subjects,
-            self.subscriptions,
-            self._handle,
-            self._spawn,
-            parts.ledger_file,
-            self.regions.with_addresses,
-        )
-        self.traces = DecisionTraces(parts.tracer, self.core.ledger)
-        self.executor.offered = self.traces.offered
-        priority = config.max_producer_priority
-        self.desk = PlaceDesk(self._decide, self.executor.carry_out, guard, self._spawn, fleet_key or b"", priority)
-        self.producer_desk = ProducerDesk(connection, self._handle, self.executor, self.traces)
-        self.question_desk = QuestionDesk(connection, self.core, self._spawn)
+        members = Members(connection, subjects, on_heartbeat=lambda beat: self.executor.tell(beat))
+        traces = DecisionTraces(parts.tracer, self.core.ledger)
+        self.executor = Executor(self, self.core, members, traces, parts.ledger_file, fleet_key)
+        self.subscriptions = Subscriptions(self, members, self.executor.tell, self.core.indexer, parts.system)
+        self.desk = PlaceDesk(self, self.executor, traces, fleet_key or b"", config.max_producer_priority)
+        self.producer_desk = ProducerDesk(self, self.executor, traces)
+        self.question_desk = QuestionDesk(self, self.core)
+        self.regions = RegionDesk(self, self.core, members)
         self._lease: Lease | None = None
-        self._renewing: asyncio.Task[None] | None = None
-        self._telling: asyncio.Task[None] | None = None
         self._deciding: asyncio.Task[None] | None = None
+        self._announcing: list[asyncio.Task[None]] = []  # that this replica is there
         self._asked: list[Subscription] = []  # what brings new work
         self._heard: list[Subscription] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._stall_timer = StallTimer(self._tick)
         self._stopped = False
-
-    # ------------------------------------------------------------------ what can be seen from outside
-
-    @property
-    def unsent_total(self) -> int:
-        """What NATS did not take from us."""
-        return self._unsent_total + self.executor.unsent_total + self.question_desk.unsent_total
-
-    @property
-    def malformed_total(self) -> int:
-        """Messages refused, or dropped, because the bytes or a field were wrong."""
-        desks = (self.desk, self.producer_desk, self.question_desk)
-        return self.subscriptions.malformed_total + sum(one.refused_total for one in desks)
-
-    @property
-    def tasks(self) -> int:
-        """Tasks of its own, for leak tests."""
-        return len(self._tasks)
-
-    # ------------------------------------------------------------------ what the core decides
-
-    def _decide(self, asked: PlaceAsked, headers: dict[str, str] | None) -> list[Action]:
-        return self._handle(asked) if headers is None else self.traces.place(asked, headers, self._handle)
-
-    def _handle(self, event: Event) -> list[Action]:
-        if self._stopped:
-            return []
-        actions = self.core.handle(event, self._now())
-        self._stall_timer.set(self.core.in_flight.due())
-        return actions
-
-    def _tell(self, event: Event) -> None:
-        if actions := self._handle(event):
-            self._spawn(self.executor.carry_out(actions))
-
-    # ------------------------------------------------------------------ time passes
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def _tick(self) -> None:
-        connection = self._connection
-        self._tell(Tick(disconnected=connection.is_silent or not connection.is_settled(BACK_S)))
-
-    # ------------------------------------------------------------------ start and stop
 
     async def start(self) -> None:
         """Returns when requests are answered. Raises Unavailable, or Fenced if this id is taken."""
@@ -193,16 +120,15 @@ class PlacementLoop:
 
     async def _start(self) -> None:
         await asyncio.to_thread(warm_up)  # seconds on a machine's first time: not in the first request
-        subscribe, subjects = self._connection.subscribe, self._subjects
-        producers, questions = self.producer_desk, self.question_desk
-        self._heard.append(await subscribe(request_inboxes(self.inbox_prefix), self._guarded(producers.on_answer)))
+        subjects, producers, questions = self.subjects, self.producer_desk, self.question_desk
+        self._heard.append(await self.listen(f"{self.answers}>", producers.on_answer))
         await self.subscriptions.start()
-        self._tell(Tick())
+        self.executor.tell(Tick())
         self._deciding = asyncio.create_task(self.desk.run())
-        self._deciding.add_done_callback(self._finished)
+        self._deciding.add_done_callback(self.finished)
         # Not before that: an autoscaler would read the minimum out of it, and let workers go.
-        self._heard.append(await subscribe(subjects.placement_stats(), self._guarded(questions.on_stats)))
-        self._heard.append(await subscribe(subjects.placement_explain(), self._guarded(questions.on_explain)))
+        self._heard.append(await self.listen(subjects.placement_stats(), questions.on_stats))
+        self._heard.append(await self.listen(subjects.placement_explain(), questions.on_explain))
         asked = [
             (subjects.generate_all(), producers.on_generate),
             (subjects.placement_capsules(), producers.on_capsule),
@@ -211,88 +137,40 @@ class PlacementLoop:
             (subjects.placement_victim(), questions.on_victim),
         ]
         if subjects.region:
-            summaries = self._guarded(self.regions.on_summary)
-            self._heard.append(await subscribe(subjects.region_summaries(), summaries))
+            self._heard.append(await self.listen(subjects.region_summaries(), self.regions.on_summary))
             asked.insert(0, (subjects.region_generate_all(), producers.on_generate_from_region))
         for subject, callback in asked:
-            self._asked.append(await subscribe(subject, self._guarded(callback), queue=QUEUE))
-        await self.desk.start(self._listen_to_clients)
-        await self._connection.synced()
-        lease = Lease(await Bucket.open(self._connection, subjects.members_bucket), self._record)
+            self._asked.append(await self.listen(subject, callback, QUEUE))
+        await self.desk.start()
+        await self.connection.synced()
+        lease = Lease(await Bucket.open(self.connection, subjects.members_bucket), self._record)
         await lease.renew()
         self._lease = lease
-        self._renewing = self._spawn(lease.run(self._on_fenced))
+        self._announcing.append(self.spawn(lease.run(self._on_fenced)))
         if subjects.region:
-            self._telling = self._spawn(self.regions.run())
-
-    async def _listen_to_clients(self) -> list[Subscription]:
-        subscribe, subjects = self._connection.subscribe, self._subjects
-        asked = [(subjects.place_all(), self.desk.on_place)]
-        if subjects.region:
-            asked.append((subjects.region_place_all(), partial(self.desk.on_place, from_other_region=True)))
-        return [await subscribe(subject, self._guarded(callback), queue=QUEUE) for subject, callback in asked]
+            self._announcing.append(self.spawn(self.regions.run()))
 
     async def stop(self, grace_s: float = 3.0) -> None:
         """Take no more work, finish what was read, and watch accepted requests for up to `grace_s`; what is left is
         handed on, and producers hear of what neither a worker nor another replica has. Never raises."""
         if self._stopped:
             return
-        if self._renewing is not None:
-            await end([self._renewing])
-        if self._telling is not None:
-            await end([self._telling])
+        await end(self._announcing)
+        if self._announcing and self.subjects.region:
             await self.regions.leave()
         if self._lease is not None:
             await self._lease.release()
         await self.desk.stop()
         for asked in self._asked:
-            await _quietly(asked.drain(), 1.0)
+            await let_go(asked.drain())
         while self._deciding is not None and self.desk.waiting and not self._deciding.done():
             await asyncio.sleep(0)
-        until = self._now() + grace_s
-        while (len(self.core.in_flight) or self.executor.passing) and self._now() < until:
+        until = self.now() + grace_s
+        while (len(self.core.in_flight) or self.executor.passing) and self.now() < until:
             await asyncio.sleep(0.02)
-        self._stopped = True  # what comes from here on is for the replicas that go on
-        await self.executor.carry_out(self.core.forwarding.leave(self._now()))
-        await self.executor.hand_on(self.core.in_flight.accepted.watches())
-        self._stall_timer.stop()
+        self._stopped = True
+        await self.executor.stop()
         for heard in self._heard:
-            await _quietly(heard.unsubscribe(), 1.0)
+            await let_go(heard.unsubscribe())
         await self.subscriptions.stop()
         await end([*self._tasks, *([self._deciding] if self._deciding is not None else [])])
-
-    # ------------------------------------------------------------------ tasks
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.internal_errors_total += 1
-            log.error("placement: a task failed", exc_info=error)
-
-    def _guarded(self, callback: Callable[[Message], Awaitable[None]]) -> Callable[[Message], Awaitable[None]]:
-        """The top of every callback: a fault of ours costs one message, never the subscription."""
-
-        async def run(message: Message) -> None:
-            try:
-                await callback(message)
-            except Unavailable as error:
-                self._unsent_total += 1
-                log.warning("placement: an answer to %s was not sent: %s", message.subject, error)
-            except Exception:  # a callback's top: counted, logged, and the next message is read
-                self.internal_errors_total += 1
-                log.exception("placement: a message on %s was not handled", message.subject)
-
-        return run
-
-
-async def _quietly(work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(work, timeout_s)
-    except Exception as error:  # the connection may be gone; stopping goes on
-        log.debug("placement: while stopping: %r", error, exc_info=True)

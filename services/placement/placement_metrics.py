@@ -48,7 +48,7 @@ COUNTED = (
     ("attached_requests_total", "core.forwarding.attached_total",
      "repeated bare requests offered to the worker that has them"),
     ("carried_requests_total", "core.forwarding.carried_total", "bare requests taken over from draining workers"),
-    ("lost_requests_total", "core.in_flight.accepted.lost_total",
+    ("lost_requests_total", "core.in_flight.lost_total",
      "bare requests whose worker was lost after it accepted"),
     ("running_requests", "core.bookings.running", "booked requests that a worker accepted and that have not ended"),
     ("phantom_requests_total", "core.bookings.phantoms_total",
@@ -74,7 +74,7 @@ COUNTED = (
      "times it took no more requests until it had decided most of those that it had"),
     ("decision_seconds_total", "desk.decision_seconds_total", "own time of decisions"),
     ("preload_answers_total", "question_desk.preload_answers_total", "new workers told what to preload"),
-    ("pulled_snapshots_total", "subscriptions.snapshots_asked_total", "snapshots asked of workers and vaults"),
+    ("pulled_snapshots_total", "executor.snapshots_asked_total", "snapshots asked of workers and vaults"),
     ("malformed_events_total", "subscriptions.malformed_events_total", "block events that were unreadable"),
 )  # fmt: skip
 OF_LOAD = (  # values have NVIDIA Dynamo's names; metrics end in units

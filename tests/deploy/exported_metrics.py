@@ -84,7 +84,8 @@ def _whatever() -> Any:
 
 def _placement() -> Any:
     core = PlacementCore("p0", "_plc.p0", lambda: 0.5, prompts=HashedPrompts(None), unix_ms=lambda: 0)
-    return SimpleNamespace(core=core, subscriptions=_whatever(), question_desk=_whatever(), desk=_whatever())
+    parts = {name: _whatever() for name in ("executor", "subscriptions", "question_desk", "desk")}
+    return SimpleNamespace(core=core, **parts)
 
 
 def _worker() -> Any:

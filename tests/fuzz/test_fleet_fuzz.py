@@ -22,6 +22,7 @@ from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Event, Tick, WorkerAnswered
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.io import intake
+from kvfleet.placement.io.replica import Replica
 from kvfleet.placement.io.subscriptions import Subscriptions
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto import codec
@@ -116,12 +117,10 @@ class Placement:
         )  # fmt: skip
         self.now = 0.0
         self.numbers = itertools.count(1)
-        connection: Any = SimpleNamespace(on_disconnect=[], on_reconnect=[], is_connected=True)
-        self.subscriptions = Subscriptions(
-            connection, SUBJECTS, "_plc.p1", self.tell, self.core.indexer, lambda callback: callback, None
-        )
+        connection: Any = SimpleNamespace(on_disconnect=[], on_reconnect=[], is_connected=True, inbox_prefix="_plc.p1")
+        members = Members(connection, SUBJECTS, on_heartbeat=self.tell)
+        self.subscriptions = Subscriptions(Replica(connection, SUBJECTS), members, self.tell, self.core.indexer, None)
         self.refused = 0
-        members = self.subscriptions.members
         members._tell = self._tell  # type: ignore[method-assign]
 
     def _tell(self, change: Change | None, worker: str) -> None:

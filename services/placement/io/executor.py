@@ -1,14 +1,12 @@
-"""Carries out what the core wants done, over NATS. Loop: owns the bookings that are still to be shared."""
+"""Has the core decide, and carries out over NATS what it wants done. Loop: owns the bookings still to be shared."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
-from enum import Enum
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from kvfleet.placement.actions import (
     Action,
@@ -16,25 +14,26 @@ from kvfleet.placement.actions import (
     AnswerOtherRegion,
     AskStillRunning,
     Cancel,
-    CarryOn,
     DropMember,
     Fail,
     Forward,
     PassOn,
     PingWorker,
     RecordDecision,
-    ShareBookings,
     TakenOver,
     failed_frame,
 )
-from kvfleet.placement.events import Event, PingUnanswered, WorkerAnswered
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import Event, PingUnanswered, Tick, WorkerAnswered
 from kvfleet.placement.index.kv_indexer import PullSnapshot
-from kvfleet.placement.io.subscriptions import Subscriptions
+from kvfleet.placement.io.replica import Replica
+from kvfleet.placement.io.stall_timer import StallTimer
+from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
-from kvproto.connection import Connection
 from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch, WorkerLost
-from kvproto.fleet_view import RECONNECT_GRACE_S, FleetView
+from kvproto.fleet_view import RECONNECT_GRACE_S
+from kvproto.members import Members
 from kvproto.messages import (
     AdminCommand,
     AdminRequest,
@@ -48,12 +47,13 @@ from kvproto.messages import (
     Placement,
     Refused,
     Role,
+    SnapshotRequest,
     Watch,
     Watches,
     WentAbroad,
 )
 from kvproto.nats_message import JSON_HEADER
-from kvproto.subjects import Subjects
+from kvproto.regions import qualify, seal
 from kvproto.trace_context import headers_of
 
 log = logging.getLogger(__name__)
@@ -66,47 +66,62 @@ WATCHES_PER_MESSAGE = 512  # with ids of the longest kind 0.6 MB
 HAND_OVER_S, HAND_OVER_TRIES = 1.0, 3  # for another replica to take what this one lets go of
 HANDED_AT_ONCE = 64
 TAKEN = b"taken"
+BACK_S = 0.8  # after a reconnect: what the others say is on its way by then
 PASS_ON_S = 0.7  # for another region to take a bare producer's request
 INBOX_HEADER = "Kvfleet-Inbox"  # the producer's, whom the other region answers
 
-Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
-
+@dataclass(eq=False)
 class Executor:
-    """Owned by the placement loop. `handle` has the core decide on what comes of it; tasks are `spawn`'s to end.
-    `offered` makes of a traced request what is sent to a worker."""
+    """Owned by the placement loop."""
 
-    def __init__(
-        self,
-        placement: str,
-        connection: Connection,
-        subjects: Subjects,
-        subscriptions: Subscriptions,
-        handle: Callable[[Event], list[Action]],
-        spawn: Spawn,
-        ledger_file: LedgerFile | None,
-        with_addresses: Callable[[Placement], Placement],
-    ) -> None:
-        self.unsent_total = 0  # what NATS did not take from us
-        self.offered: Callable[[str, str, GenerateRequest], GenerateRequest] = lambda worker, tenant, request: request
-        self._placement = placement
-        self._connection = connection
-        self._subjects = subjects
-        self._subscriptions = subscriptions
-        self._handle = handle
-        self._spawn = spawn
-        self._ledger_file = ledger_file
-        self._with_addresses = with_addresses
-        self._pinger = Pinger(connection, subjects, subscriptions.members.view)
-        self._booked: deque[Booked] = deque(maxlen=MAX_SHARED)  # to be shared
-        self._refused: deque[Refused] = deque(maxlen=MAX_SHARED)
-        self._referred: deque[WentAbroad] = deque(maxlen=MAX_SHARED)
-        self.passing = 0  # requests that another region is being asked to take
-        self._handing: list[asyncio.Task[None]] = []
-        self._hands = asyncio.Semaphore(HANDED_AT_ONCE)
+    replica: Replica
+    core: PlacementCore
+    members: Members
+    traces: DecisionTraces
+    ledger_file: LedgerFile | None
+    fleet_key: bytes | None
+    snapshots_asked_total: int = 0
+    passing: int = 0  # requests that another region is being asked to take
+    _stopped: bool = False
+    _booked: deque[Booked] = field(default_factory=lambda: deque(maxlen=MAX_SHARED))  # to be shared
+    _refused: deque[Refused] = field(default_factory=lambda: deque(maxlen=MAX_SHARED))
+    _referred: deque[WentAbroad] = field(default_factory=lambda: deque(maxlen=MAX_SHARED))
+    _pinging: set[str] = field(default_factory=set)
+    _handing: list[asyncio.Task[None]] = field(default_factory=list)
+    _hands: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(HANDED_AT_ONCE))
+
+    def __post_init__(self) -> None:
+        self._stall_timer = StallTimer(self._tick)
+
+    # ------------------------------------------------------------------ the core decides
+
+    def handle(self, event: Event) -> list[Action]:
+        if self._stopped:
+            return []
+        actions = self.core.handle(event, self.replica.now())
+        self._stall_timer.set(self.core.in_flight.due())
+        return actions
+
+    def tell(self, event: Event) -> None:
+        if actions := self.handle(event):
+            self.replica.spawn(self.carry_out(actions))
+
+    def _tick(self) -> None:
+        connection = self.replica.connection
+        self.tell(Tick(disconnected=connection.is_silent or not connection.is_settled(BACK_S)))
+
+    async def stop(self) -> None:
+        """What comes from here on is for the replicas that go on, and so is what was watched. Never raises."""
+        self._stopped = True
+        await self.carry_out(self.core.forwarding.leave(self.replica.now()))
+        await self._hand_on(self.core.in_flight.watches())
+        self._stall_timer.stop()
+
+    # ------------------------------------------------------------------ what it wants done
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
-        publish, subjects = self._connection.publish, self._subjects
+        publish, subjects = self.replica.connection.publish, self.replica.subjects
         waiting = deque(actions)
         while waiting:
             action = waiting.popleft()
@@ -117,101 +132,132 @@ class Executor:
                     case AnswerOtherRegion(reply, placement):
                         await publish(reply, codec.encode(self._with_addresses(placement)))
                     case PassOn():
-                        self._spawn(self._pass_on(action))
+                        self.replica.spawn(self._pass_on(action))
                     case Fail(inbox, failed, encoding):
                         await publish(inbox, _encode_failed(failed, encoding))
                     case Forward(worker, tenant, request, reply):
                         if request.traceparent is not None:
-                            request = self.offered(worker, tenant, request)
+                            request = self.traces.offered(worker, tenant, request)
                         data = self._encode_offer(worker, request)
-                        headers = headers_of(request.traceparent, self._connection.max_payload - len(data))
+                        headers = headers_of(request.traceparent, self.replica.connection.max_payload - len(data))
                         await publish(subjects.worker_generate(worker, tenant), data, reply=reply, headers=headers)
                     case Cancel(worker, cancel):
                         await publish(subjects.worker_cancel(worker), codec.encode(cancel))
                     case TakenOver(reply):
                         await publish(reply, TAKEN)
-                    case CarryOn(capsule):
-                        self._handing.append(asyncio.create_task(self._carry_on(capsule)))
+                    case Capsule():
+                        self._handing.append(asyncio.create_task(self._carry_on(action)))
                     case AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
-                    case ShareBookings(booked, refused, referred):
-                        self._share(booked, refused, referred)
+                    case BookedBatch():
+                        self._share(action)
                     case PullSnapshot(worker, _, pull):
-                        await self._subscriptions.pull(worker, pull)
+                        self.snapshots_asked_total += 1
+                        reply = f"{self.replica.snapshots}{worker}.{pull}"  # an absent worker's pull is given up
+                        await publish(subjects.blocks(worker), codec.encode(SnapshotRequest()), reply=reply)
                     case RecordDecision():
-                        if self._ledger_file is not None:
-                            self._ledger_file.write(action)
+                        if self.ledger_file is not None:
+                            self.ledger_file.write(action)
                     case PingWorker(worker):
-                        self._spawn(self._ping(worker))
+                        self.replica.spawn(self._ping(worker))
                     case DropMember(worker):
                         log.info("placement: worker %s is gone, deleting its record", worker)
-                        self._spawn(self._drop(worker))
+                        self.replica.spawn(self._drop(worker))
             except KvfleetError as error:
-                self.unsent_total += 1
+                self.replica.unsent_total += 1
                 log.warning("placement: %s not carried out: %s", type(action).__name__, error)
                 if isinstance(action, Forward) and action.reply:
                     # As if the worker had refused: the next one, or the producer hears.
                     refusal = failed_frame(error, action.request.request, action.request.attempt)
-                    waiting.extend(self._handle(WorkerAnswered(refusal, action.reply.split(".")[-2])))
+                    waiting.extend(self.handle(WorkerAnswered(refusal, action.reply.split(".")[-2])))
 
     def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
         """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""
-        view = self._subscriptions.members.view.workers.get(worker)
+        view = self.members.view.workers.get(worker)
         try:
             version = codec.common_version(view.record.versions if view else ())
         except VersionMismatch as error:
             raise Unavailable(f"worker {worker}: {error}") from None
         data = codec.encode(request, version)
-        if len(data) > self._connection.max_payload:
-            raise PayloadTooLarge(f"{len(data)} bytes, NATS carries {self._connection.max_payload}", field="prompt")
+        most = self.replica.connection.max_payload
+        if len(data) > most:
+            raise PayloadTooLarge(f"{len(data)} bytes, NATS carries {most}", field="prompt")
         return data
 
+    def _with_addresses(self, placement: Placement) -> Placement:
+        """A source of this region as a worker elsewhere can reach it; without one that can be reached, none."""
+        view = self.members.view.workers.get(placement.source)
+        addresses = tuple(one for one in view.record.data_plane if one.startswith("tcp:")) if view else ()
+        if not addresses or not self.fleet_key:
+            return replace(placement, source="", source_tokens=0)
+        source = qualify(self.replica.subjects.region, placement.source)
+        sealed = seal(self.fleet_key, source, addresses)
+        return replace(placement, source=source, source_addresses=addresses, source_seal=sealed)
+
     async def _ping(self, worker: str) -> None:
-        verdict = await self._pinger.ask(worker)
-        if verdict is not PingVerdict.NO_DOUBT_OF_LIFE:
-            log.info("placement: worker %s does not answer a ping: %s", worker, verdict.value)
-            await self.carry_out(self._handle(PingUnanswered(worker, verdict is PingVerdict.NOBODY_LISTENS)))
+        """Its event loop answers on the admin subject within 50 ms, however busy its engine is.
+
+        Nobody can tell while our own connection is down, silent or just back (the workers' are too), if the worker's
+        record changed meanwhile (it registered again), or while the same question is being asked already.
+        """
+        known, connection = self.members.view.workers.get(worker), self.replica.connection
+        if known is None or worker in self._pinging:
+            return
+        revision, nobody_listens = known.revision, False
+        self._pinging.add(worker)
+        try:
+            question = codec.encode(AdminRequest(AdminCommand.STATS))
+            await connection.request(self.replica.subjects.worker_admin(worker), question, PING_S)
+            return
+        except WorkerLost:
+            nobody_listens = True
+        except TimeoutError:
+            pass
+        except KvfleetError:
+            return  # our own connection's trouble
+        finally:
+            self._pinging.discard(worker)
+        if known.revision == revision and connection.is_settled(RECONNECT_GRACE_S) and not connection.is_silent:
+            why = "nobody listens there" if nobody_listens else "no answer"
+            log.info("placement: worker %s does not answer a ping: %s", worker, why)
+            await self.carry_out(self.handle(PingUnanswered(worker, nobody_listens)))
 
     async def _drop(self, worker: str) -> None:
         try:
-            await self._subscriptions.members.drop(worker)
+            await self.members.drop(worker)
         except KvfleetError as error:
             log.warning("placement: record of worker %s not deleted: %s", worker, error)
 
     # ------------------------------------------------------------------ the other replicas
 
     def has_others(self) -> bool:
-        own = self._placement
-        return any(
-            role is Role.PLACEMENT and member != own for role, member in self._subscriptions.members.view.members
-        )
+        own, members = self.core.placement, self.members.view.members
+        return any(role is Role.PLACEMENT and member != own for role, member in members)
 
-    def _share(
-        self, booked: tuple[Booked, ...], refused: tuple[Refused, ...], referred: tuple[WentAbroad, ...]
-    ) -> None:
+    def _share(self, batch: BookedBatch) -> None:
         """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
         is what a replica that is only just starting was not told."""
         if not self.has_others():  # NATS would bring it back to nobody but us
             return
         if not (self._booked or self._refused or self._referred):
-            asyncio.get_running_loop().call_later(SHARE_S, lambda: self._spawn(self._publish_booked()))
-        self._booked += booked
-        self._refused += refused
-        self._referred += referred
+            asyncio.get_running_loop().call_later(SHARE_S, lambda: self.replica.spawn(self._publish_booked()))
+        self._booked += batch.items
+        self._refused += batch.refused
+        self._referred += batch.abroad
 
     async def _publish_booked(self) -> None:
-        batch = BookedBatch(self._placement, tuple(self._booked), tuple(self._refused), tuple(self._referred))
+        own, items = self.core.placement, tuple(self._booked)
+        parts = [BookedBatch(own, items[:SHARED_AT_ONCE], tuple(self._refused), tuple(self._referred))]
+        for at in range(SHARED_AT_ONCE, len(items), SHARED_AT_ONCE):
+            parts.append(BookedBatch(own, items[at : at + SHARED_AT_ONCE]))
         self._referred.clear()
         self._booked.clear()
         self._refused.clear()
-        first, *more = (
-            batch.items[at : at + SHARED_AT_ONCE] for at in range(0, max(len(batch.items), 1), SHARED_AT_ONCE)
-        )
         try:
-            for part in (replace(batch, items=first), *(BookedBatch(self._placement, items) for items in more)):
-                await self._connection.publish(self._subjects.placement_bookings(), codec.encode(part))
+            for part in parts:
+                await self.replica.connection.publish(self.replica.subjects.placement_bookings(), codec.encode(part))
         except KvfleetError as error:
-            self.unsent_total += 1
+            self.replica.unsent_total += 1
             log.debug("placement: bookings not shared: %s", error)
 
     async def _pass_on(self, action: PassOn) -> None:
@@ -220,35 +266,35 @@ class Executor:
         as_json = event.encoding is Encoding.JSON
         data = codec.encode_plain(replace(event.ask, request=event.request, seed=event.seed), as_json=as_json)
         headers = {INBOX_HEADER: event.inbox} | (JSON_HEADER if as_json else {})
-        subject = self._subjects.region_generate(action.region, event.tenant, action.model)
+        subject = self.replica.subjects.region_generate(action.region, event.tenant, action.model)
         self.passing += 1
         taken = False
         try:
-            answer = await self._connection.request(subject, data, PASS_ON_S, headers)
+            answer = await self.replica.connection.request(subject, data, PASS_ON_S, headers)
             taken = answer.data == TAKEN
         except (TimeoutError, KvfleetError) as error:
             log.info("request %s: region %s does not answer: %s", event.request, action.region, error or "in time")
         finally:
             self.passing -= 1
         if not taken:
-            await self.carry_out(self._handle(replace(event, from_other_region=True)))
+            await self.carry_out(self.handle(replace(event, from_other_region=True)))
 
     async def _carry_on(self, capsule: Capsule) -> None:
         """Another replica has it, or its producer hears that nobody has."""
         body = capsule.request
-        error = await self._handed_over(self._subjects.placement_capsules(), codec.encode(capsule))
+        error = await self._handed_over(self.replica.subjects.placement_capsules(), codec.encode(capsule))
         if error is not None:
             gone = Unavailable(f"this placement goes, and no other one took the request ({error}): ask again")
             held = body.attempt if capsule.held_attempt is None else capsule.held_attempt
             failed = Fail(body.inbox, failed_frame(gone, body.request, max(body.attempt, 0)), body.encoding)
             await self.carry_out([failed, Cancel(capsule.worker, CancelRequest(body.request, held))])
 
-    async def hand_on(self, watches: tuple[Watch, ...]) -> None:
+    async def _hand_on(self, watches: tuple[Watch, ...]) -> None:
         """Have another replica go on watching; returns when that and every capsule is settled. Never raises. What
         nobody takes is watched no more: its worker goes on with it."""
         for start in range(0, len(watches), WATCHES_PER_MESSAGE):
-            message = Watches(self._placement, watches[start : start + WATCHES_PER_MESSAGE])
-            error = await self._handed_over(self._subjects.placement_watches(), codec.encode(message))
+            message = Watches(self.core.placement, watches[start : start + WATCHES_PER_MESSAGE])
+            error = await self._handed_over(self.replica.subjects.placement_watches(), codec.encode(message))
             if error is not None:
                 log.warning("placement: %d watches not handed on: %s", len(message.items), error)
         handing, self._handing = self._handing, []
@@ -261,14 +307,14 @@ class Executor:
         async with self._hands:
             for _ in range(HAND_OVER_TRIES):
                 try:
-                    await self._connection.request(subject, data, HAND_OVER_S)
+                    await self.replica.connection.request(subject, data, HAND_OVER_S)
                     return None
                 except WorkerLost as error:  # NATS knows of nobody
                     failure = error
                     break
                 except (TimeoutError, KvfleetError) as error:
                     failure = error
-        self.unsent_total += 1
+        self.replica.unsent_total += 1
         return failure
 
 
@@ -276,54 +322,3 @@ def _encode_failed(failed: Failed, encoding: Encoding) -> bytes:
     if encoding is Encoding.FRAMES:
         return codec.encode_frames([failed])
     return codec.encode_plain_frame(failed, as_json=encoding is Encoding.JSON)
-
-
-class PingVerdict(Enum):
-    NO_DOUBT_OF_LIFE = "answered, or nobody can tell"
-    NOBODY_LISTENS = "nobody listens there"
-    SILENCE = "no answer"
-
-
-class Pinger:
-    """Pings go to the worker's admin subject, which its event loop answers however busy its engine is."""
-
-    def __init__(self, connection: Connection, subjects: Subjects, view: FleetView) -> None:
-        self._connection = connection
-        self._subjects = subjects
-        self._view = view
-        self._asking: set[str] = set()
-
-    async def ask(self, worker: str) -> PingVerdict:
-        """Takes at most 50 ms.
-
-        Nobody can tell while our own connection is down, silent or just back (the workers' are too), if the worker's
-        record changed meanwhile (it registered again), or while the same question is being asked already.
-        """
-        known = self._view.workers.get(worker)
-        if known is None or worker in self._asking:
-            return PingVerdict.NO_DOUBT_OF_LIFE
-        revision = known.revision
-        self._asking.add(worker)
-        try:
-            verdict = await self._ping(worker)
-        finally:
-            self._asking.discard(worker)
-        if known.revision != revision or not self._is_steady():
-            return PingVerdict.NO_DOUBT_OF_LIFE
-        return verdict
-
-    async def _ping(self, worker: str) -> PingVerdict:
-        question = codec.encode(AdminRequest(AdminCommand.STATS))
-        try:
-            await self._connection.request(self._subjects.worker_admin(worker), question, PING_S)
-        except WorkerLost:
-            return PingVerdict.NOBODY_LISTENS
-        except TimeoutError:
-            return PingVerdict.SILENCE
-        except KvfleetError:
-            pass  # our own connection's trouble
-        return PingVerdict.NO_DOUBT_OF_LIFE
-
-    def _is_steady(self) -> bool:
-        connection = self._connection
-        return connection.is_settled(RECONNECT_GRACE_S) and not connection.is_silent

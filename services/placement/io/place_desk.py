@@ -16,17 +16,17 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 from kvfleet.placement.actions import Action, Answer, Fail
-from kvfleet.placement.events import PlaceAsked
 from kvfleet.placement.io import intake
+from kvfleet.placement.io.executor import Executor
 from kvfleet.placement.io.lateness import Lateness
-from kvfleet.placement.io.subscriptions import Guard
+from kvfleet.placement.io.replica import QUEUE, Replica, let_go
+from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvproto import codec
 from kvproto.errors import CodecError
 from kvproto.nats_message import Message, Subscription
@@ -40,43 +40,31 @@ LATE_IN_A_ROW = 64  # before others have a turn
 BEHIND_S = 0.025  # of work that waits, half of what a Client waits; but never more than 256 requests, nor fewer than 12
 MOST, FEWEST, FEW = 256, 12, 4
 NEWEST = 0.05  # weight of a decision in how long one takes
-LOOK_S, DRAIN_S = 0.001, 1.0
+LOOK_S = 0.001
 
 
+@dataclass(eq=False)
 class PlaceDesk:
-    """Owned by the placement loop. `decide` has the core decide, `carry_out` sends what comes of it, `guard` is put
-    around each answer, `spawn` owns tasks. Who cannot prove to be of the fleet has no more than `max_priority`."""
+    """Owned by the placement loop. Who cannot prove to be of the fleet has no more than `max_priority`."""
 
-    def __init__(
-        self,
-        decide: Callable[[PlaceAsked, dict[str, str] | None], list[Action]],
-        carry_out: Callable[[Iterable[Action]], Awaitable[None]],
-        guard: Guard,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-        fleet_key: bytes,
-        max_priority: int,
-    ) -> None:
-        self.late_total = 0  # not decided
-        self.stood_back_total = 0  # times
-        self.refused_total = 0  # because the bytes or a field were wrong
-        self.ignored_total = 0  # without an inbox to answer to
-        self.decisions_total = 0
-        self.decision_seconds_total = 0.0  # own time of them
-        self._decide = decide
-        self._carry_out = carry_out
-        self._guard = guard
-        self._spawn = spawn
-        self._listen: Callable[[], Awaitable[list[Subscription]]] | None = None
-        self._listening: list[Subscription] = []
-        self._is_behind = False
-        self._stopped = False
-        self._fleet_key = fleet_key
-        self._max_priority = max_priority
-        self._lateness = Lateness()
-        self._usual_s = 0.0  # a decision
-        self._waiting: list[tuple[float, int, Message, bool]] = []  # a heap: until when, number, from another region
-        self._numbers = count()
-        self._came = asyncio.Event()
+    replica: Replica
+    executor: Executor
+    traces: DecisionTraces
+    fleet_key: bytes
+    max_priority: int
+    late_total: int = 0  # not decided
+    stood_back_total: int = 0  # times
+    decisions_total: int = 0
+    decision_seconds_total: float = 0.0  # own time of them
+    _listening: list[Subscription] = field(default_factory=list)
+    _is_behind: bool = False
+    _stopped: bool = False
+    _lateness: Lateness = field(default_factory=Lateness)
+    _usual_s: float = 0.0  # a decision
+    _waiting: list[tuple[float, int, Message, bool]] = field(default_factory=list)  # a heap: until when, number,
+    # message, whether it is from another region
+    _numbers: Iterator[int] = field(default_factory=count)
+    _came: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def waiting(self) -> int:
@@ -86,13 +74,16 @@ class PlaceDesk:
         if len(self._waiting) >= MAX_WAITING:
             self.late_total += 1
             return
-        now = asyncio.get_running_loop().time()
+        now = self.replica.now()
         heapq.heappush(self._waiting, (self._due(message, now), next(self._numbers), message, from_other_region))
         self._came.set()
 
-    async def start(self, listen: Callable[[], Awaitable[list[Subscription]]]) -> None:
-        self._listen = listen
-        self._listening = await listen()
+    async def start(self) -> None:
+        subjects, listen = self.replica.subjects, self.replica.listen
+        self._listening.append(await listen(subjects.place_all(), self.on_place, QUEUE))
+        if subjects.region:
+            on_place = partial(self.on_place, from_other_region=True)
+            self._listening.append(await listen(subjects.region_place_all(), on_place, QUEUE))
 
     async def stop(self) -> None:
         """Take no more; what was sent is still read, and decided if `run` goes on. Never raises."""
@@ -100,22 +91,18 @@ class PlaceDesk:
         await self._let_go()
 
     async def _stand_back(self) -> None:
-        """Until there is little left to do."""
         self.stood_back_total += 1
         await self._let_go()
         while len(self._waiting) > FEW:
             await asyncio.sleep(LOOK_S)
-        if not self._stopped and self._listen is not None:
-            self._listening = await self._listen()
+        if not self._stopped:
+            await self.start()
         self._is_behind = False
 
     async def _let_go(self) -> None:
         listening, self._listening = self._listening, []
         for one in listening:
-            try:
-                await asyncio.wait_for(one.drain(), DRAIN_S)
-            except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
-                log.debug("placement: while standing back: %r", error)
+            await let_go(one.drain())
 
     async def run(self) -> None:
         """For as long as the loop lives."""
@@ -126,17 +113,17 @@ class PlaceDesk:
                 await self._came.wait()
             if len(self._waiting) * max(self._usual_s, BEHIND_S / MOST) > BEHIND_S and not self._is_behind:
                 self._is_behind = True
-                self._spawn(self._stand_back())
+                self.replica.spawn(self._stand_back())
             due, _, message, from_other_region = heapq.heappop(self._waiting)
-            now = asyncio.get_running_loop().time()
+            now = self.replica.now()
             if due < now:
                 self.late_total += 1
                 late_in_a_row += 1
                 if late_in_a_row < LATE_IN_A_ROW:
                     continue
             else:
-                await self._guard(partial(self._answer, from_other_region=from_other_region))(message)
-                took_s = asyncio.get_running_loop().time() - now
+                await self.replica.guarded(partial(self._answer, from_other_region=from_other_region))(message)
+                took_s = self.replica.now() - now
                 self._usual_s += NEWEST * (min(took_s, BEHIND_S / FEWEST) - self._usual_s)
             late_in_a_row = 0
             await asyncio.sleep(0)
@@ -152,22 +139,23 @@ class PlaceDesk:
     async def _answer(self, message: Message, *, from_other_region: bool) -> None:
         began = time.perf_counter()
         if not intake.is_inbox(message.reply, tenant=intake.tenant_in(message.subject)):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return
-        most = MAX_PRIORITY if is_of_the_fleet(message.reply, self._fleet_key) else self._max_priority
+        most = MAX_PRIORITY if is_of_the_fleet(message.reply, self.fleet_key) else self.max_priority
         read = intake.read_place(message.subject, message.reply, message.data, max_priority=most)
         if isinstance(read, Fail):
-            self.refused_total += 1
-            await self._carry_out([read])
+            self.replica.malformed_total += 1
+            await self.executor.carry_out([read])
             return
         if from_other_region:
             read = replace(read, from_other_region=True)
-        actions = self._decide(read, message.headers)
+        handle, headers = self.executor.handle, message.headers
+        actions = handle(read) if headers is None else self.traces.place(read, headers, handle)
         self.decisions_total += 1
         self.decision_seconds_total += time.perf_counter() - began
         if log.isEnabledFor(logging.DEBUG):
             say_placed(read.ask.request, actions)
-        await self._carry_out(actions)
+        await self.executor.carry_out(actions)
 
 
 def say_placed(request: str | None, actions: list[Action]) -> None:

@@ -1,11 +1,5 @@
 """Loop: what bare producers ask, how workers answer offers of it, and what others let go of.
 
-    kvf.generate.<tenant>.<model>                ──▶ GenerateAsked
-    kvf.region.<own>.generate.<tenant>.<model>   ──▶ the same; its region hears at once whether it is taken
-    _plc.<id>.r.<request>.<attempt>              ──▶ WorkerAnswered, or NobodyListens if the server says so
-    kvf.placement.capsules                       ──▶ CapsuleHeard, of a draining worker
-    kvf.placement.watches                        ──▶ WatchesHeard, of a replica that goes
-
 Bytes are read into events (`intake`), the core decides, and the executor carries it out.
 """
 
@@ -15,114 +9,98 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from kvfleet.placement.actions import Action, Fail
+from kvfleet.placement.actions import Fail
 from kvfleet.placement.events import Event, GenerateAsked, NobodyListens, WorkerAnswered
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.executor import INBOX_HEADER, TAKEN, Executor
 from kvfleet.placement.io.place_desk import say_placed
+from kvfleet.placement.io.replica import Replica
 from kvfleet.placement.record.decision_trace import DecisionTraces
-from kvproto.connection import Connection
 from kvproto.errors import CodecError, InvalidRequest
 from kvproto.ids import new_request_id
 from kvproto.nats_message import Message, is_json, is_no_responders
-from kvproto.subjects import is_inbox, request_inboxes
+from kvproto.subjects import is_inbox
 
 log = logging.getLogger(__name__)
 
 REFUSED = b"refused"
 
 
+@dataclass(eq=False, slots=True)
 class ProducerDesk:
-    """Owned by the placement loop, which subscribes and guards the callbacks. `handle` has the core decide."""
+    """Owned by the placement loop, which subscribes."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        handle: Callable[[Event], list[Action]],
-        executor: Executor,
-        traces: DecisionTraces,
-    ) -> None:
-        self.refused_total = 0  # refused, or dropped, because the bytes or a field were wrong
-        self.ignored_total = 0  # without an inbox to answer to
-        self._connection = connection
-        self._handle = handle
-        self._executor = executor
-        self._traces = traces
-        self._own_inboxes = request_inboxes(connection.inbox_prefix).rstrip(">")
-
-    # ------------------------------------------------------------------ a bare producer asks for tokens
+    replica: Replica
+    executor: Executor
+    traces: DecisionTraces
 
     async def on_generate(self, message: Message) -> None:
         if not intake.is_inbox(message.reply, of_producer=True, tenant=intake.tenant_in(message.subject)):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return
         read = _read_generate(message, message.reply)
         if isinstance(read, Fail):
-            self.refused_total += 1
-            await self._executor.carry_out([read])
+            self.replica.malformed_total += 1
+            await self.executor.carry_out([read])
             return
-        actions = self._traces.forward(read, message.headers, self._handle)
+        actions = self.traces.forward(read, message.headers, self.executor.handle)
         if log.isEnabledFor(logging.DEBUG):
             say_placed(read.request, actions)
-        await self._executor.carry_out(actions)
+        await self.executor.carry_out(actions)
 
     async def on_generate_from_region(self, message: Message) -> None:
         """Another region passes a producer's request on. What would be refused here at once is left to that one."""
         inbox = (message.headers or {}).get(INBOX_HEADER, "")
         tenant = intake.tenant_in(message.subject)
         if not intake.is_inbox(inbox, of_producer=True, tenant=tenant) or not is_inbox(message.reply):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return
         read = _read_generate(message, inbox)
         actions = (
             [read]
             if isinstance(read, Fail)
-            else self._traces.forward(replace(read, from_other_region=True), message.headers, self._handle)
+            else self.traces.forward(replace(read, from_other_region=True), message.headers, self.executor.handle)
         )
         refused = any(isinstance(action, Fail) and action.inbox == inbox for action in actions)
-        await self._connection.publish(message.reply, REFUSED if refused else TAKEN)
-        await self._executor.carry_out(
+        await self.replica.connection.publish(message.reply, REFUSED if refused else TAKEN)
+        await self.executor.carry_out(
             action for action in actions if not (isinstance(action, Fail) and action.inbox == inbox)
         )
 
-    # ------------------------------------------------------------------ workers answer
-
     async def on_answer(self, message: Message) -> None:
-        key, _, attempt = message.subject.removeprefix(self._own_inboxes).partition(".")
+        key, _, attempt = message.subject.removeprefix(self.replica.answers).partition(".")
         if is_no_responders(message):
-            if _is_attempt(attempt):
-                await self._executor.carry_out(self._handle(NobodyListens(key, int(attempt))))
+            if attempt.isascii() and attempt.isdecimal() and len(attempt) < 10:
+                await self.executor.carry_out(self.executor.handle(NobodyListens(key, int(attempt))))
             return
         request = key.partition("~")[0]
         try:
             frames = intake.read_answer(message.data)
         except CodecError as error:
-            self.refused_total += 1
+            self.replica.malformed_total += 1
             about = {"request": request}
             log.warning("placement: an answer for request %s is unreadable: %s", key, error, extra=about)
             return
         for frame in frames:
             if frame.request == request:
-                await self._executor.carry_out(self._handle(WorkerAnswered(frame, key)))
-
-    # ------------------------------------------------------------------ what others let go of
+                await self.executor.carry_out(self.executor.handle(WorkerAnswered(frame, key)))
 
     async def on_capsule(self, message: Message) -> None:
-        await self._take_over(message, lambda: intake.read_capsule(message.reply, message.data))
+        await self._take_over(message, intake.read_capsule)
 
     async def on_watches(self, message: Message) -> None:
-        await self._take_over(message, lambda: intake.read_watches(message.reply, message.data))
+        await self._take_over(message, intake.read_watches)
 
-    async def _take_over(self, message: Message, read: Callable[[], Event]) -> None:
+    async def _take_over(self, message: Message, read: Callable[[str, bytes], Event]) -> None:
         try:
-            event = read()
+            event = read(message.reply, message.data)
         except InvalidRequest as error:
-            self.refused_total += 1
+            self.replica.malformed_total += 1
             log.warning("placement: a message on %s is refused: %s", message.subject, error)
             return
-        await self._executor.carry_out(self._handle(event))
+        await self.executor.carry_out(self.executor.handle(event))
 
 
 def _read_generate(message: Message, inbox: str) -> GenerateAsked | Fail:
@@ -135,7 +113,3 @@ def _read_generate(message: Message, inbox: str) -> GenerateAsked | Fail:
         new_seed=int.from_bytes(os.urandom(8), "little"),
         unix_ms=int(time.time() * 1000),
     )
-
-
-def _is_attempt(token: str) -> bool:
-    return token.isascii() and token.isdecimal() and len(token) < 10

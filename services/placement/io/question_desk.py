@@ -17,14 +17,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.io import intake
+from kvfleet.placement.io.replica import Replica
 from kvproto import codec
-from kvproto.connection import Connection
-from kvproto.errors import CodecError, KvfleetError
+from kvproto.errors import KvfleetError
 from kvproto.messages import (
     ExplainRequest,
     Explanation,
@@ -42,33 +43,26 @@ log = logging.getLogger(__name__)
 OF_A_MESSAGE = 0.75  # of the largest that NATS carries
 MAX_WAITING = 8  # lists of the newest: the longest takes some 14 ms
 
-AnyAnswer: TypeAlias = Explanation | PlacementStats | PreloadPlan | VictimReport
 Asked = TypeVar("Asked", ExplainRequest, PreloadRequest, VictimRequest)
 
 
+@dataclass(eq=False)
 class QuestionDesk:
-    """Owned by the placement loop, which subscribes and guards the callbacks, and ends what it is given to `spawn`."""
+    """Owned by the placement loop, which subscribes."""
 
-    def __init__(
-        self, connection: Connection, core: PlacementCore, spawn: Callable[[Coroutine[Any, Any, None]], object]
-    ) -> None:
-        self.refused_total = 0  # because the bytes or a field were wrong
-        self.ignored_total = 0  # without an inbox to answer to
-        self.preload_answers_total = 0
-        self.victim_answers_total = 0
-        self.unsent_total = 0  # answers that NATS did not take
-        self.dropped_total = 0  # lists of the newest that are not answered
-        self._connection = connection
-        self._core = core
-        self._spawn = spawn
-        self._waiting: deque[tuple[ExplainRequest, str, float]] = deque()  # with the reply, and when its asker has gone
-        self._is_listing = False
+    replica: Replica
+    core: PlacementCore
+    preload_answers_total: int = 0
+    victim_answers_total: int = 0
+    dropped_total: int = 0  # lists of the newest that are not answered
+    _waiting: deque[tuple[ExplainRequest, str, float]] = field(default_factory=deque)  # reply, when its asker has gone
+    _is_listing: bool = False
 
     async def on_stats(self, message: Message) -> None:
         if not intake.is_inbox(message.reply):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return
-        await self._answer(message.reply, self._core.stats())
+        await self._answer(message.reply, self.core.stats())
 
     async def on_explain(self, message: Message) -> None:
         ask = self._read(ExplainRequest, message)
@@ -77,25 +71,25 @@ class QuestionDesk:
         if ask.newest:
             self._on_newest(ask, message.reply)
             return
-        decisions = self._core.ledger.explain(ask.request, ask.tenant)
-        await self._answer(message.reply, Explanation(self._core.placement, decisions))
+        decisions = self.core.ledger.explain(ask.request, ask.tenant)
+        await self._answer(message.reply, Explanation(self.core.placement, decisions))
 
     async def on_preload(self, message: Message) -> None:
         ask = self._read(PreloadRequest, message, of_worker=True)
         if ask is None:
             return
-        preload = self._core.preload(ask, int(self._connection.max_payload * OF_A_MESSAGE), _now())
+        preload = self.core.preload(ask, int(self.replica.connection.max_payload * OF_A_MESSAGE), self.replica.now())
         await _work_off(preload.step)
-        if await self._answer(message.reply, PreloadPlan(self._core.placement, preload.plan())):
+        if await self._answer(message.reply, PreloadPlan(self.core.placement, preload.plan())):
             self.preload_answers_total += 1
 
     async def on_victim(self, message: Message) -> None:
         ask = self._read(VictimRequest, message)
         if ask is None:
             return
-        survey = self._core.survey(ask.model, _now())
+        survey = self.core.survey(ask.model, self.replica.now())
         await _work_off(survey.step)
-        if await self._answer(message.reply, VictimReport(self._core.placement, survey.costs())):
+        if await self._answer(message.reply, VictimReport(self.core.placement, survey.costs())):
             self.victim_answers_total += 1
 
     def _on_newest(self, ask: ExplainRequest, reply: str) -> None:
@@ -103,10 +97,10 @@ class QuestionDesk:
         if len(self._waiting) >= MAX_WAITING:
             self.dropped_total += 1
             return
-        self._waiting.append((ask, reply, _now() + EXPLAIN_TIMEOUT_S))
+        self._waiting.append((ask, reply, self.replica.now() + EXPLAIN_TIMEOUT_S))
         if not self._is_listing:
             self._is_listing = True
-            self._spawn(self._list())
+            self.replica.spawn(self._list())
 
     async def _list(self) -> None:
         try:
@@ -117,10 +111,10 @@ class QuestionDesk:
 
     async def _tell_newest(self, ask: ExplainRequest, reply: str, until: float) -> None:
         """Each piece is sent as it is written: none is too long for NATS, however many there are."""
-        newest = self._core.ledger.newest(min(ask.newest, MAX_NEWEST), ask.tenant, ask.model)
-        while _now() < until:
+        newest = self.core.ledger.newest(min(ask.newest, MAX_NEWEST), ask.tenant, ask.model)
+        while self.replica.now() < until:
             decisions, more = next(newest)
-            part = Explanation(self._core.placement, decisions, more)
+            part = Explanation(self.core.placement, decisions, more)
             if (decisions or not more) and not await self._answer(reply, part):
                 return
             if not more:
@@ -130,20 +124,15 @@ class QuestionDesk:
 
     def _read(self, kind: type[Asked], message: Message, *, of_worker: bool = False) -> Asked | None:
         if not intake.is_inbox(message.reply, of_worker=of_worker):
-            self.ignored_total += 1
+            self.replica.ignored_total += 1
             return None
-        try:
-            return codec.decode(kind, message.data)
-        except CodecError as error:
-            self.refused_total += 1
-            log.debug("placement: a question on %s is unreadable: %s", message.subject, error)
-            return None
+        return self.replica.read(kind, message)
 
-    async def _answer(self, reply: str, answer: AnyAnswer) -> bool:
+    async def _answer(self, reply: str, answer: Explanation | PlacementStats | PreloadPlan | VictimReport) -> bool:
         try:
-            await self._connection.publish(reply, codec.encode(answer))
+            await self.replica.connection.publish(reply, codec.encode(answer))
         except KvfleetError as error:
-            self.unsent_total += 1
+            self.replica.unsent_total += 1
             log.warning("placement: %s not sent: %s", type(answer).__name__, error)
             return False
         return True
@@ -152,7 +141,3 @@ class QuestionDesk:
 async def _work_off(step: Callable[[], bool]) -> None:
     while not step():
         await asyncio.sleep(0)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.io.replica import Replica
 from kvproto import codec
-from kvproto.connection import Connection
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.members import Members
-from kvproto.messages import Placement, PlaceRequest, RegionModel, RegionSummary, State
+from kvproto.messages import PlaceRequest, RegionModel, RegionSummary, State
 from kvproto.nats_message import Message
-from kvproto.regions import qualify, seal
-from kvproto.subjects import Subjects
 
 log = logging.getLogger(__name__)
 
@@ -27,58 +25,49 @@ SUMMARY_S = 1.0
 MAX_WORKERS = 4096  # of a model that are named
 
 
+@dataclass(eq=False, slots=True)
 class RegionDesk:
     """Of one placement replica in a region."""
 
-    def __init__(
-        self,
-        placement: str,
-        connection: Connection,
-        subjects: Subjects,
-        core: PlacementCore,
-        members: Members,
-        fleet_key: bytes | None,
-    ) -> None:
-        self.malformed_total = 0
-        self._placement = placement
-        self._connection = connection
-        self._subjects = subjects
-        self._core = core
-        self._members = members
-        self._fleet_key = fleet_key
+    replica: Replica
+    core: PlacementCore
+    members: Members
 
     async def run(self) -> None:
         """Say what this region can do, until cancelled."""
         while True:
             try:
-                summary = codec.encode(self.summary(asyncio.get_running_loop().time()))
-                await self._connection.publish(self._subjects.region_summary(self._subjects.region), summary)
+                await self._say(self.summary(self.replica.now()))
             except KvfleetError as error:
                 log.warning("placement: other regions were not told: %s", error)
             await asyncio.sleep(SUMMARY_S)
 
     async def leave(self) -> None:
         """This replica takes nothing more: the others know it now, not when they miss its word. Never raises."""
-        last = codec.encode(RegionSummary(self._subjects.region, self._placement))
         try:
-            await self._connection.publish(self._subjects.region_summary(self._subjects.region), last)
+            await self._say(RegionSummary(self.replica.subjects.region, self.core.placement))
         except KvfleetError as error:
             log.debug("placement: other regions were not told of the end: %s", error)
+
+    async def _say(self, summary: RegionSummary) -> None:
+        await self.replica.connection.publish(
+            self.replica.subjects.region_summary(summary.region), codec.encode(summary)
+        )
 
     def summary(self, now: float) -> RegionSummary:
         """Of every model that is served here; `data_plane` and what only a region's own need is left out."""
         models = []
-        for model, record in sorted(self._members.view.models().items()):
+        for model, record in sorted(self.members.view.models().items()):
             ask = PlaceRequest(request="", model=model)
-            ready = self._core.fleet.ready(model).workers
-            wait_s = self._core.decider.least_wait_s(ask, now)
+            ready = self.core.fleet.ready(model).workers
+            wait_s = self.core.decider.least_wait_s(ask, now)
             slim = replace(record, address="", data_plane=(), pid=0)
             models.append(RegionModel(model, len(ready), min(wait_s or 0.0, 1e9), slim, self._workers(model)))
-        return RegionSummary(self._subjects.region, self._placement, tuple(models))
+        return RegionSummary(self.replica.subjects.region, self.core.placement, tuple(models))
 
     def _workers(self, model: str) -> tuple[str, ...]:
         """Those that answer: whom other regions ask to forget a session."""
-        view = self._members.view
+        view = self.members.view
         serving = (
             one.record.id
             for one in view.workers.values()
@@ -86,22 +75,11 @@ class RegionDesk:
         )
         return tuple(sorted(serving))[:MAX_WORKERS]
 
-    def with_addresses(self, placement: Placement) -> Placement:
-        """A source of this region as a worker elsewhere can reach it; without one that can be reached, none."""
-        view = self._members.view.workers.get(placement.source)
-        addresses = tuple(one for one in view.record.data_plane if one.startswith("tcp:")) if view else ()
-        if not addresses or not self._fleet_key:
-            return replace(placement, source="", source_tokens=0)
-        source = qualify(self._subjects.region, placement.source)
-        sealed = seal(self._fleet_key, source, addresses)
-        return replace(placement, source=source, source_addresses=addresses, source_seal=sealed)
-
     async def on_summary(self, message: Message) -> None:
         try:
             summary = codec.decode(RegionSummary, message.data)
         except CodecError as error:
-            self.malformed_total += 1
             log.debug("placement: a summary on %s is unreadable: %s", message.subject, error)
             return
         if message.subject.split(".")[-2] == summary.region:
-            self._core.region_summaries.regions.hear(summary, asyncio.get_running_loop().time())
+            self.core.region_summaries.regions.hear(summary, self.replica.now())

@@ -61,11 +61,9 @@ class Forwarded:
         return Fail(self.inbox, failed, self.encoding)
 
     def take_back(self) -> Cancel:
-        """The present offer."""
         return Cancel(self.worker, CancelRequest(self.request, self.attempt, self.inbox))
 
     def left_ms(self, now: float) -> int | None:
-        """Of its deadline."""
         assert self.body is not None
         limit_ms = self.body.deadline_ms
         return None if limit_ms is None else limit_ms - int((now - self.asked_at) * 1000)

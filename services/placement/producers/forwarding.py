@@ -8,7 +8,7 @@
       │        │   └──0.2 s, for up to 10 s── parked ◀── nobody is ready for what a draining worker handed over
       │    Accepted
       │        ▼
-      │     watched (`accepted_requests`) ──▶ ended by its worker, or Failed(worker_lost)
+      │     watched (`in_flight`) ──▶ ended by its worker, or Failed(worker_lost)
       │
       └── an id that is known (`repeats`) ──▶ offered to the worker that has it, as one more reader of that attempt
 
@@ -21,9 +21,9 @@ has the blocks by then.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from kvfleet.placement.actions import Action, Cancel, CarryOn, Fail, Forward, PingWorker, TakenOver, failed_frame
+from kvfleet.placement.actions import Action, Cancel, Fail, Forward, PingWorker, TakenOver, failed_frame
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.decider import Decider
 from kvfleet.placement.decide.repeats import KnownRequest
@@ -39,6 +39,7 @@ from kvproto.messages import (
     Capsule,
     Failed,
     Frame,
+    GenerateRequest,
     Milestone,
     ProducerRequest,
     Watch,
@@ -53,59 +54,47 @@ LAST_CHANCE_S = 1.5  # of the last worker that can be asked; its end is told wit
 UNHEARD_RETRY_S = 1.0  # if nobody who refused has said when
 
 
+@dataclass(eq=False, slots=True)
 class Forwarding:
     """Owned by the core. Offers are few and live for milliseconds, but for those that are parked."""
 
-    def __init__(
-        self,
-        state: PlacementState,
-        inbox_prefix: str,
-        in_flight: RequestsInFlight,
-        decider: Decider,
-        config: PlacementConfig,
-    ) -> None:
-        self.forwarded_total = 0  # accepted by a worker
-        self.retried_offers_total = 0
-        self.late_acceptances_total = 0
-        self.attached_total = 0  # offers of a repeated request to the worker that has it
-        self.carried_total = 0  # requests that a draining worker handed over
-        self._failures = 0
-        self._placement = state.placement
-        self._fleet = state.fleet
-        self._repeats = state.repeats
-        self._inbox_prefix = inbox_prefix
-        self._in_flight = in_flight
-        self._decider = decider
-        self._config = config
-        self._offer_timeout = OfferTimeout()
+    state: PlacementState
+    in_flight: RequestsInFlight
+    decider: Decider
+    config: PlacementConfig
+    forwarded_total: int = 0  # accepted by a worker
+    retried_offers_total: int = 0
+    late_acceptances_total: int = 0
+    attached_total: int = 0  # offers of a repeated request to the worker that has it
+    carried_total: int = 0  # requests that a draining worker handed over
+    _failures: int = 0
+    _offer_timeout: OfferTimeout = field(default_factory=OfferTimeout)
 
     @property
     def producer_failures_total(self) -> int:
-        """Terminal failures sent to producers."""
-        accepted = self._in_flight.accepted
-        return self._failures + accepted.lost_total + accepted.cancelled_total
+        return self._failures + self.in_flight.lost_total + self.in_flight.cancelled_total
 
     # ------------------------------------------------------------------ a request comes
 
     def max_wait_of(self, ask: ProducerRequest) -> float | None:
-        return self._config.max_wait_s if ask.deadline_ms is None else ask.deadline_ms / 1000
+        return self.config.max_wait_s if ask.deadline_ms is None else ask.deadline_ms / 1000
 
     def ask(self, event: GenerateAsked, now: float) -> list[Action]:
-        known = self._repeats.find((event.tenant, event.request))
-        model = event.ask.model or self._fleet.name_of(event.model_token) or event.model_token
+        known = self.state.repeats.find((event.tenant, event.request))
+        model = event.ask.model or self.state.fleet.name_of(event.model_token) or event.model_token
         max_wait_s = self.max_wait_of(event.ask)
         before = -1 if known is None else known.attempt
         forwarded = Forwarded(
             "", event.tenant, event.request, event.inbox, event.encoding, before,
-            body_of(event, model, self._placement, self._config.max_producer_priority), now, max_wait_s,
+            body_of(event, model, self.state.placement, self.config.max_producer_priority), now, max_wait_s,
         )  # fmt: skip
         if self._is_full():
-            return [self._failure(forwarded, self._no_room())]
-        if known is not None and known.is_there and self._fleet.attaches(known.worker):
+            return self._no_room_for(forwarded)
+        if known is not None and known.is_there and self.state.fleet.attaches(known.worker):
             return self._attach(forwarded, known, now)
-        if self._in_flight.is_read_at(event.request, event.inbox):
+        if self.in_flight.is_read_at(event.request, event.inbox):
             return []  # asked twice: it is being told, and would see two answers
-        self._in_flight.enter(forwarded)
+        self.in_flight.enter(forwarded)
         return self._offer(forwarded, now)
 
     def _attach(self, forwarded: Forwarded, known: KnownRequest, now: float) -> list[Action]:
@@ -113,20 +102,21 @@ class Forwarding:
         self.attached_total += 1
         assert forwarded.body is not None
         body = replace(forwarded.body, attempt=known.attempt)
-        if self._in_flight.is_read_at(forwarded.request, forwarded.inbox):
+        if self.in_flight.is_read_at(forwarded.request, forwarded.inbox):
             # Asked twice: one watch is enough, and what becomes of the question is its worker's matter.
-            forwarded.key = self._in_flight.further_key(forwarded.request)
+            forwarded.key = self.in_flight.further_key(forwarded.request)
         else:
-            self._in_flight.enter(forwarded)
+            self.in_flight.enter(forwarded)
             forwarded.attached, forwarded.worker, forwarded.due = True, known.worker, now + ATTACH_S
-            self._in_flight.offered[forwarded.key] = forwarded
-        return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self._inbox_prefix))]
+            self.in_flight.offered[forwarded.key] = forwarded
+        return [Forward(known.worker, forwarded.tenant, body, forwarded.reply(self.in_flight.inbox_prefix))]
 
     def _is_full(self) -> bool:
-        return len(self._in_flight) >= self._config.max_forwarded
+        return len(self.in_flight) >= self.config.max_forwarded
 
-    def _no_room(self) -> Unavailable:
-        return Unavailable(f"placement watches {self._config.max_forwarded} requests already")
+    def _no_room_for(self, forwarded: Forwarded) -> list[Action]:
+        error = Unavailable(f"placement watches {self.config.max_forwarded} requests already")
+        return [self._failure(forwarded, error), *forwarded.release_source()]
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
         """Take over what a draining worker lets go of, or a replica that goes. Without room for it here there is no
@@ -136,44 +126,43 @@ class Forwarding:
         actions: list[Action] = [TakenOver(reply)] if reply else []
         forwarded = Forwarded(
             "", capsule.tenant, body.request, body.inbox, body.encoding, body.attempt,
-            replace(body, watcher=self._placement, source=source, handed_over=True), now,
+            replace(body, watcher=self.state.placement, source=source, handed_over=True), now,
             tried=[source], carried_until=now + CARRY_S,
             let_go=Cancel(source, CancelRequest(body.request, held_attempt)),
         )  # fmt: skip
         if self._is_full():
-            return [] if reply else [self._failure(forwarded, self._no_room()), *forwarded.release_source()]
-        for key in list(self._in_flight.keys_of(body.request)):
-            held = self._in_flight.accepted.get(key)
+            return [] if reply else self._no_room_for(forwarded)
+        for key in list(self.in_flight.keys_of(body.request)):
+            held = self.in_flight.find_accepted(key)
             if held is not None and (held.inbox, held.attempt, held.worker) == (body.inbox, body.attempt, source):
-                actions += self._in_flight.accepted.release(held)
+                actions += self.in_flight.end(held)
         self.carried_total += 1
-        self._in_flight.enter(forwarded)
+        self.in_flight.enter(forwarded)
         return [*actions, *self._offer(forwarded, now)]
 
     def adopt(self, watch: Watch, now: float) -> list[Action]:
-        """Go on watching what another replica watched."""
-        known = (self._in_flight.accepted.get(key) for key in self._in_flight.keys_of(watch.request))
+        known = (self.in_flight.find_accepted(key) for key in self.in_flight.keys_of(watch.request))
         if self._is_full() or any(one.watch() == watch for one in known if one is not None):
             return []  # no room, or told twice: the answer to the first was late
         forwarded = Forwarded(
             "", watch.tenant, watch.request, watch.inbox, watch.encoding, watch.attempt,
             worker=watch.worker, epoch=watch.epoch,
         )  # fmt: skip
-        self._in_flight.enter(forwarded)
-        return self._in_flight.accepted.adopt(forwarded, now)
+        self.in_flight.enter(forwarded)
+        return self.in_flight.adopt(forwarded, now)
 
     def leave(self, now: float) -> list[Action]:
         """This replica goes: what no worker has accepted is for another one, or its producer hears of it now."""
-        actions: list[Action] = [offered.take_back() for offered in self._in_flight.offered.values()]
-        for held in [*self._in_flight.offered.values(), *self._in_flight.parked.values()]:
-            self._in_flight.parked.pop(held.key, None)
+        actions: list[Action] = [offered.take_back() for offered in self.in_flight.offered.values()]
+        for held in [*self.in_flight.offered.values(), *self.in_flight.parked.values()]:
+            self.in_flight.parked.pop(held.key, None)
             capsule = held.capsule(now)
             if capsule is None:
                 actions += self._fail(held, Unavailable("this placement goes: ask again"))
             else:
-                self._in_flight.end(held)
-                actions.append(CarryOn(capsule))
-        return actions + self._in_flight.accepted.release_sources()
+                self.in_flight.end(held)  # the one that takes it over tells who may let go
+                actions.append(capsule)
+        return actions + self.in_flight.release_sources()
 
     def _offer(self, forwarded: Forwarded, now: float) -> list[Action]:
         """Offer to the next worker, park, or fail. `forwarded` is in no table."""
@@ -184,79 +173,66 @@ class Forwarding:
         try:
             if left_ms is not None and left_ms <= 0:
                 raise DeadlineExceeded(f"not accepted within {body.deadline_ms} ms", field="deadline_ms")
-            ready = self._fleet.ready(body.model).workers
+            ready = self.state.fleet.ready(body.model).workers
             if not is_first and all(worker.id in forwarded.tried for worker in ready):
                 many = f"none of {len(forwarded.tried)} workers took the request"
                 raise NoWorkers(many, retry_after_s=forwarded.retry_after_s or UNHEARD_RETRY_S)
             question = question_of(body, attempt, tuple(forwarded.tried), forwarded.max_wait_s if is_first else None)
-            placement = self._decider.decide(forwarded.tenant, question, now)
+            placement = self.decider.decide(forwarded.tenant, question, now)
         except KvfleetError as error:
             if error.retryable and forwarded.carried_until is not None and now < forwarded.carried_until:
-                return self._park(forwarded, now)
+                # Parked: the worker that refused it is asked again.
+                forwarded.due, forwarded.tried = now + PARKED_S, forwarded.tried[:1]
+                self.in_flight.parked[forwarded.key] = forwarded
+                return []
             return self._fail(forwarded, error)
         forwarded.tried.append(placement.worker)
         forwarded.worker, forwarded.attempt = placement.worker, attempt
-        forwarded.offered_at, tokenising_s = now, TOKENISE_S * len(body.prompt or "")
-        forwarded.due = now + self._offer_timeout.seconds + tokenising_s
-        self._in_flight.offered[forwarded.key] = forwarded
         self.retried_offers_total += not is_first and forwarded.carried_until is None
         offer = replace(body, attempt=attempt, deadline_ms=left_ms)
         if not body.handed_over:
             offer = replace(offer, source=placement.source, source_tokens=placement.source_tokens)
-        forwarded.offer, forwarded.unheard = offer, False
-        return [Forward(placement.worker, forwarded.tenant, offer, forwarded.reply(self._inbox_prefix))]
+        forwarded.offer = offer
+        return self._send(forwarded, offer, now)
 
-    def _offer_again(self, unheard: Forwarded, now: float) -> list[Action]:
-        """The same to the same worker, which answers once more: nothing of it, or of its answer, may have arrived."""
-        assert unheard.offer is not None
-        tokenising_s = TOKENISE_S * len(unheard.offer.prompt or "")
-        unheard.unheard, unheard.offered_at = False, now
-        unheard.due = now + self._offer_timeout.seconds + tokenising_s
-        self._in_flight.offered[unheard.key] = unheard
-        offer = replace(unheard.offer, deadline_ms=unheard.left_ms(now), again=True)
-        return [Forward(unheard.worker, unheard.tenant, offer, unheard.reply(self._inbox_prefix))]
-
-    def _park(self, forwarded: Forwarded, now: float) -> list[Action]:
-        """The worker that refused it is asked again."""
-        forwarded.due, forwarded.tried = now + PARKED_S, forwarded.tried[:1]
-        self._in_flight.parked[forwarded.key] = forwarded
-        return []
+    def _send(self, forwarded: Forwarded, offer: GenerateRequest, now: float) -> list[Action]:
+        forwarded.unheard, forwarded.offered_at = False, now
+        forwarded.due = now + self._offer_timeout.seconds + TOKENISE_S * len(offer.prompt or "")
+        self.in_flight.offered[forwarded.key] = forwarded
+        return [Forward(forwarded.worker, forwarded.tenant, offer, forwarded.reply(self.in_flight.inbox_prefix))]
 
     # ------------------------------------------------------------------ workers answer
 
     def on_frame(self, key: str, frame: Frame, now: float) -> list[Action]:
         if isinstance(frame, Accepted):
             return self._on_accepted(key, frame, now)
-        offered = self._in_flight.offered.get(key)
+        offered = self.in_flight.offered.get(key)
         if offered is None or offered.attempt != frame.attempt:
-            return self._in_flight.accepted.on_frame(key, frame, now)
+            return self.in_flight.on_frame(key, frame, now)
         if isinstance(frame, Failed):
             return self._on_refused(offered, frame, now)
-        if isinstance(frame, TERMINAL):
-            self._in_flight.end(offered)
-            return [*offered.release_source()]
-        return []
+        return self.in_flight.end(offered) if isinstance(frame, TERMINAL) else []
 
     def on_started(self, worker: str, one: Milestone) -> list[Action]:
         """It has the blocks of what was handed over: from here on nothing is needed of the worker that did."""
         actions: list[Action] = []
-        for key in self._in_flight.keys_of(one.request):
-            held = self._in_flight.find(key)
+        for key in self.in_flight.keys_of(one.request):
+            held = self.in_flight.find(key)
             if held is not None and (held.tenant, held.worker, held.attempt) == (one.tenant, worker, one.attempt):
                 actions += held.release_source()
         return actions
 
     def _on_accepted(self, key: str, frame: Accepted, now: float) -> list[Action]:
-        held = self._in_flight.find(key)
-        is_parked = key in self._in_flight.parked  # what is parked was passed over, and told so
+        held = self.in_flight.find(key)
+        is_parked = key in self.in_flight.parked  # what is parked was passed over, and told so
         if held is not None and not is_parked and (held.attempt, held.worker) == (frame.attempt, frame.worker):
-            if self._in_flight.offered.pop(key, None) is None:
+            if self.in_flight.offered.pop(key, None) is None:
                 return []  # said twice
             if not held.attached:
                 self._offer_timeout.answered(now - held.offered_at)
             self.forwarded_total += 1
             held.epoch = frame.epoch
-            self._in_flight.accepted.watch(held, now)
+            self.in_flight.watch(held, now)
             return []
         if held is None and key != frame.request:
             return []  # asked twice, or one more reader, who has left: what it read goes on
@@ -268,9 +244,13 @@ class Forwarding:
         return [Cancel(frame.worker, CancelRequest(frame.request, frame.attempt, inbox))]
 
     def _on_refused(self, offered: Forwarded, refusal: Failed, now: float) -> list[Action]:
-        del self._in_flight.offered[offered.key]
+        del self.in_flight.offered[offered.key]
         if refusal.retryable and offered.attached:
-            return self._offer_anew(offered, now)
+            # Its worker does not have all that was sent of the attempt, or takes nobody: it is done once more.
+            offered.attached = False
+            if (known := self.state.repeats.find((offered.tenant, offered.request))) is not None:
+                offered.attempt = max(offered.attempt, known.attempt)
+            return self._offer(offered, now)
         if refusal.retryable:
             if refusal.retry_after_s is not None:
                 least = offered.retry_after_s
@@ -280,32 +260,25 @@ class Forwarding:
                 offered.body = replace(offered.body, expires_unix_ms=None)
                 offered.tried.remove(offered.worker)
             return self._offer(offered, now)
-        self._in_flight.end(offered, failed=True)
         self._failures += 1
-        return [offered.fail(refusal), *offered.release_source()]
-
-    def _offer_anew(self, attached: Forwarded, now: float) -> list[Action]:
-        """Its worker does not have all that was sent of the attempt, or takes nobody: it is done once more."""
-        known = self._repeats.find((attached.tenant, attached.request))
-        attached.attached = False
-        if known is not None:
-            attached.attempt = max(attached.attempt, known.attempt)
-        return self._offer(attached, now)
+        return [offered.fail(refusal), *self.in_flight.end(offered, failed=True)]
 
     def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
         """The next worker at once; and one that does not listen for this request may be dead."""
-        offered = self._in_flight.offered.get(key)
+        offered = self.in_flight.offered.get(key)
         if offered is None or offered.attempt != attempt:
             return []
-        del self._in_flight.offered[key]
-        return [*self._ping(offered.worker, now), *self._next(offered, now)]
+        del self.in_flight.offered[key]
+        known = self.state.fleet.workers.get(offered.worker)
+        is_suspect = known is not None and self.state.fleet.claim_ping(known, now, suspected=True)
+        return [*([PingWorker(offered.worker)] if is_suspect else []), *self._next(offered, now)]
 
     def on_left(self, worker: str, heard_at: float, now: float) -> list[Action]:
         """Requests it accepted are lost after a short grace; those it was offered go elsewhere at once."""
-        self._in_flight.accepted.suspect(worker, heard_at, now)
+        self.in_flight.suspect(worker, heard_at, now)
         actions: list[Action] = []
-        for offered in [f for f in self._in_flight.offered.values() if f.worker == worker]:
-            del self._in_flight.offered[offered.key]
+        for offered in [f for f in self.in_flight.offered.values() if f.worker == worker]:
+            del self.in_flight.offered[offered.key]
             actions += self._next(offered, now)
         return actions
 
@@ -315,38 +288,34 @@ class Forwarding:
         """`disconnected`: a worker whose answer did not arrive may be at work; a second one would stream to the
         producer too."""
         actions: list[Action] = []
-        for table, do in ((self._in_flight.offered, self._pass_over), (self._in_flight.parked, self._offer)):
+        for table, do in ((self.in_flight.offered, self._pass_over), (self.in_flight.parked, self._offer)):
             for due in [forwarded for forwarded in table.values() if forwarded.due <= now]:
                 if disconnected:
                     due.due, due.unheard = now + DISCONNECTED_S, True
                     continue
                 del table[due.key]
                 actions += do(due, now)
-        return actions + self._in_flight.accepted.tick(now)
+        return actions + self.in_flight.tick(now)
 
     def _pass_over(self, silent: Forwarded, now: float) -> list[Action]:
         """It may only be slow: so that it does not begin what goes elsewhere, it is told at once. Nobody else being
         left to ask, it is given more time."""
-        if silent.unheard and self._may_be_asked_again(silent, now):
-            return self._offer_again(silent, now)
+        if silent.unheard and silent.offer is not None and self.state.fleet.attaches(silent.worker):
+            left_ms = silent.left_ms(now)
+            if left_ms is None or left_ms > 0:
+                # It answers once more: nothing of the offer, or of its answer, may have arrived.
+                return self._send(silent, replace(silent.offer, deadline_ms=left_ms, again=True), now)
         if (until := self._last_chance(silent)) > now:
             silent.due = until
-            self._in_flight.offered[silent.key] = silent
+            self.in_flight.offered[silent.key] = silent
             return []
         return [silent.take_back(), *self._next(silent, now)]
 
-    def _may_be_asked_again(self, unheard: Forwarded, now: float) -> bool:
-        if unheard.offer is None or not self._fleet.attaches(unheard.worker):
-            return False
-        left_ms = unheard.left_ms(now)
-        return left_ms is None or left_ms > 0
-
     def _last_chance(self, silent: Forwarded) -> float:
-        """Until when to wait for a worker that does not answer."""
         body = silent.body
         if body is None or silent.attached or silent.carried_until is not None:
             return silent.due
-        if any(worker.id not in silent.tried for worker in self._fleet.ready(body.model).workers):
+        if any(worker.id not in silent.tried for worker in self.state.fleet.ready(body.model).workers):
             return silent.due
         until = silent.offered_at + LAST_CHANCE_S + TOKENISE_S * len(body.prompt or "")
         return until if body.deadline_ms is None else min(until, silent.asked_at + body.deadline_ms / 1000)
@@ -355,20 +324,11 @@ class Forwarding:
         """Who did not answer is passed over; but nobody else has what a repeat is to be attached to."""
         if not unanswered.attached:
             return self._offer(unanswered, now)
-        error = Unavailable(f"worker {unanswered.worker}, which has the request, did not answer")
-        return self._fail(unanswered, error)
-
-    def _ping(self, worker: str, now: float) -> list[Action]:
-        known = self._fleet.workers.get(worker)
-        if known is None or not self._fleet.claim_ping(known, now, suspected=True):
-            return []
-        return [PingWorker(worker)]
-
-    # ------------------------------------------------------------------ ends
+        why = f"worker {unanswered.worker}, which has the request, did not answer"
+        return self._fail(unanswered, Unavailable(why))
 
     def _fail(self, forwarded: Forwarded, error: KvfleetError) -> list[Action]:
-        self._in_flight.end(forwarded, failed=True)
-        return [self._failure(forwarded, error), *forwarded.release_source()]
+        return [self._failure(forwarded, error), *self.in_flight.end(forwarded, failed=True)]
 
     def _failure(self, forwarded: Forwarded, error: KvfleetError) -> Fail:
         self._failures += 1

@@ -1,11 +1,15 @@
-"""What a policy could hit at most: one worker that holds the fleet's whole cache (LRU). Pure."""
+"""What a fleet could do at most: what one worker with all of its caches (LRU) would hit, and the arrival rate at which
+it is just busy all the time. Pure."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from kvfleet.placement.simulate.fleet_shape import Speed
+from kvfleet.placement.simulate.sim_cache import LruCache
 from kvfleet.placement.simulate.trace import Trace
+
+FASTEST = 1e9  # times: nothing that is to be done takes any time
 
 
 def attainable_tokens(trace: Trace, cache_blocks: int) -> int:
@@ -22,70 +26,33 @@ def attainable_by_request(trace: Trace, cache_blocks: int) -> Iterator[int]:
         cache.let_go(arrival.ids)
 
 
-class LruCache:
-    """Blocks of one worker: those that sequences hold, and the others in the order of their last use."""
+def capacity_speed(trace: Trace, workers: int, speed: Speed, attainable: int) -> float:
+    """How many times as fast as recorded the trace may come at most, if all that is attainable is hit.
 
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self._held: dict[int, int] = {}  # block -> how many sequences
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    At capacity every step of a worker carries a chunk of some prompt beside the tokens of those that decode, so with n
+    sequences decoding a step takes C/r + d(n) seconds, n is the arrival rate times output tokens times that, and
+    prefill does C tokens a step. Solved by bisection.
+    """
+    duration = max(trace.duration_s, 1e-9)
+    tokens = (sum(arrival.prompt_tokens for arrival in trace.arrivals) - attainable) / workers / duration
+    outputs = sum(arrival.output_tokens for arrival in trace.arrivals) / workers / duration
+    chunk_s = speed.chunk_tokens / speed.prefill_tokens_per_s
 
-    def __len__(self) -> int:
-        return len(self._held) + len(self._idle)
+    def busy(times: float) -> float:
+        if outputs * times * speed.decode_each_s >= 1:
+            return float("inf")
+        # n = o (c + b + e n), so n = o (c + b) / (1 - o e)
+        rate = outputs * times
+        decoding = rate * (chunk_s + speed.decode_base_s) / (1 - rate * speed.decode_each_s)
+        if decoding > speed.slots:
+            return float("inf")
+        step_s = chunk_s + speed.decode_s(round(decoding))
+        return tokens * times * step_s / speed.chunk_tokens
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._held or block in self._idle
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._held
-        yield from self._idle
-
-    @property
-    def held(self) -> int:
-        return len(self._held)
-
-    def match(self, ids: Sequence[int]) -> int:
-        """Blocks from the start that are there."""
-        held, idle = self._held, self._idle
-        for depth, block in enumerate(ids):
-            if block not in held and block not in idle:
-                return depth
-        return len(ids)
-
-    def fits(self, ids: Sequence[int]) -> bool:
-        """Whether they can be held beside what is held; a prompt larger than the cache fits into an empty one."""
-        more = sum(block not in self._held for block in ids)
-        return len(self._held) + more <= self.blocks or not self._held
-
-    def hold(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """A sequence has them now; (blocks that are new here, blocks that had to go)."""
-        held, idle = self._held, self._idle
-        new = []
-        for block in ids:
-            if block in held:
-                held[block] += 1
-            else:
-                held[block] = 1
-                if block in idle:
-                    del idle[block]
-                else:
-                    new.append(block)
-        return new, self._make_room()
-
-    def let_go(self, ids: Sequence[int]) -> list[int]:
-        """The sequence is over; leaves count as used before what they hang on. Returns blocks that had to go."""
-        held, idle = self._held, self._idle
-        for block in reversed(ids):
-            count = held[block] - 1
-            if count:
-                held[block] = count
-            else:
-                del held[block]
-                idle[block] = None
-        return self._make_room()
-
-    def _make_room(self) -> list[int]:
-        gone = []
-        while len(self._held) + len(self._idle) > self.blocks and self._idle:
-            gone.append(self._idle.popitem(last=False)[0])
-        return gone
+    low, high = 0.0, 1.0
+    while busy(high) < 1 and high < FASTEST:
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if busy(middle) < 1 else (low, middle)
+    return low

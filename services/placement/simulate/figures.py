@@ -1,17 +1,61 @@
-"""From a run to figures. Pure."""
+"""What came of a run, and figures of it. Pure."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvfleet.placement.simulate.fleet_shape import SimulationRun
-from kvfleet.placement.simulate.trace import Trace
+from kvfleet.placement.simulate.trace import Arrival, Trace
 from kvfleet.placement.workers.workloads import Floats
 
 SLO_TTFT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    at_s: float
+    ready: int
+    starting: int
+    desired: int
+
+
+@dataclass(slots=True)
+class Scaled:
+    """What happened. `lost_tokens` were computed again because a scale-down took the only copy."""
+
+    timeline: list[Moment] = field(default_factory=list)
+    ups: int = 0
+    downs: list[float] = field(default_factory=list)  # when each worker went
+    lost_blocks: int = 0  # that nobody else had
+    lost_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request. `worker`: the first one it was placed at."""
+
+    arrival: Arrival
+    worker: str = ""
+    cached_tokens: int = 0
+    ttft_s: float | None = None
+    ended: bool = False
+    attempts: int = 0
+
+
+@dataclass(slots=True)
+class SimulationRun:
+    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn. `fed_tokens` are those
+    of all attempts, lost ones too."""
+
+    outcomes: list[Outcome]
+    prefilled: dict[str, dict[int, float]]
+    lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
+    changes: list[float]
+    fed_tokens: int = 0
+    scaled: Scaled = field(default_factory=Scaled)
+    ended_s: float = 0.0  # when the last request was done
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +177,15 @@ def moved_per_change(run: SimulationRun) -> float | None:
         else:
             high = middle
     return high
+
+
+def worker_hours(run: SimulationRun, start_s: float) -> float:
+    """That are paid for: a worker that came later costs from when it was asked for."""
+    lives = [(came, went) for came, went in run.lives.values() if came < run.ended_s]
+    return sum(min(went, run.ended_s) - max(came - start_s, 0.0) for came, went in lives) / 3600
+
+
+def held(run: SimulationRun, target_s: float) -> float:
+    """Share of all requests with a first token within so long."""
+    good = sum(outcome.ttft_s is not None and outcome.ttft_s <= target_s for outcome in run.outcomes)
+    return good / max(len(run.outcomes), 1)

@@ -1,17 +1,39 @@
-"""A simulated fleet: how many workers of which speeds, how long messages take, and what came of a run. Plain values."""
+"""A simulated fleet: how many workers of which speeds, how they come and go, how long messages take. Plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-import numpy as np
+from kvfleet.placement.advice.autoscale import Rules
 
-from kvfleet.placement.index.prefix_index import Hashes
-from kvfleet.placement.simulate.scaling import Autoscale, Scaled
-from kvfleet.placement.simulate.sim_worker import Speed
-from kvfleet.placement.simulate.trace import Arrival, Trace
-from kvfleet.placement.workers.prompts import AddressSpace
-from kvproto.messages import PlaceRequest
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of a simulated worker; the defaults are about those of an 8B model on one datacentre GPU."""
+
+    prefill_tokens_per_s: float = 8000.0
+    chunk_tokens: int = 2048
+    decode_base_s: float = 0.015
+    decode_each_s: float = 0.0003
+    slots: int = 256
+
+    def decode_s(self, sequences: int) -> float:
+        return self.decode_base_s + self.decode_each_s * sequences
+
+
+class Victim(StrEnum):
+    """Who goes."""
+
+    CHEAPEST = "cheapest"  # to lose, as placement says
+    ORDINAL = "ordinal"  # the highest number, as a StatefulSet does
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscale:
+    rules: Rules
+    start_s: float = 60.0
+    victim: Victim = Victim.CHEAPEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,54 +62,3 @@ class FleetShape:
     drain_s: float = 0.0
     seed: int = 0
     autoscale: Autoscale | None = None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """One request. `worker`: the first one it was placed at."""
-
-    arrival: Arrival
-    worker: str = ""
-    cached_tokens: int = 0
-    expected_tokens: int = 0
-    ttft_s: float | None = None
-    ended: bool = False
-    attempts: int = 0
-
-
-@dataclass(slots=True)
-class SimulationRun:
-    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn. `fed_tokens` are those
-    of all attempts, lost ones too."""
-
-    outcomes: list[Outcome]
-    prefilled: dict[str, dict[int, float]]
-    lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
-    changes: list[float]
-    fed_tokens: int = 0
-    scaled: Scaled = field(default_factory=Scaled)
-    ended_s: float = 0.0  # when the last request was done
-
-
-class TracePrompts:
-    """A trace has hashes instead of tokens; requests are told apart by their number."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._arrivals = trace.arrivals
-
-    def tokens(self, ask: PlaceRequest) -> int:
-        return self._arrivals[int(ask.request)].prompt_tokens
-
-    def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
-        return self._arrivals[int(ask.request)].hashes
-
-    def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> bytes:
-        return b""  # a trace's hashes are made up
-
-
-def hashes_by_id(trace: Trace) -> Hashes:
-    """`[ids, 2]`: the hash of each block number."""
-    found = np.zeros((trace.distinct_blocks, 2), dtype=np.uint64)
-    for arrival in trace.arrivals:
-        found[list(arrival.ids)] = arrival.hashes
-    return found

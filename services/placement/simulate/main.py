@@ -17,13 +17,10 @@ from typing import NoReturn
 
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.fleet_shape import Delays, FleetShape
+from kvfleet.placement.simulate.fleet_shape import Autoscale, Delays, FleetShape, Speed, Victim
 from kvfleet.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
-from kvfleet.placement.simulate.scaling import Autoscale, Victim
-from kvfleet.placement.simulate.sim_worker import Speed
-from kvfleet.placement.simulate.study import POLICIES, Study, default_cache_blocks, make_study
-from kvfleet.placement.simulate.trace import Trace
-from kvfleet.placement.simulate.trace_file import read_trace
+from kvfleet.placement.simulate.study import POLICIES, Study, make_study
+from kvfleet.placement.simulate.trace import Trace, read_trace
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto.errors import InvalidRequest
 from kvservice import launch
@@ -32,6 +29,7 @@ from kvservice.settings import die
 PROGRAM = "kvfleet simulate"
 MOST_WORKERS = 4096
 SPEED, DELAYS, SHAPE, RULES = Speed(), Delays(), FleetShape(), Rules()
+CACHE_SHARE = 10  # a worker's cache, unless it is given: a tenth of the blocks of the trace
 DRAIN_S = 30.0  # unless it is said: of workers that an autoscaler lets go
 
 
@@ -115,9 +113,8 @@ def simulate(asked: argparse.Namespace, trace: Trace) -> Study:
     for result in study.run(asked.policy):
         one = result.figures
         _progress(f"{one.policy}: TTFT p99 {seconds(one.ttft_p99_s)} ({time.monotonic() - began:.0f} s)")
-    for at in study.run_loads(asked.policy, asked.loads) if asked.loads else ():
-        one = at.figures
-        _progress(f"{one.policy} at {at.load:g}: goodput {one.goodput_per_s:.2f}/s ({time.monotonic() - began:.0f} s)")
+    for load, one in study.run_loads(asked.policy, asked.loads) if asked.loads else ():
+        _progress(f"{one.policy} at {load:g}: goodput {one.goodput_per_s:.2f}/s ({time.monotonic() - began:.0f} s)")
     for scaled in study.run_autoscaled(_scales(asked), asked.policy[0]) if asked.autoscale else ():
         _progress(f"{scaled.victim} goes: {scaled.worker_hours:.2f} worker-hours ({time.monotonic() - began:.0f} s)")
     return study
@@ -140,7 +137,7 @@ def _scales(asked: argparse.Namespace) -> list[Autoscale]:
 def _shape(asked: argparse.Namespace, trace: Trace) -> FleetShape:
     return FleetShape(
         workers=asked.workers or asked.autoscale[1],
-        cache_blocks=asked.cache_blocks or default_cache_blocks(trace),
+        cache_blocks=asked.cache_blocks or max(trace.distinct_blocks // CACHE_SHARE, 1),
         replicas=asked.replicas,
         speed=Speed(
             prefill_tokens_per_s=asked.prefill_tokens_per_s,
@@ -171,7 +168,9 @@ def main(argv: list[str] | None = None) -> None:
         warm_up()
         study = simulate(asked, trace)
         if asked.plot is not None:
-            _draw(study, asked.plot)
+            from kvfleet.placement.simulate.plot import plot  # its library comes with the extra `plot`
+
+            asked.plot.write_text(plot(study))
             _progress(f"drawn into {asked.plot}")
     except (InvalidRequest, ValueError) as error:
         die(f"{PROGRAM}: {asked.trace}: {error}")
@@ -189,12 +188,6 @@ def main(argv: list[str] | None = None) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _draw(study: Study, path: Path) -> None:
-    from kvfleet.placement.simulate.plot import plot  # of the extra `plot`: who draws nothing needs none of it
-
-    path.write_text(plot(study))
-
-
 def _progress(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
@@ -202,12 +195,12 @@ def _progress(line: str) -> None:
 # ------------------------------------------------------------------ what flags may be
 
 
-def _number(text: str, kind: Callable[[str], float], least: float, what: str) -> float:
+def _number(text: str, kind: Callable[[str], float], least: float, what: str, most: float = math.inf) -> float:
     try:
         value = kind(text)
     except ValueError:
         value = math.nan
-    if not (least <= value < math.inf):
+    if not (least <= value <= most and value < math.inf):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
 
@@ -232,10 +225,7 @@ def _delay(text: str) -> float:
 
 
 def _share(text: str) -> float:
-    share = _number(text, float, 0, "a share from 0 to 1")
-    if share > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
-    return share
+    return _number(text, float, 0, "a share from 0 to 1", most=1)
 
 
 def _limits(text: str) -> tuple[int, int]:

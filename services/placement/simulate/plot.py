@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,25 +12,22 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.autoscaled import Autoscaled
 from kvfleet.placement.simulate.figures import minutes_of, ttfts
 from kvfleet.placement.simulate.picture import COLORS, FAINT, as_svg, entitle, head, new_figure, styled, titled
 from kvfleet.placement.simulate.report import headline, seconds
-from kvfleet.placement.simulate.study import POLICIES, Result, Study
+from kvfleet.placement.simulate.study import POLICIES, Autoscaled, Result, Study
 from kvfleet.placement.workers.workloads import Floats
-
-T = TypeVar("T")
 
 WIDTH, HEAD = 1100, 80
 PANEL = 300  # height of a large panel
 SMALL = 168
 ACROSS = 3  # small multiples in a row
 STEPS = 200  # of a distribution's line
+RIGHT: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)}  # of the axes
 VICTIM_COLORS = {"cheapest": COLORS[0], "ordinal": COLORS[1]}
 
 
 def plot(study: Study) -> str:
-    """SVG; needs results."""
     with styled():
         return as_svg(draw(study))
 
@@ -74,15 +71,15 @@ def _waits(axes: Axes, study: Study) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    for policy, sorted_waits in _default_last(waits):
+    for policy, sorted_waits in waits.items():
         shares = np.linspace(0, 1, STEPS if len(sorted_waits) else 0)
         at = np.quantile(sorted_waits, shares) if len(shares) else shares
-        axes.plot(at, shares, color=color_of(policy), linewidth=_width(policy), label=policy)
+        axes.plot(at, shares, label=policy, **_line(policy))
         if len(shares):
             p99 = float(np.quantile(sorted_waits, 0.99))
-            (dot,) = axes.plot([p99], [0.99], "o", color=color_of(policy), markersize=6, clip_on=False)
+            (dot,) = axes.plot([p99], [0.99], "o", markersize=6, clip_on=False, **_line(policy))
             titled(dot, f"{policy}: p99 {seconds(p99)}")
-    _legend(axes, list(waits))
+    axes.legend(**RIGHT)
 
 
 def _hits(axes: Axes, study: Study) -> None:
@@ -135,19 +132,19 @@ def _goodput(axes: Axes, study: Study) -> None:
         return
     entitle(axes, "Goodput at rising load", f"{below}, over the share of capacity")
     lines: dict[str, list[tuple[float, float]]] = {}
-    for one in study.at_loads:
-        lines.setdefault(one.figures.policy, []).append((one.load, one.figures.goodput_per_s))
-    for policy, line in _default_last(lines):
+    for load, one in study.at_loads:
+        lines.setdefault(one.policy, []).append((load, one.goodput_per_s))
+    for policy, line in lines.items():
         loads, goodputs = zip(*sorted(line), strict=True)
-        axes.plot(loads, goodputs, color=color_of(policy), linewidth=_width(policy), label=policy)
+        axes.plot(loads, goodputs, label=policy, **_line(policy))
         for load, goodput in sorted(line):
-            (dot,) = axes.plot([load], [goodput], "o", color=color_of(policy), markersize=6)
+            (dot,) = axes.plot([load], [goodput], "o", markersize=6, **_line(policy))
             titled(dot, f"{policy} at {load:g}: {goodput:.2f}/s")
-    axes.set_xticks(sorted({one.load for one in study.at_loads}))
+    axes.set_xticks(sorted({load for load, _ in study.at_loads}))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _legend(axes, list(lines))
+    axes.legend(**RIGHT)
 
 
 def _moved(axes: Axes, study: Study) -> None:
@@ -156,7 +153,6 @@ def _moved(axes: Axes, study: Study) -> None:
 
 
 def _workers(axes: Axes, found: Sequence[Autoscaled]) -> None:
-    """Of a fleet that grows and shrinks."""
     hours = ", ".join(f"{one.victim} goes: {one.worker_hours:.2f}" for one in found)
     entitle(
         axes,
@@ -196,19 +192,10 @@ def _bars(axes: Axes, values: Sequence[tuple[str, float]], say: Callable[[float]
     axes.tick_params(labelbottom=False, bottom=False)
 
 
-def _width(policy: str) -> float:
-    return 2.5 if policy == DEFAULT_POLICY else 1.5
-
-
-def _default_last(of: Mapping[str, T]) -> list[tuple[str, T]]:
-    """So that nothing is drawn over it."""
-    return sorted(of.items(), key=lambda item: item[0] == DEFAULT_POLICY)
-
-
-def _legend(axes: Axes, policies: Sequence[str]) -> None:
-    """Right of the axes, in the order of `policies`."""
-    lines = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend([lines[policy] for policy in policies], policies, loc="upper left", bbox_to_anchor=(1, 1))
+def _line(policy: str) -> dict[str, Any]:
+    """Nothing is drawn over the default policy's."""
+    is_default = policy == DEFAULT_POLICY
+    return {"color": color_of(policy), "linewidth": 2.5 if is_default else 1.5, "zorder": 2.1 if is_default else 2.0}
 
 
 def _short(value: float) -> str:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.autoscaled import as_values as autoscaled_values
-from kvfleet.placement.simulate.autoscaled import changes, held, rows
-from kvfleet.placement.simulate.figures import Figures
-from kvfleet.placement.simulate.study import Study
+from kvfleet.placement.simulate.figures import Figures, held
+from kvfleet.placement.simulate.study import Autoscaled, Study
 
-COLUMNS = (
-    "policy", "hits", "of attainable", "TTFT p50", "p99", "load CoV", "max/mean", "goodput/s", "moved", "failed",
-)  # fmt: skip
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "policy": lambda one: _name(one.policy),
+    "hits": lambda one: f"{one.hit_rate:.1%}",
+    "of attainable": lambda one: f"{one.hit_of_attainable:.1%}",
+    "TTFT p50": lambda one: seconds(one.ttft_p50_s),
+    "p99": lambda one: seconds(one.ttft_p99_s),
+    "load CoV": lambda one: f"{one.load_cov:.3f}",
+    "max/mean": lambda one: f"{one.load_max_over_mean:.2f}",
+    "goodput/s": lambda one: f"{one.goodput_per_s:.2f}",
+    "moved": lambda one: f"{one.moved:.1%}",
+    "failed": lambda one: f"{one.failed:,}",
+}
 
 
 def headline(study: Study) -> list[str]:
-    """What was simulated."""
     trace, shape = study.trace, study.shape
     load = "" if study.load is None else f", {study.load:.2f} of capacity"
     return [
@@ -31,8 +37,8 @@ def headline(study: Study) -> list[str]:
 
 
 def table(study: Study) -> list[str]:
-    rows = [COLUMNS, *(_cells(result.figures) for result in study.results)]
-    lines = align(rows)
+    rows = [[cell(result.figures) for cell in COLUMNS.values()] for result in study.results]
+    lines = align([list(COLUMNS), *rows])
     changed = [result.figures for result in study.results if result.figures.moved_per_change is not None]
     if changed:
         shares = ", ".join(f"{one.policy} {one.moved_per_change:.1%}" for one in changed)
@@ -41,10 +47,9 @@ def table(study: Study) -> list[str]:
 
 
 def loads_table(study: Study) -> list[str]:
-    """Goodput at rising load: a column per load, a row per policy."""
-    loads = list(dict.fromkeys(one.load for one in study.at_loads))
-    policies = list(dict.fromkeys(one.figures.policy for one in study.at_loads))
-    found = {(one.figures.policy, one.load): one.figures for one in study.at_loads}
+    loads = list(dict.fromkeys(load for load, _ in study.at_loads))
+    policies = list(dict.fromkeys(one.policy for _, one in study.at_loads))
+    found = {(one.policy, load): one for load, one in study.at_loads}
     rows = [("policy", *(f"at {load:g}" for load in loads))]
     rows += [(_name(name), *(f"{found[name, load].goodput_per_s:.2f}" for load in loads)) for name in policies]
     return [f"requests/s with a first token within {study.slo_s:g} s, by share of capacity:", "", *align(rows)]
@@ -52,19 +57,45 @@ def loads_table(study: Study) -> list[str]:
 
 def autoscale_table(study: Study) -> list[str]:
     """Against the fixed fleet of the first policy that was run."""
-    first, found = study.results[0], study.autoscaled
-    lines = align(rows(found, first.figures, held(first.run, study.target_ttft_s)))
-    told = [f"{one.victim} goes, ready workers: {changes(one)}" for one in found]
-    return [f"a first token within {study.target_ttft_s:g} s is the target:", "", *lines, "", *told]
+    fixed = study.results[0].figures
+    rows: list[tuple[str, ...]] = [
+        ("fleet", "worker-hours", "TTFT p50", "p99", "in target", "hits", "up", "down", "lost to scale-down"),
+        ("fixed", *_scaled_cells(study.autoscaled[0].fixed_worker_hours, fixed, _fixed_held(study)), "", "", ""),
+    ]
+    for one in study.autoscaled:
+        cells = _scaled_cells(one.worker_hours, one.figures, one.ttft_held)
+        ups, downs, lost = one.scaled.ups, len(one.scaled.downs), one.scaled.lost_tokens
+        rows.append((f"autoscaled, {one.victim} goes", *cells, f"{ups}", f"{downs}", f"{lost:,} tokens"))
+    told = [f"{one.victim} goes, ready workers: {_changes(one)}" for one in study.autoscaled]
+    return [f"a first token within {study.target_ttft_s:g} s is the target:", "", *align(rows), "", *told]
+
+
+def _scaled_cells(hours: float, one: Figures, ttft_held: float) -> tuple[str, ...]:
+    waits = (f"{wait:.2f} s" if math.isfinite(wait) else "never" for wait in (one.ttft_p50_s, one.ttft_p99_s))
+    return f"{hours:.2f}", *waits, f"{ttft_held:.1%}", f"{one.hit_rate:.1%}"
+
+
+def _changes(one: Autoscaled) -> str:
+    """Ready workers over time: the number, and from when on."""
+    said, last = [], None
+    for moment in one.scaled.timeline:
+        if moment.ready != last:
+            said.append(f"{moment.ready} at {int(moment.at_s // 60)}:{int(moment.at_s % 60):02d}")
+            last = moment.ready
+    return ", ".join(said)
+
+
+def _fixed_held(study: Study) -> float:
+    return held(study.results[0].run, study.target_ttft_s)
 
 
 def as_values(study: Study) -> dict[str, Any]:
     """For JSON, which knows no infinity: null."""
     trace, shape = study.trace, study.shape
-    return {
+    values = {
         "default": DEFAULT_POLICY,
         "policies": [_values(result.figures) for result in study.results],
-        "loads": [{"load": one.load, **_values(one.figures)} for one in study.at_loads],
+        "loads": [{"load": load, **_values(one)} for load, one in study.at_loads],
         "requests": len(trace.arrivals),
         "duration_s": trace.duration_s,
         "prompt_tokens": trace.prompt_tokens,
@@ -77,18 +108,29 @@ def as_values(study: Study) -> dict[str, Any]:
         "replicas": shape.replicas,
         "seed": shape.seed,
         "slo_ttft_s": study.slo_s,
-        **_autoscaled(study),
     }
+    if study.autoscaled:
+        values["target_ttft_s"] = study.target_ttft_s
+        values["fixed_ttft_held"] = _fixed_held(study)
+        values["autoscaled"] = [_autoscaled_values(one) for one in study.autoscaled]
+    return values
 
 
-def _autoscaled(study: Study) -> dict[str, Any]:
-    if not study.autoscaled:
-        return {}
-    fixed = held(study.results[0].run, study.target_ttft_s)
+def _autoscaled_values(one: Autoscaled) -> dict[str, Any]:
+    moments = one.by_minute()
     return {
-        "target_ttft_s": study.target_ttft_s,
-        "fixed_ttft_held": fixed,
-        "autoscaled": [autoscaled_values(one) for one in study.autoscaled],
+        **_values(one.figures),
+        "scale_down": one.victim,
+        "worker_hours": one.worker_hours,
+        "fixed_worker_hours": one.fixed_worker_hours,
+        "ttft_held": one.ttft_held,
+        "scale_ups": one.scaled.ups,
+        "scale_downs": len(one.scaled.downs),
+        "lost_blocks": one.scaled.lost_blocks,
+        "lost_tokens": one.scaled.lost_tokens,
+        "most_workers": max(moment.ready for moment in one.scaled.timeline),
+        "replicas_by_minute": [moment.ready for moment in moments],
+        "desired_by_minute": [moment.desired for moment in moments],
     }
 
 
@@ -97,21 +139,6 @@ def _values(figures: Figures) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(figures).items()
     }
-
-
-def _cells(one: Figures) -> tuple[str, ...]:
-    return (
-        _name(one.policy),
-        f"{one.hit_rate:.1%}",
-        f"{one.hit_of_attainable:.1%}",
-        seconds(one.ttft_p50_s),
-        seconds(one.ttft_p99_s),
-        f"{one.load_cov:.3f}",
-        f"{one.load_max_over_mean:.2f}",
-        f"{one.goodput_per_s:.2f}",
-        f"{one.moved:.1%}",
-        f"{one.failed:,}",
-    )
 
 
 def _name(policy: str) -> str:

@@ -15,43 +15,23 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from kvfleet.placement.simulate.attainable import LruCache
-from kvfleet.placement.simulate.waiting import SimulatedJob, Waiting
+from kvfleet.placement.simulate.fleet_shape import Speed
+from kvfleet.placement.simulate.sim_cache import LruCache, SimulatedJob, Waiting
 from kvproto.messages import Load, Rates
 
 ROUNDING = 1e-6  # of a step
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Of a simulated worker; the defaults are about those of an 8B model on one datacentre GPU."""
-
-    prefill_tokens_per_s: float = 8000.0
-    chunk_tokens: int = 2048
-    decode_base_s: float = 0.015
-    decode_each_s: float = 0.0003
-    slots: int = 256
-
-    def decode_s(self, sequences: int) -> float:
-        return self.decode_base_s + self.decode_each_s * sequences
-
-
 @dataclass(slots=True)
 class SimulatedProgress:
-    """What happened up to now, for the simulation to tell placement and to count."""
-
     started: list[SimulatedJob] = field(default_factory=list)
     first_token: list[SimulatedJob] = field(default_factory=list)
     ended: list[SimulatedJob] = field(default_factory=list)
     changes: list[tuple[bool, list[int]]] = field(default_factory=list)  # (removed, blocks), in their order
 
-    def stored(self, blocks: list[int]) -> None:
+    def change(self, removed: bool, blocks: list[int]) -> None:
         if blocks:
-            self.changes.append((False, blocks))
-
-    def removed(self, blocks: list[int]) -> None:
-        if blocks:
-            self.changes.append((True, blocks))
+            self.changes.append((removed, blocks))
 
 
 class SimWorker:
@@ -69,15 +49,11 @@ class SimWorker:
         self._now = now
         self._waiting = Waiting(self.cache, block_tokens)
         self._prefilling: SimulatedJob | None = None
-        self._decoding: list[
-            tuple[float, int, int, SimulatedJob]
-        ] = []  # heap of (step it ends with, number, attempt, job)
+        self._decoding: list[tuple[float, int, int, SimulatedJob]] = []  # heap of (last step, number, attempt, job)
         self._steps = 0.0
         self._prefill_rate = self._step_rate = 0.0
         self._prefill_ends = self._decode_ends = math.inf
         self._plan()
-
-    # ------------------------------------------------------------------ events
 
     def submit(self, job: SimulatedJob, now: float) -> SimulatedProgress:
         progress = self.advance(now)
@@ -87,7 +63,6 @@ class SimWorker:
         return progress
 
     def advance(self, now: float) -> SimulatedProgress:
-        """Everything up to `now`."""
         progress = SimulatedProgress()
         while (at := min(self._prefill_ends, self._decode_ends)) <= now:
             self._flow(at)
@@ -109,8 +84,6 @@ class SimWorker:
         at = min(self._prefill_ends, self._decode_ends)
         return None if at == math.inf else at
 
-    # ------------------------------------------------------------------ what a heartbeat says
-
     def load(self) -> Load:
         left = self._prefilling.left if self._prefilling else 0.0
         return Load(
@@ -130,8 +103,6 @@ class SimWorker:
     @property
     def running(self) -> int:
         return len(self._decoding) + (self._prefilling is not None)
-
-    # ------------------------------------------------------------------ inside
 
     def _plan(self) -> None:
         """What is being done has changed: the rates until it changes again, and when it does."""
@@ -175,7 +146,7 @@ class SimWorker:
             job.left = 0.0
             self._prefilling = None
             progress.first_token.append(job)
-            progress.stored(job.new)
+            progress.change(False, job.new)
             last = self._steps + job.output_tokens - 1
             heapq.heappush(self._decoding, (last, job.arrival.number, job.attempt, job))
         if decoded:
@@ -184,7 +155,7 @@ class SimWorker:
             job = heapq.heappop(self._decoding)[-1]
             progress.ended.append(job)
             gone = self.cache.let_go(job.arrival.ids)
-            progress.removed(gone)
+            progress.change(True, gone)
             self._waiting.on_changed(gone)
         self._admit(progress)
         self._plan()
@@ -200,7 +171,7 @@ class SimWorker:
         job.left = float(job.tokens - job.cached_tokens)
         job.new, gone = self.cache.hold(job.arrival.ids)
         self._waiting.on_changed((*job.new, *gone))
-        progress.removed(gone)
+        progress.change(True, gone)
         progress.started.append(job)
         self._prefilling = job
         return True

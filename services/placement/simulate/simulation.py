@@ -12,20 +12,26 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
-from kvfleet.placement.actions import Answer, ShareBookings
+import numpy as np
+
+from kvfleet.placement.actions import Answer
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import BlocksChanged, PlaceAsked, Tick, WorkerJoined, WorkerLeft, WorkerUpdated
+from kvfleet.placement.events import BlocksChanged, Event, PlaceAsked, Tick, WorkerJoined, WorkerLeft, WorkerUpdated
 from kvfleet.placement.index.changes import Changes, HolderChange
+from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.policies import Policy, build_policies
-from kvfleet.placement.simulate.fleet_shape import FleetShape, Outcome, SimulationRun, TracePrompts, hashes_by_id
-from kvfleet.placement.simulate.scaling import SCALE_S, Scaling, Victim
+from kvfleet.placement.simulate.figures import Outcome, SimulationRun
+from kvfleet.placement.simulate.fleet_shape import FleetShape, Victim
+from kvfleet.placement.simulate.scaling import Scaling
+from kvfleet.placement.simulate.sim_cache import SimulatedJob
 from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker
-from kvfleet.placement.simulate.trace import Arrival, Trace
-from kvfleet.placement.simulate.waiting import SimulatedJob
+from kvfleet.placement.simulate.trace import Trace
+from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto.messages import (
     BookedBatch,
     Heartbeat,
@@ -41,12 +47,27 @@ MODEL = "simulated"
 HEARTBEAT_S = 0.5
 TICK_S = 0.5  # of a small fleet; it only lets old things go, but looks at every worker
 WORKERS_PER_TICK_S = 500
+SCALE_S = 1.0  # between looks of the autoscaler
 ATTEMPTS = 10
 
 
-class Simulation:
-    """One run of one policy."""
+class TracePrompts:
+    """A trace has hashes instead of tokens; requests are told apart by their number."""
 
+    def __init__(self, trace: Trace) -> None:
+        self._arrivals = trace.arrivals
+
+    def tokens(self, ask: PlaceRequest) -> int:
+        return self._arrivals[int(ask.request)].prompt_tokens
+
+    def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
+        return self._arrivals[int(ask.request)].hashes
+
+    def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> bytes:
+        return b""  # a trace's hashes are made up
+
+
+class Simulation:
     def __init__(
         self,
         trace: Trace,
@@ -61,12 +82,14 @@ class Simulation:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._workers: dict[str, SimWorker] = {}
+        self._records: dict[str, WorkerRecord] = {}
         self._joined = 0
         self._staying: set[str] = set()  # workers that do not drain
         self._news: dict[str, SimWorker] = {}  # who has something to say in its next heartbeat
-        self._hash_of = hashes_by_id(trace)
-        self._outcomes = [Outcome(arrival) for arrival in trace.arrivals]
-        self._run = SimulationRun(self._outcomes, {}, {}, [])
+        self._hash_of = np.zeros((trace.distinct_blocks, 2), dtype=np.uint64)  # of each block number
+        for arrival in trace.arrivals:
+            self._hash_of[list(arrival.ids)] = arrival.hashes
+        self._run = SimulationRun([Outcome(arrival) for arrival in trace.arrivals], {}, {}, [])
         self._wakes: dict[str, float] = {}
         self._left = len(trace.arrivals)
         scale = shape.autoscale
@@ -95,13 +118,12 @@ class Simulation:
         self._scaling = Scaling(scale, self._run.scaled, trace.block_tokens, MODEL) if scale is not None else None
 
     def run(self) -> SimulationRun:
-        """To the end of the last request."""
         for _ in range(self._shape.autoscale.rules.minimum if self._shape.autoscale else self._shape.workers):
             self._join()
         if self._scaling is not None:
             self._at(0.0, self._scale)
         for arrival in self._trace.arrivals:
-            self._at(arrival.at_s, partial(self._place, arrival))
+            self._at(arrival.at_s, partial(self._place, SimulatedJob(arrival)))
         self._at(0.0, self._beat)
         self._at(TICK_S, self._tick)
         if self._shape.churn_s:
@@ -114,41 +136,40 @@ class Simulation:
 
     # ------------------------------------------------------------------ requests
 
-    def _place(self, arrival: Arrival, attempt: int = 0, excluded: tuple[str, ...] = (), generated: int = 0) -> None:
+    def _place(self, job: SimulatedJob, excluded: tuple[str, ...] = ()) -> None:
         core = self.cores[int(self._random.random() * len(self.cores))]
         ask = PlaceRequest(
-            request=str(arrival.number),
+            request=str(job.arrival.number),
             model=MODEL,
-            session=arrival.session,
-            attempt=attempt,
+            session=job.arrival.session,
+            attempt=job.attempt,
             excluded=excluded,
-            max_tokens=arrival.output_tokens - generated,
+            max_tokens=job.output_tokens,
         )
         for action in core.handle(PlaceAsked("", "public", ask), self._now):
             if isinstance(action, Answer):
                 placement = action.placement
-                outcome = self._outcomes[arrival.number]
+                outcome = self._run.outcomes[job.arrival.number]
                 outcome.attempts += 1
-                if not attempt:
+                if not job.attempt:
                     outcome.worker = placement.worker
-                    outcome.expected_tokens = sum(placement.expected_hit.values())
-                submit = partial(self._submit, placement.worker, arrival, attempt, excluded, generated)
-                self._after(self._shape.delays.place_s, submit)
-            elif isinstance(action, ShareBookings):
-                self._share(core, BookedBatch(core.placement, action.booked))
+                self._after(self._shape.delays.place_s, partial(self._submit, placement.worker, job, excluded))
+            elif isinstance(action, BookedBatch) and (delay := self._shape.delays.booking_s) is not None:
+                self._after(delay, partial(self._to_all, BookedBatch(core.placement, action.items), author=core))
 
-    def _submit(self, name: str, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
+    def _submit(self, name: str, job: SimulatedJob, excluded: tuple[str, ...]) -> None:
         worker = self._workers.get(name)
         if worker is None:  # nobody listens
-            self._again(arrival, attempt, (*excluded, name), generated)
+            self._again(job, (*excluded, name), job.generated)
             return
-        job = SimulatedJob(arrival, attempt, self._now, generated)
+        job.accepted_at = self._now
         self._tell(worker, [self._milestone(job, Passed.ACCEPTED)])
         self._take(worker, worker.submit(job, self._now))
 
-    def _again(self, arrival: Arrival, attempt: int, excluded: tuple[str, ...], generated: int) -> None:
-        if attempt + 1 < ATTEMPTS:
-            self._after(self._shape.delays.place_s, partial(self._place, arrival, attempt + 1, excluded, generated))
+    def _again(self, job: SimulatedJob, excluded: tuple[str, ...], generated: int) -> None:
+        if job.attempt + 1 < ATTEMPTS:
+            again = SimulatedJob(job.arrival, job.attempt + 1, generated=generated)
+            self._after(self._shape.delays.place_s, partial(self._place, again, excluded))
         else:
             self._left -= 1
 
@@ -159,7 +180,7 @@ class Simulation:
         told = []
         for job in progress.started:
             told.append(self._milestone(job, Passed.STARTED))
-            outcome = self._outcomes[job.arrival.number]
+            outcome = self._run.outcomes[job.arrival.number]
             if outcome.ttft_s is None:  # what a later attempt finds of its own stream is no hit
                 outcome.cached_tokens = job.cached_tokens
             self._run.fed_tokens += job.tokens - job.cached_tokens
@@ -167,12 +188,12 @@ class Simulation:
                 self._scaling.computes(job.new)
         for job in progress.first_token:
             told.append(self._milestone(job, Passed.FIRST_TOKEN))
-            outcome = self._outcomes[job.arrival.number]
+            outcome = self._run.outcomes[job.arrival.number]
             if outcome.ttft_s is None:
                 outcome.ttft_s = self._now - job.arrival.at_s
         for job in progress.ended:
             told.append(self._milestone(job, Passed.ENDED))
-            self._outcomes[job.arrival.number].ended = True
+            self._run.outcomes[job.arrival.number].ended = True
             self._left -= 1
         if told:
             self._tell(worker, told)
@@ -209,31 +230,18 @@ class Simulation:
         worker.event_seq += 1
         changes = [HolderChange(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
         event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
-        self._to_all(self._shape.delays.event_s, event)
+        self._after(self._shape.delays.event_s, partial(self._to_all, event))
 
     # ------------------------------------------------------------------ what replicas hear
 
     def _tell(self, worker: SimWorker, items: list[Milestone]) -> None:
-        self._to_all(self._shape.delays.milestone_s, Milestones(worker.name, worker.epoch, tuple(items)))
+        milestones = Milestones(worker.name, worker.epoch, tuple(items))
+        self._after(self._shape.delays.milestone_s, partial(self._to_all, milestones))
 
-    def _to_all(self, delay: float, event: BlocksChanged | Milestones | Heartbeat) -> None:
-        def arrive() -> None:
-            for core in self.cores:
+    def _to_all(self, event: Event, author: PlacementCore | None = None) -> None:
+        for core in self.cores:
+            if core is not author:
                 core.handle(event, self._now)
-
-        self._after(delay, arrive)
-
-    def _share(self, author: PlacementCore, batch: BookedBatch) -> None:
-        delay = self._shape.delays.booking_s
-        if delay is None or len(self.cores) == 1:
-            return
-
-        def arrive() -> None:
-            for core in self.cores:
-                if core is not author:
-                    core.handle(batch, self._now)
-
-        self._after(delay, arrive)
 
     def _beat(self) -> None:
         """Of workers that have something new to say: silence of idle ones is no news in a simulation, but where it is
@@ -249,12 +257,11 @@ class Simulation:
                 self._news.pop(worker.name, None)
             state = State.READY if worker.name in self._staying else State.DRAINING
             beat = Heartbeat(worker.name, worker.epoch, state, worker.load(), worker.rates(), worker.event_seq)
-            self._to_all(self._shape.delays.heartbeat_s, beat)
+            self._after(self._shape.delays.heartbeat_s, partial(self._to_all, beat))
         self._after(HEARTBEAT_S, self._beat)
 
     def _tick(self) -> None:
-        for core in self.cores:
-            core.handle(Tick(), self._now)
+        self._to_all(Tick())
         self._after(max(TICK_S, self._shape.workers / WORKERS_PER_TICK_S), self._tick)
 
     # ------------------------------------------------------------------ workers come and go
@@ -267,18 +274,11 @@ class Simulation:
         self._run.prefilled[name] = worker.prefilled
         self._run.lives[name] = self._now, math.inf
         self._staying.add(name)
-        record = self._record(worker, State.READY)
-        beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
-        for core in self.cores:
-            core.handle(WorkerJoined(record, beat), self._now)
-            core.handle(beat, self._now)
-
-    def _record(self, worker: SimWorker, state: State) -> WorkerRecord:
-        return WorkerRecord(
-            id=worker.name,
+        record = WorkerRecord(
+            id=name,
             epoch=worker.epoch,
             lease="",
-            state=state,
+            state=State.READY,
             model=MODEL,
             address="",
             host="",
@@ -286,25 +286,25 @@ class Simulation:
             versions=(1, 1),
             block_size=self._trace.block_tokens,
         )
+        self._records[name] = record
+        beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
+        self._to_all(WorkerJoined(record, beat))
+        self._to_all(beat)
 
     def _scale(self) -> None:
-        """As an autoscaler does: it follows the replica that desires most."""
         assert self._scaling is not None
-        desired = max(one.desired for core in self.cores for one in core.autoscaler.signals())
-        self._scaling.note(self._now, len(self._staying), desired)
-        for _ in range(self._scaling.to_start(len(self._staying), desired)):
-            self._after(self._scaling.start_s, self._started)
-        if self._scaling.is_one_too_many(self._staying, self._workers, desired):
-            name = self._scaling.victim(self._staying, self.cores[0], self._now)
-            self._staying.discard(name)
-            for core in self.cores:
-                core.handle(WorkerUpdated(self._record(self._workers[name], State.DRAINING)), self._now)
-            self._drain(name, self._now + self._shape.drain_s)
+        more, victim = self._scaling.look(self._staying, self._workers, self.cores, self._now)
+        for _ in range(more):
+            self._after(self._scaling.scale.start_s, self._started)
+        if victim is not None:
+            self._staying.discard(victim)
+            self._to_all(WorkerUpdated(replace(self._records[victim], state=State.DRAINING)))
+            self._drain(victim, self._now + self._shape.drain_s)
         self._after(SCALE_S, self._scale)
 
     def _started(self) -> None:
         assert self._scaling is not None
-        self._scaling.came()
+        self._scaling.starting -= 1
         self._join()
 
     def _drain(self, name: str, until: float) -> None:
@@ -325,8 +325,7 @@ class Simulation:
         self._run.changes.append(self._now)
         self._join()
         if self._shape.drain_s:
-            for core in self.cores:
-                core.handle(WorkerUpdated(self._record(self._workers[name], State.DRAINING)), self._now)
+            self._to_all(WorkerUpdated(replace(self._records[name], state=State.DRAINING)))
             self._after(self._shape.drain_s, partial(self._leave, name))
         else:
             self._leave(name)
@@ -336,13 +335,10 @@ class Simulation:
         worker = self._workers[name]
         self._take(worker, worker.advance(self._now))
         del self._workers[name]
-        for core in self.cores:
-            core.handle(WorkerLeft(name), self._now)
+        self._to_all(WorkerLeft(name))
         self._run.lives[name] = self._run.lives[name][0], self._now
         for job, generated in worker.abandon():
-            self._again(job.arrival, job.attempt, (name,), generated)
-
-    # ------------------------------------------------------------------ time
+            self._again(job, (name,), generated)
 
     def _at(self, at: float, what: Callable[[], None]) -> None:
         self._count += 1

@@ -1,39 +1,57 @@
-"""One question, all its runs: a trace, a fleet, some policies, at one speed and at several loads. Pure."""
+"""One question, all its runs: a trace, a fleet, some policies, at one speed, at several loads, and on a fleet that
+grows and shrinks. Pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from kvfleet.placement.policies import DIRECT, POLICY_NAMES
-from kvfleet.placement.simulate.attainable import attainable_tokens
-from kvfleet.placement.simulate.autoscaled import Autoscaled, run_autoscaled
-from kvfleet.placement.simulate.capacity import capacity_speed
-from kvfleet.placement.simulate.figures import SLO_TTFT_S, Figures, figures
-from kvfleet.placement.simulate.fleet_shape import FleetShape, SimulationRun
-from kvfleet.placement.simulate.scaling import Autoscale
+from kvfleet.placement.simulate.attainable import attainable_tokens, capacity_speed
+from kvfleet.placement.simulate.figures import (
+    SLO_TTFT_S,
+    Figures,
+    Moment,
+    Scaled,
+    SimulationRun,
+    figures,
+    held,
+    worker_hours,
+)
+from kvfleet.placement.simulate.fleet_shape import Autoscale, FleetShape
 from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Trace
 
 # `direct` needs a worker that the request names, and no trace names one.
 POLICIES = tuple(name for name in POLICY_NAMES if name != DIRECT)
-CACHE_SHARE = 10  # a worker's cache, unless it is given: a tenth of the blocks of the trace
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one policy: its figures, and what happened."""
-
     figures: Figures
     run: SimulationRun
 
 
 @dataclass(frozen=True, slots=True)
-class AtLoad:
-    """One policy at one share of capacity."""
+class Autoscaled:
+    """A run on a fleet that grows and shrinks, beside one that always has its most workers. `ttft_held` is the share of
+    requests that had their first token within the target."""
 
-    load: float
+    victim: str
     figures: Figures
+    scaled: Scaled
+    worker_hours: float
+    fixed_worker_hours: float  # of the most workers, all the time
+    ttft_held: float
+    ended_s: float
+
+    def by_minute(self) -> list[Moment]:
+        """As it was at the beginning of each minute."""
+        timeline = self.scaled.timeline
+        minutes = range(int(self.ended_s // 60) + 1)
+        return [timeline[max(bisect_right(timeline, 60 * minute, key=attrgetter("at_s")) - 1, 0)] for minute in minutes]
 
 
 @dataclass(slots=True)
@@ -47,7 +65,7 @@ class Study:
     full_speed: float | None
     slo_s: float = SLO_TTFT_S
     results: list[Result] = field(default_factory=list)
-    at_loads: list[AtLoad] = field(default_factory=list)
+    at_loads: list[tuple[float, Figures]] = field(default_factory=list)  # one policy at one share of capacity
     autoscaled: list[Autoscaled] = field(default_factory=list)
 
     @property
@@ -57,7 +75,6 @@ class Study:
 
     @property
     def load(self) -> float | None:
-        """Share of capacity."""
         return None if self.full_speed is None else 1 / self.full_speed
 
     @property
@@ -65,32 +82,45 @@ class Study:
         return self.attainable / max(self.trace.prompt_tokens, 1)
 
     def run(self, policies: Sequence[str]) -> Iterator[Result]:
-        """One after the other."""
         for policy in policies:
-            run = Simulation(self.trace, replace(self.shape, autoscale=None), policy).run()
-            result = Result(figures(policy, self.trace, run, self.attainable, self.slo_s), run)
-            self.results.append(result)
-            yield result
+            self.results.append(self._run(self.trace, policy))
+            yield self.results[-1]
 
-    def run_loads(self, policies: Sequence[str], loads: Sequence[float]) -> Iterator[AtLoad]:
+    def run_loads(self, policies: Sequence[str], loads: Sequence[float]) -> Iterator[tuple[float, Figures]]:
         """At each share of capacity; there must be one."""
-        if self.full_speed is None:
-            raise ValueError("no load without a rate")
+        assert self.full_speed is not None
         for load in loads:
             trace = self.trace.at_speed(self.full_speed * load)
             for policy in policies:
-                run = Simulation(trace, replace(self.shape, autoscale=None), policy).run()
-                found = AtLoad(load, figures(policy, trace, run, self.attainable, self.slo_s))
-                self.at_loads.append(found)
-                yield found
+                self.at_loads.append((load, self._run(trace, policy).figures))
+                yield self.at_loads[-1]
+
+    def _run(self, trace: Trace, policy: str) -> Result:
+        run = Simulation(trace, replace(self.shape, autoscale=None), policy).run()
+        return Result(figures(policy, trace, run, self.attainable, self.slo_s), run)
 
     def run_autoscaled(self, scales: Sequence[Autoscale], policy: str) -> Iterator[Autoscaled]:
         """On a fleet that grows and shrinks in each of these ways."""
         for scale in scales:
             shape = replace(self.shape, autoscale=scale)
-            found = run_autoscaled(self.trace, shape, policy, self.attainable, self.slo_s)
-            self.autoscaled.append(found)
-            yield found
+            self.autoscaled.append(run_autoscaled(self.trace, shape, policy, self.attainable, self.slo_s))
+            yield self.autoscaled[-1]
+
+
+def run_autoscaled(trace: Trace, shape: FleetShape, policy: str, attainable: int, slo_s: float) -> Autoscaled:
+    """`shape.autoscale` says how; `shape.workers` is the fixed fleet that it is compared with."""
+    scale = shape.autoscale
+    assert scale is not None
+    run = Simulation(trace, shape, policy).run()
+    return Autoscaled(
+        scale.victim.value,
+        figures(policy, trace, run, attainable, slo_s),
+        run.scaled,
+        worker_hours(run, scale.start_s),
+        shape.workers * run.ended_s / 3600,
+        held(run, scale.rules.target_ttft_s),
+        run.ended_s,
+    )
 
 
 def make_study(
@@ -108,7 +138,3 @@ def make_study(
         trace = trace.at_speed(speed)
         full = None if full is None else full / speed
     return Study(trace, shape, attainable, full, slo_s)
-
-
-def default_cache_blocks(trace: Trace) -> int:
-    return max(trace.distinct_blocks // CACHE_SHARE, 1)

@@ -1,14 +1,30 @@
-"""What is simulated: requests with their arrival, lengths and block hashes. Pure."""
+"""What is simulated: requests with their arrival, lengths and block hashes; read from JSON lines, plain or gzipped.
+
+* Mooncake (FAST'25): `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per block of 512 tokens, each
+  standing for its block and all before it;
+* a ledger that placement recorded (`kvfleet placement --ledger-file`, several of them one after the other too): the
+  same, with `hash_ids` as hex strings and `block_tokens`, `unix_ms`, `tenant`, `request` and `attempt` beside them. Of
+  a request that was placed several times the last attempt counts. Text that nobody had tokenised has no hashes.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvfleet.placement.index.prefix_index import Hashes, unpack
+from kvproto.errors import InvalidRequest
+
+MOONCAKE_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +77,12 @@ class Trace:
 
     def spread(self) -> Trace:
         """Requests of one moment evenly over the time to the next: where a coarse clock has gathered them."""
-        times = sorted({arrival.at_s for arrival in self.arrivals})
-        following = dict(zip(times, [*times[1:], times[-1] if times else 0.0], strict=True))
-        count = Counter(arrival.at_s for arrival in self.arrivals)
-        turn: Counter[float] = Counter()
-        spread = []
-        for arrival in self.arrivals:
-            began = arrival.at_s
-            at_s = began + (following[began] - began) * turn[began] / count[began]
-            turn[began] += 1
-            spread.append(replace(arrival, at_s=at_s))
+        moments = [list(members) for _, members in groupby(self.arrivals, lambda arrival: arrival.at_s)]
+        following = [*(members[0].at_s for members in moments[1:]), self.duration_s]
+        spread: list[Arrival] = []
+        for members, ends in zip(moments, following, strict=False):
+            step_s = ends - members[0].at_s
+            spread += (replace(one, at_s=one.at_s + step_s * n / len(members)) for n, one in enumerate(members))
         return replace(self, arrivals=tuple(spread))
 
 
@@ -87,17 +99,16 @@ class Row:
 
 
 def make_trace(rows: Sequence[Row], block_tokens: int) -> Trace:
-    numbers: dict[str, int] = {}
-    for row in rows:
-        for name in row.blocks:
-            numbers.setdefault(name, len(numbers))
+    names = dict.fromkeys(name for row in rows for name in row.blocks)
+    numbers = {name: number for number, name in enumerate(names)}
     hashes = _hashes_of(len(numbers))
     first = min((row.at_s for row in rows), default=0.0)
     arrivals: list[Arrival] = []
-    sessions = TraceSessions()
+    by_tail: dict[int, int] = {}
+    new_sessions = count()
     for row in sorted(rows, key=lambda row: row.at_s):
         ids = tuple(numbers[name] for name in row.blocks)
-        session = row.session or f"s{sessions.of(ids)}"
+        session = row.session or f"s{_session_of(ids, by_tail, new_sessions)}"
         prompt, output = max(row.prompt_tokens, 1), max(row.output_tokens, 1)
         found = hashes[np.array(ids, dtype=np.int64)]
         arrivals.append(Arrival(len(arrivals), row.at_s - first, prompt, output, ids, found, session))
@@ -112,21 +123,69 @@ def _hashes_of(count: int) -> Hashes:
     return unpack((state ^ (state >> np.uint64(31))).astype("<u8").tobytes())
 
 
-class TraceSessions:
-    """Which conversation a request goes on with: the one all of whose full blocks it begins with."""
+def _session_of(ids: Sequence[int], by_tail: dict[int, int], new: Iterator[int]) -> int:
+    """The conversation that a request goes on with: the one all of whose full blocks it begins with. A prompt without
+    blocks, as text has that nobody tokenised, goes on with nothing. `by_tail`: last full block of a request -> its
+    session."""
+    session = next((by_tail[block] for block in reversed(ids) if block in by_tail), None)
+    if session is None:
+        session = next(new)
+    if len(ids) > 2:  # one or two blocks may be what all requests begin with
+        by_tail[ids[-2]] = session
+    return session
 
-    def __init__(self) -> None:
-        self._by_tail: dict[int, int] = {}  # last full block of a request -> its session
-        self._count = 0
 
-    def of(self, ids: Sequence[int]) -> int:
-        """A prompt without blocks, as text has that nobody tokenised, goes on with nothing."""
-        for block in reversed(ids):
-            session = self._by_tail.get(block)
-            if session is not None:
-                break
-        else:
-            session, self._count = self._count, self._count + 1
-        if len(ids) > 2:  # one or two blocks may be what all requests begin with
-            self._by_tail[ids[-2]] = session
-        return session
+def read_trace(path: Path, limit: int | None = None) -> Trace:
+    """The first `limit` requests. Raises InvalidRequest, which names the line, and OSError."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            return parse_trace(lines, limit)
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"not a trace: {error}") from None
+
+
+def parse_trace(lines: Iterable[str], limit: int | None = None) -> Trace:
+    """Raises InvalidRequest."""
+    rows: dict[tuple[str, ...], tuple[int, Row]] = {}  # by what tells requests apart
+    block_tokens = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            row = _row(value)
+            block = _count(value.get("block_tokens", MOONCAKE_BLOCK_TOKENS), least=1)
+            key = (str(value.get("tenant", "")), str(value["request"])) if "request" in value else (str(number),)
+            attempt = _count(value.get("attempt", 0))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            said = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise InvalidRequest(f"line {number} is no request of a trace: {said[:200]}") from None
+        block_tokens = block_tokens or block
+        if block != block_tokens:
+            raise InvalidRequest(
+                f"line {number} has blocks of {block} tokens, those before it of {block_tokens}: simulate each alone",
+            )
+        if key not in rows or rows[key][0] <= attempt:
+            rows[key] = attempt, row
+    if not rows:
+        raise InvalidRequest("the trace is empty")
+    ordered = sorted((row for _, row in rows.values()), key=lambda row: row.at_s)
+    return make_trace(ordered[:limit], block_tokens)
+
+
+def _row(value: dict[str, Any]) -> Row:
+    blocks = value["hash_ids"]
+    if not isinstance(blocks, list):
+        raise TypeError("hash_ids is no list")
+    # The clock that people read goes on where a file was continued, and is the same in the files of all replicas.
+    ms = float(value["unix_ms"] if "unix_ms" in value else value["timestamp"])
+    if not math.isfinite(ms):
+        raise ValueError("the time is no number")
+    return Row(ms / 1000, _count(value["input_length"]), _count(value["output_length"]), [str(one) for one in blocks])
+
+
+def _count(value: Any, least: int = 0) -> int:
+    count = int(value)
+    if count < least:
+        raise ValueError(f"{count} is less than {least}")
+    return count

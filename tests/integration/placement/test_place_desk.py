@@ -54,7 +54,7 @@ async def test_no_answer_goes_where_a_stream_is_read(
     for inbox in ("_ing.victim.r.r1.0", "_ing.victim.b", "_prd.public.x.r.r1.0"):
         for ask in (PlaceRequest("r1", "another"), PlaceRequest("r1", MODEL, (1, 2, 3))):
             await requester.publish(fleet_buckets.place("public", MODEL), codec.encode(ask), reply=inbox)
-    await until(lambda: loop.desk.ignored_total == 6)
+    await until(lambda: loop.ignored_total == 6)
     await requester.synced()
     assert heard == []
     assert (len(loop.core.bookings), loop.core.decider.decisions_total) == (0, 0)
@@ -125,7 +125,7 @@ async def test_who_is_behind_stands_back_and_listens_again(
     """Meanwhile the server answers in its place: who asks goes by the ring at once."""
     loop = await a_placement(start_placement, start_worker)
     may_go_on = asyncio.Event()
-    guard = loop.desk._guard
+    guard = loop.guarded
 
     def held(callback: Any) -> Any:
         async def answer(message: Any) -> None:
@@ -134,12 +134,12 @@ async def test_who_is_behind_stands_back_and_listens_again(
 
         return answer
 
-    loop.desk._guard = held
+    loop.guarded = held
     subject = fleet_buckets.place("public", MODEL)
     for number in range(MOST + 10):  # more than may wait, however quick decisions were
         await requester.publish(subject, codec.encode(PlaceRequest(f"r{number}", MODEL)), reply=f"_ing.test.a.{number}")
     await until(lambda: loop.desk.waiting >= MOST)
-    loop.desk._guard = guard
+    loop.guarded = guard
     may_go_on.set()
     await until(lambda: loop.desk.stood_back_total >= 1)
     await until(lambda: not loop.desk.waiting and not loop.desk._is_behind)
@@ -171,7 +171,7 @@ async def test_who_has_the_least_time_left_goes_first(start_placement: StartPlac
     async def note(message: Any) -> None:
         order.append(message.name)
 
-    loop.desk._guard = lambda callback: note
+    loop.guarded = lambda callback: note
     now = int(time.time() * 1000)
     for name, fields in (
         ("silent", {}),

@@ -79,7 +79,7 @@ def own(loop: PlacementLoop) -> ModelSignals:
 def series(loop: PlacementLoop) -> dict[str, dict[tuple[str, ...], float]]:
     found: dict[str, dict[tuple[str, ...], float]] = {}
     reading: Reading
-    for reading in readings(loop, loop.executor._connection):
+    for reading in readings(loop, loop.connection):
         if reading.name in PER_MODEL and reading.read_labelled is not None:
             found[reading.name] = dict(reading.read_labelled())
     return found

@@ -138,8 +138,8 @@ async def test_garbage_and_lies_on_its_subjects_do_no_harm(
         names.events("nobody"),
         names.milestones(worker),
         names.placement_bookings(),
-        f"{loop.inbox_prefix}.s.{worker}",
-        f"{loop.inbox_prefix}.s.nobody",
+        f"{loop.connection.inbox_prefix}.s.{worker}",
+        f"{loop.connection.inbox_prefix}.s.nobody",
     ):
         for data in (b"", b"\x01", b"\xff" * 50, b'{"json": 1}', encode(SAMPLING)):
             await publish(subject, data)

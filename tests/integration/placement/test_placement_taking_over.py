@@ -214,7 +214,7 @@ async def test_garbage_is_neither_taken_over_nor_answered(
     for subject in (fleet_buckets.placement_capsules(), fleet_buckets.placement_watches()):
         for body in (b"", b"\x01\x80", b"\x81\xa6prompt\xc0", b"{}"):
             await requester.publish(subject, body, reply="_wrk.x.y")
-    await until(lambda: loop.producer_desk.refused_total == 8)
+    await until(lambda: loop.malformed_total == 8)
     assert len(loop.core.in_flight) == 0
 
 

@@ -181,7 +181,7 @@ async def test_a_vault_is_followed_through_a_lost_event_a_new_life_and_its_end(
     assert (await place(requester, fleet.subjects, "r1")).expected_hit == {"vault": 960}
     await fleet.vault.say(BLOCKS[60:80], lose=True)
     await until(lambda: index.vaults() == (1, 80))
-    assert fleet.loop.subscriptions.snapshots_asked_total >= 1
+    assert fleet.loop.executor.snapshots_asked_total >= 1
     await fleet.vault.stop()
     await until(lambda: index.vaults() == (0, 0))
     assert fleet.loop.core.vaults == {}
@@ -244,8 +244,8 @@ async def test_a_new_worker_is_told_what_is_in_demand(fleet: Tiered, requester: 
             with pytest.raises(TimeoutError):
                 await asker.request(subject, garbage, 0.1)
         await asker.publish(subject, codec.encode(ask), reply=fleet.subjects.worker_cancel("w0"))
-        await until(lambda: fleet.loop.question_desk.refused_total == 3)
-        await until(lambda: fleet.loop.question_desk.ignored_total == 1)
+        await until(lambda: fleet.loop.malformed_total == 3)
+        await until(lambda: fleet.loop.ignored_total == 1)
     finally:
         await asker.close()
 

@@ -65,7 +65,7 @@ def cut_off(region: Region) -> None:
 async def hears_of(regions: TwoRegions) -> None:
     """Until us knows that eu serves."""
     us = regions.us.placement
-    await until(lambda: us.core.region_summaries.regions.ready("demo", us._now()))
+    await until(lambda: us.core.region_summaries.regions.ready("demo", us.now()))
 
 
 async def test_what_can_be_served_at_home_stays_there(regions: TwoRegions) -> None:
@@ -188,7 +188,7 @@ async def test_a_link_that_breaks_costs_no_token(regions: TwoRegions) -> None:
     eu = regions.eu.fleet.workers["w7"].loop
     await until(lambda: not list(eu.frames.running))  # nobody reads there any more, so nothing runs on
     region_summaries = regions.us.placement.core.region_summaries.regions
-    await until(lambda: not region_summaries.names(regions.us.placement._now()))
+    await until(lambda: not region_summaries.names(regions.us.placement.now()))
     regions.link.mend()
     await hears_of(regions)
 

@@ -28,7 +28,7 @@ async def opened(regions: TwoRegions) -> AsyncIterator[Open]:
 
     async def open_one() -> Served:
         us = regions.us
-        await until(lambda: us.placement.core.region_summaries.regions.ready("demo", us.placement._now()))
+        await until(lambda: us.placement.core.region_summaries.regions.ready("demo", us.placement.now()))
         made.append(await serve(us.url, us.subjects, no_worker_timeout_s=5.0))
         expected = sorted(qualify("eu", worker) for worker in regions.eu.fleet.workers)
         await until(lambda: made[0].ingress.regions.workers("eu", "demo") == expected)

@@ -18,8 +18,7 @@ from kvfleet.cli.console import out
 from kvfleet.cli.planning.plan import _show
 from kvfleet.cli.planning.plan_rates import NoRates, of_file, read
 from kvfleet.cli.planning.planning import Demand, PlannedWorker, erlang_c, fleet_of, lognormal, plan, ttft_share
-from kvfleet.placement.simulate.fleet_shape import FleetShape
-from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.fleet_shape import FleetShape, Speed
 from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Row, make_trace
 from kvfleet.placement.workers.warm_up import warm_up

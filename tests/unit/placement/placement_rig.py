@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from placement_build import a_beat, a_record, an_ask
 
-from kvfleet.placement.actions import Answer, ShareBookings
+from kvfleet.placement.actions import Answer
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import BlocksChanged, PlaceAsked, Tick, VaultJoined, WorkerJoined
@@ -146,8 +146,8 @@ class Rig:
         for action in core.handle(PlaceAsked("_INBOX.x", "public", ask), self.now):
             if isinstance(action, Answer):
                 placement = action.placement
-            elif isinstance(action, ShareBookings) and shared:
-                self.tell(BookedBatch(core.placement, action.booked))
+            elif isinstance(action, BookedBatch) and shared:
+                self.tell(BookedBatch(core.placement, action.items))
         assert placement is not None
         return placement
 

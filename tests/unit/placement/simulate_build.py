@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from kvfleet.placement.simulate.fleet_shape import FleetShape, SimulationRun
+from kvfleet.placement.simulate.figures import SimulationRun
+from kvfleet.placement.simulate.fleet_shape import FleetShape
+from kvfleet.placement.simulate.sim_cache import SimulatedJob
 from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Arrival, Row, Trace, make_trace
-from kvfleet.placement.simulate.waiting import SimulatedJob
 
 BLOCK = 16
 

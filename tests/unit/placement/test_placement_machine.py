@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
-from kvfleet.placement.actions import Action, Answer, CarryOn, Fail, Forward, TakenOver
+from kvfleet.placement.actions import Action, Answer, Fail, Forward, TakenOver
 from kvfleet.placement.events import (
     BlocksChanged,
     CapsuleHeard,
@@ -180,7 +180,7 @@ class Placement(RuleBasedStateMachine):
     def hand_over(self, data: st.DataObject) -> None:
         """A draining worker lets go of what it has accepted, as far as this replica knows."""
         offer = data.draw(st.sampled_from(self.offers[-8:]))
-        watched = self.core.in_flight.accepted._watched.values()
+        watched = self.core.in_flight.watched.values()
         if any(
             (w.inbox, w.attempt, w.worker) == (offer.request.inbox, offer.request.attempt, offer.worker)
             for w in watched
@@ -199,7 +199,7 @@ class Placement(RuleBasedStateMachine):
         self.ended_by_placement.update(told)
         assert not self.core.in_flight.offered
         assert not self.core.in_flight.parked
-        carried = [action.capsule for action in actions if isinstance(action, CarryOn)]
+        carried = [action for action in actions if isinstance(action, Capsule)]
         self.ended_otherwise.update(before - self.in_flight() - told - {one.request.inbox for one in carried})
         for capsule in carried:
             self.tell(CapsuleHeard("", capsule))

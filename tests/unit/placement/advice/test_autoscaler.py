@@ -8,7 +8,7 @@ import pytest
 from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.actions import Fail, ShareBookings
+from kvfleet.placement.actions import Fail
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
@@ -125,8 +125,8 @@ def test_what_was_refused_is_told_to_the_other_replicas_and_counts_once() -> Non
         actions = asked.handle(PlaceAsked("_INBOX.x", "public", an_ask("r1")), now)
         assert any(isinstance(one, Fail) and one.failed.code == NoWorkers.code for one in actions)
         for one in actions:
-            if isinstance(one, ShareBookings):
-                told.handle(BookedBatch("p0", one.booked, one.refused), now)
+            if isinstance(one, BookedBatch):
+                told.handle(BookedBatch("p0", one.items, one.refused), now)
         for core in (asked, told):
             core.handle(Tick(), now)
     for core in (asked, told):

@@ -19,8 +19,8 @@ from kvfleet.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from kvfleet.placement.producers.accepted_requests import LOST_GRACE_S
 from kvfleet.placement.producers.forwarding import ATTACH_S
+from kvfleet.placement.producers.in_flight import LOST_GRACE_S
 from kvproto.messages import Booked, BookedBatch, Milestone, Milestones, Passed, Placement
 
 KEY = ("public", "r1")

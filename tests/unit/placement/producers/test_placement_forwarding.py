@@ -20,15 +20,17 @@ from kvfleet.placement.events import (
     WorkerNewEpoch,
     WorkerUpdated,
 )
-from kvfleet.placement.producers.accepted_requests import (
+from kvfleet.placement.producers.forwarding import LAST_CHANCE_S, TOKENISE_S
+from kvfleet.placement.producers.in_flight import (
+    ACKNOWLEDGE_S,
     ASK_AGAIN_S,
     ASKS_LIMIT,
     LOST_GRACE_S,
+    MOST_S,
     ORPHANS_KEPT_S,
     SILENT_GRACE_S,
+    OfferTimeout,
 )
-from kvfleet.placement.producers.forwarding import LAST_CHANCE_S, TOKENISE_S
-from kvfleet.placement.producers.in_flight import ACKNOWLEDGE_S, MOST_S, OfferTimeout
 from kvfleet.placement.workers.fleet import PING_AGAIN_S, SILENT_AFTER_S
 from kvproto.ids import model_token
 from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
@@ -535,7 +537,7 @@ class TestLostNotices:
         actions = self.beats_until(core, 1.5, 5 + (ASKS_LIMIT + 1) * ASK_AGAIN_S)
         assert [type(a) for a in actions] == [AskStillRunning] * ASKS_LIMIT
         assert is_over(core)
-        assert core.in_flight.accepted.abandoned_total == 1
+        assert core.in_flight.abandoned_total == 1
 
 
 def test_a_draining_worker_finishes_what_it_accepted() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from placement_build import a_core, a_generate, a_record, accepted, failed, finished
 
-from kvfleet.placement.actions import Action, AskStillRunning, Cancel, CarryOn, Fail, Forward, TakenOver
+from kvfleet.placement.actions import Action, AskStillRunning, Cancel, Fail, Forward, TakenOver
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     CapsuleHeard,
@@ -20,9 +20,8 @@ from kvfleet.placement.events import (
     WorkerUpdated,
 )
 from kvfleet.placement.io import intake
-from kvfleet.placement.producers.accepted_requests import LOST_GRACE_S
 from kvfleet.placement.producers.forwarding import CARRY_S, PARKED_S
-from kvfleet.placement.producers.in_flight import ACKNOWLEDGE_S
+from kvfleet.placement.producers.in_flight import ACKNOWLEDGE_S, LOST_GRACE_S
 from kvproto import codec
 from kvproto.errors import InvalidRequest
 from kvproto.messages import (
@@ -222,7 +221,7 @@ class TestLeaving:
         if state == "parked again":
             going.handle(WorkerAnswered(failed("r1", 1, "overloaded", retryable=True)), 1.01)
         actions = going.forwarding.leave(2.0)
-        (carry,) = of(CarryOn, actions)
+        (carry,) = of(Capsule, actions)
         assert [(c.worker, c.cancel.attempt, c.cancel.inbox) for c in of(Cancel, actions)] == (
             [("w2", 1, PRODUCER)] if state == "offered" else []
         )
@@ -230,7 +229,7 @@ class TestLeaving:
         assert len(going.in_flight) == len(going.bookings) == 0
         going.check_integrity()
         staying = draining(a_core("w1", "w2"))
-        capsule = codec.decode(Capsule, codec.encode(carry.capsule))
+        capsule = codec.decode(Capsule, codec.encode(carry))
         (forward,) = staying.handle(CapsuleHeard("", capsule), 5.0)
         assert isinstance(forward, Forward)
         assert forward.request.attempt == (1 if state == "parked" else 2)  # none that a worker knows as taken back
@@ -255,7 +254,7 @@ class TestLeaving:
         core.handle(WorkerAnswered(accepted("r1", 1, "w2")), 1.01)
         (let_go,) = core.forwarding.leave(2.0)
         assert (let_go.worker, let_go.cancel.attempt) == ("w1", 0)  # type: ignore[union-attr]
-        assert len(core.in_flight.accepted.watches()) == 1
+        assert len(core.in_flight.watches()) == 1
 
     def test_who_takes_over_and_is_full_tells_the_producer(self) -> None:
         core = draining(a_core("w1", "w2", limit=1))
@@ -275,7 +274,7 @@ class TestWatches:
         left = a_core("w1")
         left.handle(a_generate(tenant="acme", inbox=PRODUCER, encoding=Encoding.JSON), 1.0)
         left.handle(WorkerAnswered(accepted("r1", 0, "w1")), 1.1)
-        (watch,) = left.in_flight.accepted.watches()
+        (watch,) = left.in_flight.watches()
         assert watch == Watch("acme", "r1", 0, "w1", "e1", PRODUCER, Encoding.JSON)
         core = a_core("w1")
         (ask,) = core.handle(WatchesHeard(Watches("p9", (watch,))), 2.0)

@@ -10,13 +10,11 @@ import pytest
 from simulate_build import BLOCK, a_row, a_trace, run
 
 from kvfleet.placement.advice.autoscale import Rules
-from kvfleet.placement.simulate.autoscaled import Autoscaled, by_minute, held, run_autoscaled
-from kvfleet.placement.simulate.fleet_shape import FleetShape
+from kvfleet.placement.simulate.figures import held
+from kvfleet.placement.simulate.fleet_shape import Autoscale, FleetShape, Speed, Victim
 from kvfleet.placement.simulate.plot import plot
 from kvfleet.placement.simulate.report import as_values, autoscale_table
-from kvfleet.placement.simulate.scaling import Autoscale, Victim
-from kvfleet.placement.simulate.sim_worker import Speed
-from kvfleet.placement.simulate.study import Study
+from kvfleet.placement.simulate.study import Autoscaled, Study, run_autoscaled
 from kvfleet.placement.simulate.trace import Trace
 
 RULES = Rules(minimum=1, maximum=4, up_s=18, down_s=30)
@@ -102,6 +100,6 @@ def test_a_study_says_and_draws_it(trace: Trace, found: Autoscaled) -> None:
     assert any(line.startswith("cheapest goes, ready workers: 1 at 0:00, ") for line in lines)
     values = as_values(study)["autoscaled"][0]
     assert values["scale_down"] == "cheapest"
-    assert len(values["replicas_by_minute"]) == len(by_minute(found)) == int(found.ended_s // 60) + 1
+    assert len(values["replicas_by_minute"]) == len(found.by_minute()) == int(found.ended_s // 60) + 1
     root = ElementTree.fromstring(plot(study))
     assert any("Workers over time" in (text.text or "") for text in root.iter("{http://www.w3.org/2000/svg}text"))

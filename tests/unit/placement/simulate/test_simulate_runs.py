@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from simulate_build import BLOCK, a_row, a_trace, conversations, run
 
-from kvfleet.placement.simulate.attainable import attainable_by_request, attainable_tokens
-from kvfleet.placement.simulate.capacity import busiest_speed, capacity_speed
-from kvfleet.placement.simulate.figures import figures, load_cov, moved_per_change, moves, ttfts
-from kvfleet.placement.simulate.fleet_shape import Delays, FleetShape, Outcome, SimulationRun
-from kvfleet.placement.simulate.sim_worker import Speed
+from kvfleet.placement.simulate.attainable import attainable_tokens, capacity_speed
+from kvfleet.placement.simulate.figures import Outcome, SimulationRun, figures, load_cov, moved_per_change, moves, ttfts
+from kvfleet.placement.simulate.fleet_shape import Delays, FleetShape, Speed
 from kvfleet.placement.simulate.study import POLICIES, make_study
 from kvfleet.placement.simulate.trace import Trace
 from kvservice import launch
@@ -125,18 +123,6 @@ class TestCapacity:
     def test_where_nothing_takes_time_it_ends_too(self) -> None:
         free = Speed(prefill_tokens_per_s=1e15, decode_base_s=0.0, decode_each_s=0.0)
         assert capacity_speed(TRACE, 1, free, 0) > 1e6
-
-    def test_of_a_trace_that_becomes_harder_the_busiest_part_counts(self) -> None:
-        """Forty requests hit, then forty do not: at the mean of both the second half would come too fast."""
-        easy = [a_row(number, ["same"] * 20) for number in range(40)]
-        hard = [a_row(40 + number, [number] * 20) for number in range(40)]
-        trace = a_trace(*easy, *hard)
-        found = list(attainable_by_request(trace, 100))
-        assert sum(found[1:40]) > 0.9 * sum(one.prompt_tokens for one in trace.arrivals[1:40])
-        assert sum(found[40:]) == 0
-        busiest = busiest_speed(trace, 1, SLOW, found)
-        assert busiest == pytest.approx(capacity_speed(a_trace(*hard), 1, SLOW, 0), rel=0.1)
-        assert capacity_speed(trace, 1, SLOW, sum(found)) > 1.5 * busiest
 
 
 def a_run(placed: list[tuple[float, str, str]], changes: list[float]) -> SimulationRun:

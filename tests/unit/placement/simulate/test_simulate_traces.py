@@ -17,8 +17,7 @@ from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import PlaceAsked, WorkerJoined
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.simulate.attainable import attainable_tokens
-from kvfleet.placement.simulate.trace import Trace
-from kvfleet.placement.simulate.trace_file import parse_trace, read_trace
+from kvfleet.placement.simulate.trace import Trace, parse_trace, read_trace
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Milestone, Milestones, Passed, PlaceRequest

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_build import BLOCK, a_job, a_row, a_trace
 
-from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker, Speed
+from kvfleet.placement.simulate.fleet_shape import Speed
+from kvfleet.placement.simulate.sim_cache import SimulatedJob
+from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker
 from kvfleet.placement.simulate.trace import Trace
-from kvfleet.placement.simulate.waiting import SimulatedJob
 
 SPEED = Speed(prefill_tokens_per_s=1000.0, chunk_tokens=100, decode_base_s=0.02, decode_each_s=0.005, slots=3)
 ENOUGH = 10_000

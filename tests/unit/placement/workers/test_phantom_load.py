@@ -6,7 +6,7 @@ import pytest
 from placement_build import a_core, an_acceptance, an_ask, load_of
 from placement_rig import RATE, Rig, tokens
 
-from kvfleet.placement.actions import Answer, Fail, ShareBookings
+from kvfleet.placement.actions import Answer, Fail
 from kvfleet.placement.events import PlaceAsked, Tick
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, CAUGHT_S, TRUSTED, WORD_S, Bookings, PhantomLimits
 from kvfleet.placement.workers.workloads import Workloads
@@ -30,10 +30,10 @@ def test_what_was_never_sent_is_gone_a_second_after_its_asker_stopped_waiting(sh
     core = a_core("w1", shares=True)
     answer, share = core.handle(PlaceAsked("_ing.x.y", "public", an_ask(deadline_ms=50)), 1.0)
     assert isinstance(answer, Answer)
-    assert isinstance(share, ShareBookings)
+    assert isinstance(share, BookedBatch)
     if shared:  # to a replica that hears of it
         core = a_core("w1")
-        core.handle(BookedBatch("p2", share.booked), 1.0)
+        core.handle(BookedBatch("p2", share.items), 1.0)
     core.handle(Tick(), 1.0 + WORD_S)
     assert (len(core.bookings), load_of(core, "w1")) == (1, 1)
     core.handle(Tick(), 1.06 + WORD_S)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from simulate_build import BLOCK, a_row, a_trace
 
+from benchmarks.policies._moves import Moves, Watched
 from kvfleet.placement.policies import Choice, Policy, Question, build_policies
 from kvfleet.placement.policies.cost import Cost
 from kvfleet.placement.simulate.fleet_shape import FleetShape
-from kvfleet.placement.simulate.moves import Moves, Watched
 from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Trace
 

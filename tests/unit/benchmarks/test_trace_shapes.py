@@ -8,17 +8,7 @@ from statistics import mean
 
 import pytest
 
-from kvfleet.placement.simulate.shapes import (
-    BLOCK_TOKENS,
-    LEVELS,
-    QUESTIONS,
-    RATE,
-    SHAPES,
-    STEP_S,
-    STEPS,
-    TREES,
-    make_shape,
-)
+from benchmarks.policies._shapes import BLOCK_TOKENS, LEVELS, QUESTIONS, RATE, SHAPES, STEP_S, STEPS, TREES, make_shape
 from kvfleet.placement.simulate.trace import Arrival, Trace
 
 COUNT = 4000
