@@ -162,7 +162,7 @@ class RequestDriver:
             prompt_ids=generation.prompt_ids,
             prompt=generation.prompt,
             output_ids=tuple(assembly.ids) if alone else (),
-            text_sent=assembly.chars if alone else 0,
+            text_sent=assembly.choices[0].chars if alone else 0,
             encoding=Encoding.FRAMES,
             session=generation.session,
             priority=generation.priority,
