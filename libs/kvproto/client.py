@@ -1,4 +1,4 @@
-"""Loop: the client of a fleet: start requests, watch them, ask workers. What drives one request is `request_driver`.
+"""Loop: the client of a fleet: start requests, watch them, ask workers. What drives one request is `streams`.
 
 The ingress is HTTP around this client, so Python producers get the same promises:
 
