@@ -59,13 +59,13 @@ def _jetstream(what: str, key: str, revision: int | None = None) -> Iterator[Non
         raise Unavailable(f"cannot {what} {key}: {type(error).__name__}") from None
 
 
+@dataclass(eq=False, slots=True)
 class Bucket:
     """One bucket. All methods raise Unavailable when JetStream does not answer in time."""
 
-    def __init__(self, name: str, jetstream: Any, store: Any) -> None:
-        self.name = name
-        self._js = jetstream
-        self._kv = store
+    name: str
+    _js: Any
+    _kv: Any
 
     @classmethod
     async def open(cls, connection: Connection, name: str) -> Bucket:
@@ -127,15 +127,15 @@ class Bucket:
             sent = await watcher._sub.consumer_info()
         except (*_BUSY, asyncio.InvalidStateError) as error:  # the latter of a watch whose server took too long
             raise Unavailable(f"cannot watch {self.name}: {type(error).__name__} {error}") from None
-        return BucketWatch(watcher, is_empty=not (sent.num_pending or sent.delivered.consumer_seq))
+        return BucketWatch(watcher, not (sent.num_pending or sent.delivered.consumer_seq))
 
 
+@dataclass(eq=False, slots=True)
 class BucketWatch:
     """An iterator of entries; `None` marks the end of what existed when the watch began."""
 
-    def __init__(self, watcher: Any, *, is_empty: bool) -> None:
-        self._watcher = watcher
-        self._is_empty = is_empty  # nothing existed
+    _watcher: Any
+    _is_empty: bool  # nothing existed
 
     async def entries(self) -> AsyncIterator[Entry | None]:
         is_listed = self._is_empty
@@ -225,22 +225,11 @@ async def ensure_buckets(
     after a server restart a memory bucket's watchers stay blind until sequences catch up, and nothing reports it.
     """
     jetstream = connection.raw.jetstream(timeout=5)
+    shared = {"history": 1, "storage": StorageType.FILE, "replicas": replicas, "direct": True}
     wanted = [
-        KeyValueConfig(
-            bucket=subjects.members_bucket,
-            history=1,
-            ttl=MEMBER_TTL_S,
-            limit_marker_ttl=MEMBER_TTL_S,
-            storage=StorageType.FILE,
-            replicas=replicas,
-            direct=True,
-        ),
-        KeyValueConfig(
-            bucket=subjects.sessions_bucket, history=1, storage=StorageType.FILE, replicas=replicas, direct=True
-        ),
-        KeyValueConfig(
-            bucket=subjects.keys_bucket, history=1, storage=StorageType.FILE, replicas=replicas, direct=True
-        ),
+        KeyValueConfig(bucket=subjects.members_bucket, ttl=MEMBER_TTL_S, limit_marker_ttl=MEMBER_TTL_S, **shared),
+        KeyValueConfig(bucket=subjects.sessions_bucket, **shared),
+        KeyValueConfig(bucket=subjects.keys_bucket, **shared),
     ]
     differences = []
     for config in wanted:
@@ -289,7 +278,6 @@ async def _find_or_create(jetstream: Any, config: KeyValueConfig, patience_s: fl
                 return None
         except _BUSY as error:
             if asyncio.get_running_loop().time() > until:
-                raise Unavailable(
-                    f"the bucket {config.bucket} cannot be made: {type(error).__name__} {error}"
-                ) from None
+                why = f"{type(error).__name__} {error}"
+                raise Unavailable(f"the bucket {config.bucket} cannot be made: {why}") from None
             await asyncio.sleep(0.25)

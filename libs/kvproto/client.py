@@ -1,4 +1,4 @@
-"""Loop: the client of a fleet: start requests, watch them, ask workers. What drives one request is `request_driver`.
+"""Loop: the client of a fleet: start requests, watch them, ask workers. What drives one request is `streams`.
 
 The ingress is HTTP around this client, so Python producers get the same promises:
 
@@ -277,25 +277,26 @@ class Client:
         await self._driver.placer.miss(model)
 
 
+def _check_ids(field: str, ids: Sequence[int], rule: str) -> None:
+    try:
+        pack_ids(ids)
+    except (OverflowError, TypeError, ValueError):
+        raise InvalidRequest(rule, field=field) from None
+
+
 def _check_before(before: Sequence[Continuation], choices: int) -> None:
     """Raises InvalidRequest."""
     if before and len(before) != choices:
         raise InvalidRequest(f"must be one of each of {choices} choices, got {len(before)}", field="before")
     if choices == 1 and any(one.finished for one in before):
         raise InvalidRequest("it has ended: there is nothing to go on with", field="before")
-    try:
-        for one in before:
-            pack_ids(one.output_ids)
-    except (OverflowError, TypeError, ValueError):
-        raise InvalidRequest("ids must be integers within [0, 4294967295]", field="before") from None
+    for one in before:
+        _check_ids("before", one.output_ids, "ids must be integers within [0, 4294967295]")
 
 
 def _check_text_and_ids(generation: Generation) -> None:
     """What the wire cannot carry is the caller's mistake. Raises InvalidRequest naming the field."""
-    try:
-        pack_ids(generation.prompt_ids)
-    except (OverflowError, TypeError, ValueError):
-        raise InvalidRequest("must be integers within [0, 4294967295]", field="prompt_ids") from None
+    _check_ids("prompt_ids", generation.prompt_ids, "must be integers within [0, 4294967295]")
     for field, text in (("prompt", generation.prompt or ""), ("stop", "".join(generation.sampling.stop))):
         try:
             text.encode()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 MAX_BUNDLE_BYTES = 96 * 1024 * 1024  # comes in parts, put together before it is read
 
 T = TypeVar("T")
+_pack: Callable[..., bytes] = msgpack.packb
 
 
 def _unpack(data: bytes | memoryview, *, text_keys: bool = True) -> Any:
@@ -57,8 +58,7 @@ def _open(data: bytes, limit: int = MAX_MESSAGE_BYTES, *, text_keys: bool = True
 
 def encode(message: Any, version: int | None = None) -> bytes:
     """Wire form of one message, written in `version`: see `common_version`; None: what everybody reads."""
-    packed: bytes = msgpack.packb(to_map(message), use_bin_type=True)
-    return bytes((version or MIN_VERSION,)) + packed
+    return bytes((version or MIN_VERSION,)) + _pack(to_map(message))
 
 
 def decode(kind: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
@@ -101,11 +101,11 @@ def decode_plain(kind: type[T], data: bytes, *, as_json: bool) -> T:
 
     Token ids that are keys may be integers in msgpack: that is how a map of them is written in most languages.
     """
-    if not as_json:
-        if data and is_map_marker(data[0]) and len(data) <= MAX_MESSAGE_BYTES:
-            return read_map(kind, _unpack(data, text_keys=False))
-        return read_map(kind, _open(data, text_keys=False))
-    return read_map(kind, _parse_json(data))
+    if as_json:
+        return read_map(kind, _parse_json(data))
+    if data and is_map_marker(data[0]) and len(data) <= MAX_MESSAGE_BYTES:
+        return read_map(kind, _unpack(data, text_keys=False))
+    return read_map(kind, _open(data, text_keys=False))
 
 
 def encode_plain(message: Any, *, as_json: bool) -> bytes:
@@ -113,16 +113,18 @@ def encode_plain(message: Any, *, as_json: bool) -> bytes:
     value = to_map(message, packed=False)
     if as_json:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
-    return packed
+    return _pack(value)
 
 
 def _parse_json(data: bytes) -> Any:
+    def no_constant(name: str) -> Any:
+        raise CodecError(f"{name} is not JSON")
+
     if len(data) > MAX_MESSAGE_BYTES:
         raise CodecError(f"at most {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
     try:
         text = data.decode("utf-8")  # json.loads would guess at UTF-16 and let surrogates in
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=no_constant)
         if "\\u" in text:  # an escaped lone surrogate is legal JSON and no text
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -130,17 +132,14 @@ def _parse_json(data: bytes) -> Any:
     return value
 
 
-def _no_constant(name: str) -> Any:
-    raise CodecError(f"{name} is not JSON")
-
-
 def encode_plain_frame(frame: m.Frame, *, as_json: bool) -> bytes:
     """One frame as a map with its `type`, ids as a list: what a producer in any language reads."""
-    value = {"type": _TYPES[type(frame)], **to_map(_floored(frame), packed=False)}
+    if type(frame) is m.Tokens and frame.logprobs:  # JSON knows no infinity, and maps are read with finite numbers only
+        frame = replace(frame, logprobs=tuple(map(floored, frame.logprobs)))
+    value = {"type": _TYPES[type(frame)], **to_map(frame, packed=False)}
     if as_json:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-    packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
-    return packed
+    return _pack(value, unicode_errors="replace")
 
 
 def decode_plain_frame(data: bytes, *, as_json: bool) -> m.Frame:
@@ -187,8 +186,7 @@ def _frame_values(frame: m.Frame) -> list[Any]:
 
 def encode_frames(frames: Iterable[m.Frame], version: int | None = None) -> bytes:
     """One message with many frames, of one or many sequences."""
-    packed: bytes = msgpack.packb([_frame_values(f) for f in frames], use_bin_type=True, unicode_errors="replace")
-    return bytes((version or MIN_VERSION,)) + packed
+    return bytes((version or MIN_VERSION,)) + _pack([_frame_values(f) for f in frames], unicode_errors="replace")
 
 
 def decode_frames(data: bytes) -> list[m.Frame]:
@@ -225,13 +223,6 @@ def _read_tokens(row: list[Any]) -> m.Tokens:
             request, attempt, choice, index, tuple(ids), tuple(text), read_logprobs(row[7], len(ids), "tokens.logprobs")
         )
     return m.Tokens(request, attempt, choice, index, tuple(ids), tuple(text))
-
-
-def _floored(frame: m.Frame) -> m.Frame:
-    """JSON knows no infinity, and maps are read with finite numbers only."""
-    if type(frame) is m.Tokens and frame.logprobs:
-        return replace(frame, logprobs=tuple(floored(one) for one in frame.logprobs))
-    return frame
 
 
 def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:
@@ -297,8 +288,7 @@ def _number(value: Any, field: str) -> float:
 def encode_events(events: m.KvEvents, version: int | None = None) -> bytes:
     """`version, [epoch, seq, [[tier, removed, [[parent, [hash...]]...]]...]]`."""
     changes = [[c.tier.value, c.removed, [[r.parent, r.hashes] for r in c.runs]] for c in events.changes]
-    packed: bytes = msgpack.packb([events.epoch, events.seq, changes], use_bin_type=True)
-    return bytes((version or MIN_VERSION,)) + packed
+    return bytes((version or MIN_VERSION,)) + _pack([events.epoch, events.seq, changes])
 
 
 def open_events(data: bytes) -> tuple[str, int, list[Any]]:

@@ -31,13 +31,6 @@ SILENT_S = 1.5  # without one since then, what others do cannot be seen from her
 
 
 Callback = Callable[[Message], Awaitable[None]]
-Hook = Callable[[], Awaitable[None]]
-
-
-def _who(user: str | None, nkey_seed: str | None, credentials: str | None) -> str:
-    if nkey_seed is not None:
-        return "the nkey"
-    return f"the credentials {credentials}" if credentials is not None else f"user {user or 'anonymous'}"
 
 
 class _Client(NatsClient):  # type: ignore[misc]
@@ -71,7 +64,7 @@ class Connection:
     def __init__(self, name: str, inbox_prefix: str) -> None:
         self.name = name
         self.inbox_prefix = inbox_prefix
-        self.on_reconnect: list[Hook] = []
+        self.on_reconnect: list[Callable[[], Awaitable[None]]] = []
         self.on_disconnect: list[Callable[[], None]] = []
         self.on_closed: Callable[[], None] | None = None
         self.reconnects_total = 0
@@ -86,7 +79,8 @@ class Connection:
         self._stalled = False  # the server has not taken what waits for it
         self._writer: Any = None  # of the newest transport
         self._aborted: Any = None  # the one that was given up last
-        self._heard, self._heard_at = 0, 0.0
+        self._heard = 0  # messages
+        self.heard_at = 0.0  # when its server was last seen to live, by the loop's clock
         self._probe: asyncio.Future[Any] | None = None
         self._watchdog: asyncio.Task[None] | None = None
 
@@ -108,15 +102,6 @@ class Connection:
         later. Raises Unavailable (no server) or AuthenticationFailed, each naming the servers.
         """
         self = cls(name, inbox_prefix)
-        options: dict[str, Any] = {}
-        if user is not None:
-            options |= {"user": user, "password": password or ""}
-        if nkey_seed is not None:
-            options["nkeys_seed_str"] = nkey_seed
-        if credentials is not None:
-            options["user_credentials"] = credentials
-        if tls is not None:
-            options["tls"] = tls
         urls = [url.strip() for url in servers.split(",")] if isinstance(servers, str) else list(servers)
         connecting = self._nc.connect(
             urls,
@@ -134,28 +119,27 @@ class Connection:
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
             closed_cb=self._on_closed,
-            **options,
+            user=user,
+            password=None if user is None else password or "",
+            nkeys_seed_str=nkey_seed,
+            user_credentials=credentials,
+            tls=tls,
         )
         try:
             await self._connect_or_refused(connecting, connect_timeout_s)
-        except (
-            nats.errors.AuthorizationError,
-            nats.errors.NoServersError,
-            TimeoutError,
-            OSError,
-            nats.errors.Error,
-        ) as error:
+        except (nats.errors.Error, TimeoutError, OSError) as error:
             self._closing = True
             with contextlib.suppress(Exception):
                 await self._nc.close()
             self._abandon()
             where = ", ".join(url.rsplit("@", 1)[-1] for url in urls)
             if "authorization" in str(error).lower() or self._refused.is_set():
-                raise AuthenticationFailed(f"NATS at {where} refuses {_who(user, nkey_seed, credentials)}") from None
-            raise Unavailable(
-                f"no NATS server answers at {where} ({self._tls_fault or type(error).__name__})"
-            ) from None
-        self._connected_at = self._heard_at = asyncio.get_running_loop().time()
+                who = f"the credentials {credentials}" if credentials is not None else f"user {user or 'anonymous'}"
+                who = who if nkey_seed is None else "the nkey"
+                raise AuthenticationFailed(f"NATS at {where} refuses {who}") from None
+            why = self._tls_fault or type(error).__name__
+            raise Unavailable(f"no NATS server answers at {where} ({why})") from None
+        self._connected_at = self.heard_at = asyncio.get_running_loop().time()
         self._watchdog = asyncio.create_task(self._watch(), name="nats-watchdog")
         return self
 
@@ -193,12 +177,7 @@ class Connection:
     @property
     def is_silent(self) -> bool:
         """Connected to a server that says nothing and answers nothing: who is not heard may well be alive."""
-        return self.is_connected and asyncio.get_running_loop().time() - self._heard_at > SILENT_S
-
-    @property
-    def heard_at(self) -> float:
-        """When this connection's server was last seen to live, by the loop's clock."""
-        return self._heard_at
+        return self.is_connected and asyncio.get_running_loop().time() - self.heard_at > SILENT_S
 
     @property
     def max_payload(self) -> int:
@@ -318,7 +297,7 @@ class Connection:
     async def _on_reconnected(self) -> None:
         self.reconnects_total += 1
         self._away = False
-        self._connected_at = self._heard_at = asyncio.get_running_loop().time()
+        self._connected_at = self.heard_at = asyncio.get_running_loop().time()
         log.info("nats: reconnected to %s", self._nc.connected_url.netloc if self._nc.connected_url else "?")
         for hook in self.on_reconnect:
             try:
@@ -341,7 +320,7 @@ class Connection:
             await asyncio.sleep(WATCH_PERIOD_S)
             self._abort_stuck_transport()
             if loop.time() - before > SILENT_S:
-                self._heard_at = loop.time()  # it was this process that did not listen
+                self.heard_at = loop.time()  # it was this process that did not listen
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._listen_for_life(loop.time())
 
@@ -371,6 +350,6 @@ class Connection:
         """Any message is one; without any the server is pinged, once at a time."""
         heard = self._nc.stats["in_msgs"]
         if heard != self._heard or (self._probe is not None and self._probe.done()):
-            self._heard, self._heard_at, self._probe = heard, now, None
-        elif self.is_connected and self._probe is None and now - self._heard_at > PROBE_AFTER_S:
+            self._heard, self.heard_at, self._probe = heard, now, None
+        elif self.is_connected and self._probe is None and now - self.heard_at > PROBE_AFTER_S:
             self._probe = await self._ping()

@@ -98,12 +98,11 @@ class FleetView:
             self.version += 1
             return Change.JOINED
         change = Change.UPDATED
+        if known.record.epoch != record.epoch:
+            change = Change.NEW_EPOCH
+            known.heartbeat, known.heartbeat_at = None, -1e9
         if known.dead_since is not None:
             change = Change.JOINED
-        elif known.record.epoch != record.epoch:
-            change = Change.NEW_EPOCH
-        if known.record.epoch != record.epoch:
-            known.heartbeat, known.heartbeat_at = None, -1e9
         if change is not Change.UPDATED or known.record.state is not record.state:
             self.version += 1
         known.record, known.revision, known.record_at = record, revision, now
@@ -157,8 +156,8 @@ class FleetView:
             self._expired.add(key)
             return None
         self._expired.discard(key)
-        known = self.members.pop(key, None)
-        return None if known is None else known[0]
+        known, _ = self.members.pop(key, (None, now))
+        return known
 
     def sweep_members(self, now: float) -> list[MemberRecord]:
         """Others than workers whose records were not renewed: forgotten now. Call a few times a second."""
@@ -180,7 +179,7 @@ class FleetView:
     def _is_anybody_left(self) -> bool:
         """Whether anybody is known whose record should be renewed."""
         alive = any(view.dead_since is None for view in self.workers.values())
-        return alive or any(key not in self._expired for key in self.members)
+        return alive or not self.members.keys() <= self._expired
 
     def _hear_record(self, now: float) -> None:
         """A record was written, or went: JetStream works. If it did not until now, those it kept are out of date."""
@@ -211,11 +210,8 @@ class FleetView:
         alive = [view for view in self.workers.values() if view.dead_since is None]
         silent = [view for view in alive if not view.is_fresh(now)]
         self._deaths = [at for at in self._deaths if now - at < MASS_WINDOW_S]
-        if (
-            silent
-            and len(silent) + len(self._deaths) >= 2
-            and 2 * (len(silent) + len(self._deaths)) > len(alive) + len(self._deaths)
-        ):
+        gone = len(silent) + len(self._deaths)
+        if silent and gone >= 2 and 2 * gone > len(alive) + len(self._deaths):
             if self.held_since is None:
                 self.held_since = now
             if now - self.held_since < MASS_HOLD_S:
@@ -254,10 +250,6 @@ class FleetView:
             if view.dead_since is None and view.state in (State.READY, State.DRAINING):
                 found.setdefault(view.record.model, view.record)
         return found
-
-    def heartbeat_of(self, worker: str) -> Heartbeat | None:
-        view = self.workers.get(worker)
-        return view.heartbeat if view else None
 
     def with_state(self, worker: str) -> WorkerRecord | None:
         """The record with the state as known now (heartbeats are newer than records)."""

@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import time
-from dataclasses import dataclass
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 
@@ -59,18 +58,12 @@ def tenant_of(key: str) -> str:
     return key.partition(".")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """One life of a process: scopes blocks, events and data plane. Clocks differ between hosts, so which life is the
-    later one is told by the revisions at which they registered (`members.Lease`), never by this."""
-
-    started_ms: int  # unix time
-    nonce: int  # 64 random bits
-
-    def __str__(self) -> str:
-        return f"{self.started_ms:011x}-{self.nonce:016x}"
+def epoch(started_ms: int, nonce: int) -> str:
+    """One life of a process, by unix time and 64 random bits: scopes blocks, events and data plane. Clocks differ
+    between hosts, so which life is the later one is told by the revisions at which they registered (`members.Lease`),
+    never by this."""
+    return f"{started_ms:011x}-{nonce:016x}"
 
 
 def new_epoch() -> str:
-    """A fresh epoch in its wire form."""
-    return str(Epoch(int(time.time() * 1000), int.from_bytes(os.urandom(8), "little")))
+    return epoch(int(time.time() * 1000), int.from_bytes(os.urandom(8), "little"))

@@ -41,17 +41,19 @@ class Fenced(KvfleetError, code="fenced", http_status=409):
     """A later life of this id holds the record: this process must end."""
 
 
+@dataclass(eq=False)
 class Lease:
     """Keeps one record in the members bucket alive. Owned by the process's loop; `run` renews until cancelled.
 
     `record` may be replaced at any time (a state change) with `set`, which also writes it at once.
     """
 
-    def __init__(self, bucket: Bucket, record: WorkerRecord | MemberRecord) -> None:
-        self.record = record
-        self._bucket = bucket
-        role = Role.WORKER if isinstance(record, WorkerRecord) else record.role
-        self._key = member_key(role.value, record.id)
+    bucket: Bucket
+    record: WorkerRecord | MemberRecord
+
+    def __post_init__(self) -> None:
+        role = Role.WORKER if isinstance(self.record, WorkerRecord) else self.record.role
+        self._key = member_key(role.value, self.record.id)
         self._revision: int | None = None
         self._born = 0  # revision of this life's first record
         self._lock = asyncio.Lock()
@@ -61,7 +63,7 @@ class Lease:
         """Take the record over whatever is there; the first time that is of an earlier life in any case. What is there
         under this lease is a write of ours whose answer came too late: nothing was lost. Raises Fenced (a later life
         holds it) or Unavailable."""
-        entry = await self._bucket.get(self._key)
+        entry = await self.bucket.get(self._key)
         held: WorkerRecord | MemberRecord | None = None
         if entry.value is not None and self._born:
             with contextlib.suppress(CodecError):
@@ -70,7 +72,7 @@ class Lease:
                     raise Fenced(f"{self._key} is held by a later process (pid {held.pid} on {held.host})")
         if held is None or not held.lease or held.lease != self.record.lease:
             self.record = replace(self.record, lease=new_process_id())
-        self._revision = await self._bucket.update(self._key, codec.encode(self.record), entry.revision)
+        self._revision = await self.bucket.update(self._key, codec.encode(self.record), entry.revision)
         self._born = self._born or self._revision
         self.record = replace(self.record, born=self._born)
 
@@ -81,7 +83,7 @@ class Lease:
                 return
             if self._revision is not None:
                 try:
-                    self._revision = await self._bucket.update(self._key, codec.encode(self.record), self._revision)
+                    self._revision = await self.bucket.update(self._key, codec.encode(self.record), self._revision)
                     return
                 except StaleRevision:
                     self._revision = None
@@ -119,7 +121,7 @@ class Lease:
             revision, self._revision = self._revision, None
             if revision is not None:
                 with contextlib.suppress(KvfleetError, asyncio.TimeoutError):
-                    await asyncio.wait_for(self._bucket.delete(self._key, revision), 1.0)
+                    await asyncio.wait_for(self.bucket.delete(self._key, revision), 1.0)
 
 
 Subject = TypeVar("Subject", WorkerView, MemberRecord)

@@ -35,14 +35,13 @@ def type_error(path: str, expected: str, value: Any) -> CodecError:
     return CodecError(f"expected {expected}, got {type(value).__name__}", field=path or "message")
 
 
+def _limit(bounds: tuple[Any, ...]) -> int | None:
+    return next((bound.limit for bound in bounds if isinstance(bound, MaxLength)), None)
+
+
 def _scalar(kind: type[Any], bounds: tuple[Any, ...]) -> _Read:
-    low, high = -math.inf, math.inf
-    limit: int | None = None
-    for bound in bounds:
-        if isinstance(bound, Range):
-            low, high = bound.low, bound.high
-        elif isinstance(bound, MaxLength):
-            limit = bound.limit
+    span = next((bound for bound in bounds if isinstance(bound, Range)), Range(-math.inf, math.inf))
+    low, high, limit = span.low, span.high, _limit(bounds)
 
     def read(value: Any, path: str) -> Any:
         if kind is float and type(value) is int:
@@ -100,7 +99,7 @@ def enum_reader(kind: type[StrEnum]) -> _Read:
 
 def _sequence(item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
     read_item, write_item = _compile(item)
-    limit = next((b.limit for b in bounds if isinstance(b, MaxLength)), None)
+    limit = _limit(bounds)
 
     def read(value: Any, path: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
@@ -118,7 +117,7 @@ def _sequence(item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
 def _mapping(key_kind: Any, item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
     """Keys are text on the wire, as JSON demands; integer keys, none of them negative, are written in decimal."""
     read_item, write_item = _compile(item)
-    limit = next((b.limit for b in bounds if isinstance(b, MaxLength)), None)
+    limit = _limit(bounds)
 
     def read(value: Any, path: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
@@ -181,12 +180,8 @@ _SCHEMAS: dict[type[Any], tuple[Field, ...]] = {}
 
 def schema_of(kind: type[Any]) -> tuple[Field, ...]:
     known = _SCHEMAS.get(kind)
-    if known is None:
-        known = _SCHEMAS[kind] = _build(kind)
-    return known
-
-
-def _build(kind: type[Any]) -> tuple[Field, ...]:
+    if known is not None:
+        return known
     hints = get_type_hints(kind, include_extras=True)
     out = []
     for f in fields(kind):
@@ -194,7 +189,8 @@ def _build(kind: type[Any]) -> tuple[Field, ...]:
         factory = None if f.default_factory is MISSING else f.default_factory
         default = None if f.default is MISSING else f.default
         out.append(Field(f.name, read, write, default, factory, f.default is MISSING and factory is None))
-    return tuple(out)
+    _SCHEMAS[kind] = tuple(out)
+    return _SCHEMAS[kind]
 
 
 def to_map(message: Any, *, packed: bool = True) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Plane:
 
     def link(self) -> Link:
         """Past the handshake, to say on it what no client would."""
-        return self.client()._link
+        return self.client().link
 
 
 @pytest.fixture(scope="module")

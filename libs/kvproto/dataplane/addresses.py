@@ -65,12 +65,12 @@ def connected(address: Address, deadline: float) -> socket.socket:
     try:
         if isinstance(address, TcpAddress):
             sock = socket.create_connection((address.host, address.port), timeout=left)
-            tune(sock)
-            return sock
-        sock = socket.socket(socket.AF_UNIX)
+        else:
+            sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.settimeout(left)
-            sock.connect(address.path)
+            if isinstance(address, UnixAddress):
+                sock.settimeout(left)
+                sock.connect(address.path)
             tune(sock)
         except BaseException:
             sock.close()

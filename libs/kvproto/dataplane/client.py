@@ -10,6 +10,7 @@ import contextlib
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvproto.block_hash import HASH_BYTES
@@ -55,6 +56,7 @@ M = TypeVar("M", bound=Message)
 _DRAIN_S = 0.25  # how long a stopped Get may still bring blocks before the connection is ended instead
 
 
+@dataclass(eq=False)
 class DataPlaneClient:
     """A connection that both ends have proven themselves on. Used by one thread at a time; `abort` by any.
 
@@ -62,20 +64,10 @@ class DataPlaneClient:
     ProtocolError, and then, and only then or after a stopped `get`, the connection is `closed`.
     """
 
-    def __init__(self, link: Link, address: str, version: int = VERSION) -> None:
-        """Of a link that is authenticated: see `connect`. `version`: the newest that the server reads."""
-        self._link = link
-        self._version = version
-        self.address = address
-        self.closed = False
-
-    @property
-    def bytes_in(self) -> int:
-        return self._link.bytes_in
-
-    @property
-    def bytes_out(self) -> int:
-        return self._link.bytes_out
+    link: Link
+    address: str
+    version: int = VERSION  # the newest that the server reads
+    closed: bool = False
 
     @classmethod
     def connect(
@@ -100,13 +92,26 @@ class DataPlaneClient:
         for address in candidates(addresses, same_host=same_host):
             for key in keyring.newest_first():
                 try:
-                    link, version = _opened(address, key, identity, expect, tls, deadline)
-                    return cls(link, str(address), version)
+                    return cls._opened(address, key, identity, expect, tls, deadline)
                 except DataPlaneError as error:
                     failure = error
                     if not (isinstance(error, HandshakeRefused) and error.reason == "unknown_key"):
                         break
         raise failure
+
+    @classmethod
+    def _opened(
+        cls, address: Address, key: Key, identity: str, expect: str, tls: ssl.SSLContext | None, deadline: float
+    ) -> DataPlaneClient:
+        link = Link(connected(address, deadline))
+        try:
+            if tls is not None and isinstance(address, TcpAddress):
+                link.start_tls(tls, deadline, server_name=address.host)
+            version = handshake.ask(link, key, identity=identity, expect=expect, deadline=deadline)
+        except BaseException:
+            link.close()
+            raise
+        return cls(link, str(address), version)
 
     # ------------------------------------------------------------------ operations
 
@@ -129,9 +134,10 @@ class DataPlaneClient:
         goes to servers that read it.
         """
         _check(root, hashes)
+        traceparent = traceparent if self.version >= READS_TRACES else ""
         statuses = [GetStatus.MISSING] * len(hashes)
         with self._operation(deadline):
-            self._send(Get(_ms(deadline), root, tuple(hashes), exact, self._readable(traceparent)), deadline)
+            self._send(Get(_ms(deadline), root, tuple(hashes), exact, traceparent), deadline)
             at = 0
             while (part := self._part(hashes[at:], deadline)) is not None:
                 headers, length = part
@@ -140,7 +146,7 @@ class DataPlaneClient:
                         continue
                     length -= header.length
                     if header.root != root or header.hash != hashes[index]:
-                        self._link.skip(header.length, deadline)
+                        self.link.skip(header.length, deadline)
                         statuses[index] = GetStatus.CORRUPT
                         continue
                     statuses[index], go_on = self._take(index, header, sink, on_block, deadline)
@@ -167,12 +173,12 @@ class DataPlaneClient:
         """Receive one block's bytes; False to stop."""
         room = sink(index, header)
         if room is None:
-            self._link.skip(header.length, deadline)
+            self.link.skip(header.length, deadline)
             return GetStatus.REFUSED, True
         view = room.cast("B")
         if len(view) != header.length:
             raise InvalidRequest(f"a sink of {len(view)} bytes for a block of {header.length}")
-        if not self._link.receive_block(header, view, deadline):
+        if not self.link.receive_block(header, view, deadline):
             return GetStatus.CORRUPT, True
         return (GetStatus.OK, True) if on_block(index, header, view) else (GetStatus.REFUSED, False)
 
@@ -181,13 +187,13 @@ class DataPlaneClient:
         until = min(deadline, time.monotonic() + _DRAIN_S)
         try:
             self._send(Stop(), until)
-            self._link.skip(length, until)
+            self.link.skip(length, until)
             while True:
                 message, length = self._receive(until)
                 if isinstance(message, End):
                     return
                 _expected(message, Part)
-                self._link.skip(length, until)
+                self.link.skip(length, until)
         except DataPlaneError:
             self.close()
 
@@ -209,7 +215,7 @@ class DataPlaneClient:
                     raise ProtocolError("more or fewer blocks are wanted than were offered")
                 sent = [payloads[at] for at, why in zip(batch, wanted.statuses, strict=True) if why is None]
                 if sent:
-                    self._link.send([frame(Body(), sum(map(len, sent))), *sent], deadline)
+                    self.link.send([frame(Body(), sum(map(len, sent))), *sent], deadline)
                 taken = _expected(self._receive(deadline)[0], Taken)
                 if len(taken.statuses) != len(batch):
                     raise ProtocolError("not the status of each block")
@@ -221,8 +227,9 @@ class DataPlaneClient:
     ) -> list[bool]:
         """Which blocks are there; `exact`: lossy ones do not count."""
         _check(root, hashes)
+        traceparent = traceparent if self.version >= READS_TRACES else ""
         with self._operation(deadline):
-            self._send(Has(_ms(deadline), root, tuple(hashes), exact, self._readable(traceparent)), deadline)
+            self._send(Has(_ms(deadline), root, tuple(hashes), exact, traceparent), deadline)
             held = _expected(self._receive(deadline)[0], Held)
             if len(held.flags) != len(hashes):
                 raise ProtocolError("not an answer for each block")
@@ -246,22 +253,22 @@ class DataPlaneClient:
             _expected(message, Echoed)
             if length != nbytes:
                 raise ProtocolError("an echo of another length")
-            self._link.skip(length, deadline)
+            self.link.skip(length, deadline)
             return time.monotonic() - began
 
     def abort(self) -> None:
         """Any thread: an operation that is running raises PeerGone at once."""
-        self._link.abort()
+        self.link.abort()
 
     def has_ended(self) -> bool:
         """Whether this connection is of no further use; between operations, when nothing is due to arrive but its end.
         Costs a few microseconds."""
-        return self.closed or self._link.has_arrived()
+        return self.closed or self.link.has_arrived()
 
     def close(self) -> None:
         """May be called again."""
         self.closed = True
-        self._link.close()
+        self.link.close()
 
     # ------------------------------------------------------------------ frames
 
@@ -278,15 +285,12 @@ class DataPlaneClient:
             self.close()
             raise
 
-    def _readable(self, traceparent: str) -> str:
-        return traceparent if self._version >= READS_TRACES else ""
-
     def _send(self, message: Message, deadline: float) -> None:
-        self._link.send([frame(message)], deadline)
+        self.link.send([frame(message)], deadline)
 
     def _receive(self, deadline: float) -> tuple[Message, int]:
         """A message and the length of its body. Raises ProtocolError for a Failure."""
-        message, length = self._link.receive_message(deadline)
+        message, length = self.link.receive_message(deadline)
         if isinstance(message, Failure):
             raise ProtocolError(f"the server ends the connection: {message.text}", reason=message.reason)
         return message, length
@@ -296,20 +300,6 @@ def _expected(message: Message, kind: type[M]) -> M:
     if not isinstance(message, kind):
         raise ProtocolError(f"{type(message).__name__} in place of {kind.__name__}")
     return message
-
-
-def _opened(
-    address: Address, key: Key, identity: str, expect: str, tls: ssl.SSLContext | None, deadline: float
-) -> tuple[Link, int]:
-    link = Link(connected(address, deadline))
-    try:
-        if tls is not None and isinstance(address, TcpAddress):
-            link.start_tls(tls, deadline, server_name=address.host)
-        version = handshake.ask(link, key, identity=identity, expect=expect, deadline=deadline)
-    except BaseException:
-        link.close()
-        raise
-    return link, version
 
 
 def _check(root: bytes, hashes: Sequence[bytes]) -> None:

@@ -38,14 +38,12 @@ def ask(link: Link, key: Key, *, identity: str, expect: str, deadline: float) ->
 
 
 def _check_verdict(verdict: int, version: int, expect: str) -> None:
-    if verdict != HandshakeVerdict.WELCOME:
-        reason = HandshakeVerdict(verdict).reason if verdict in set(HandshakeVerdict) else "malformed"
-        detail = (
-            f" (it speaks version {version}, this client {handshake_bytes.VERSION})"
-            if verdict == HandshakeVerdict.VERSION
-            else ""
-        )
-        raise HandshakeRefused(f"{expect} refuses: {reason}{detail}", reason=reason)
+    if verdict == HandshakeVerdict.WELCOME:
+        return
+    reason = HandshakeVerdict(verdict).reason if verdict in set(HandshakeVerdict) else "malformed"
+    detail = f" (it speaks version {version}, this client {handshake_bytes.VERSION})"
+    said = f"{expect} refuses: {reason}{detail if verdict == HandshakeVerdict.VERSION else ''}"
+    raise HandshakeRefused(said, reason=reason)
 
 
 def answer(link: Link, ring: KeyRing, *, identity: str, admit: Callable[[], bool], deadline: float) -> Hello:

@@ -65,8 +65,9 @@ class DataPlaneServer:
         padded("identity", self.identity, IDENTITY_BYTES)
         self._tally = Tally()
         self._lock = threading.Lock()
-        self._listeners: list[socket.socket] = []
-        self._addresses: tuple[addresses.Address, ...] = ()
+        # `unix:/path`, `tcp:host:port`: the host as given (of 0.0.0.0 tell others your own name), the port as bound.
+        self.addresses: tuple[str, ...] = ()
+        self._listeners: list[tuple[socket.socket, addresses.Address]] = []
         self._strangers: dict[threading.Thread, Link] = {}  # in their handshake, oldest first
         self._ending: dict[threading.Thread, Link] = {}  # strangers that made room for others
         self._clients: set[Link] = set()  # of all that have proven themselves
@@ -81,28 +82,17 @@ class DataPlaneServer:
 
     def start(self) -> None:
         """Returns when clients can connect. Raises Unavailable naming the address that cannot be had."""
-        bound: list[addresses.Address] = []
         try:
             if self.unix_path is not None:
-                sock, unix = addresses.listening_unix(self.unix_path)
-                self._listeners.append(sock)
-                bound.append(unix)
+                self._listeners.append(addresses.listening_unix(self.unix_path))
             if self.tcp is not None:
-                sock, tcp = addresses.listening_tcp(*self.tcp)
-                self._listeners.append(sock)
-                bound.append(tcp)
+                self._listeners.append(addresses.listening_tcp(*self.tcp))
         except BaseException:
             self._stop_listening()
             raise
-        self._addresses = tuple(bound)
+        self.addresses = tuple(str(address) for _, address in self._listeners)
         self._wake = socket.socketpair()
         self._accepting.start()
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """`unix:/path`, `tcp:host:port`: the host as given (of 0.0.0.0 tell others your own name), the port that was
-        really bound."""
-        return tuple(map(str, self._addresses))
 
     @property
     def counters(self) -> DataPlaneCounters:
@@ -146,22 +136,21 @@ class DataPlaneServer:
         self._epoll.close()
 
     def _stop_listening(self) -> None:
-        for listener in self._listeners:
-            path = listener.getsockname() if listener.family == socket.AF_UNIX else None
+        for listener, address in self._listeners:
             listener.close()
-            if path:
+            if isinstance(address, addresses.UnixAddress):
                 with contextlib.suppress(OSError):
-                    Path(path).unlink()
-        self._listeners = []
+                    Path(address.path).unlink()
+        self._listeners.clear()
 
     # ------------------------------------------------------------------ accepting
 
     def _accept(self) -> None:
-        by_number = {listener.fileno(): listener for listener in self._listeners}
+        by_number = {listener.fileno(): listener for listener, _ in self._listeners}
         assert self._wake is not None
         for number in (*by_number, self._wake[1].fileno()):
             self._epoll.register(number, select.EPOLLIN)
-        for listener in self._listeners:
+        for listener in by_number.values():
             listener.setblocking(False)
         while not self._closing:
             for number, _ in self._epoll.poll(self._end_idle()):
@@ -231,15 +220,9 @@ class DataPlaneServer:
                 self._forget(link)
                 link.close()
         if hello is not None:
-            key_id = hello.key_id
+            trusted = partial(self.keyring.get, hello.key_id)
             client = ServedConnection(
-                link,
-                hello.identity,
-                lambda: self.keyring.get(key_id) is not None,
-                self.store,
-                self._tally,
-                self.limits,
-                self.on_traced,
+                link, hello.identity, trusted, self.store, self._tally, self.limits, self.on_traced
             )
             with self._lock:
                 serves = not self._closing and self._may_serve(client, threading.current_thread())

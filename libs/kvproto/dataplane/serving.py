@@ -157,7 +157,7 @@ class ServedConnection:
 
     link: Link
     client: str  # the asker's identity
-    still_trusted: Callable[[], bool]
+    trusted: Callable[[], bytes | None]  # the key that it has proven, if that is one still
     store: BlockStore
     tally: Tally
     limits: ServingLimits
@@ -171,7 +171,7 @@ class ServedConnection:
         """The next request, of which something has arrived."""
         head = self.link.receive_head(time.monotonic() + self.limits.request_s)
         request, _ = self.link.receive_meta(head, time.monotonic() + self.limits.request_s)
-        if not self.still_trusted():
+        if self.trusted() is None:
             raise ProtocolError("the key of this connection was withdrawn", reason="key_withdrawn")
         match request:
             case Stop():
@@ -277,19 +277,16 @@ class ServedConnection:
     # ------------------------------------------------------------------ put
 
     def _put(self, headers: Sequence[BlockHeader], deadline: float) -> None:
-        at = 0
-        while at < len(headers):
-            batch = self._batch(headers[at:])
-            self._receive_batch(batch, deadline)
-            at += len(batch)
-
-    def _batch(self, headers: Sequence[BlockHeader]) -> Sequence[BlockHeader]:
+        batch: list[BlockHeader] = []
         nbytes = 0
-        for count, header in enumerate(headers[:_MOST_BATCH_BLOCKS]):
+        for header in headers:
+            if batch and (nbytes + header.length > self.limits.batch_bytes or len(batch) == _MOST_BATCH_BLOCKS):
+                self._receive_batch(batch, deadline)
+                batch, nbytes = [], 0
+            batch.append(header)
             nbytes += header.length
-            if nbytes > self.limits.batch_bytes and count:
-                return headers[:count]
-        return headers[:_MOST_BATCH_BLOCKS]
+        if batch:
+            self._receive_batch(batch, deadline)
 
     def _receive_batch(self, headers: Sequence[BlockHeader], deadline: float) -> None:
         reserved: dict[int, memoryview] = {}  # not committed yet, by place in the batch
@@ -314,7 +311,6 @@ class ServedConnection:
         """Of each None, with its room in `reserved`, or why it is not wanted."""
         statuses: list[PutStatus | None] = []
         for at, header in enumerate(headers):
-            buffer = None
             if any(self.store.has(header.root, [header.hash], not header.lossy)):
                 statuses.append(PutStatus.PRESENT)
                 continue

@@ -288,4 +288,5 @@ def read_answer(data: bytes) -> Placement | Failed:
 
 
 def refusal(failed: Failed) -> KvfleetError:
+    """The error that a `Failed` frame says."""
     return from_code(failed.code, failed.message, field=failed.field, retry_after_s=failed.retry_after_s)

@@ -27,7 +27,6 @@ from kvproto.errors import (
     Unavailable,
     VersionMismatch,
     WorkerLost,
-    from_code,
 )
 from kvproto.members import Members
 from kvproto.messages import (
@@ -42,7 +41,7 @@ from kvproto.messages import (
 )
 from kvproto.regions import split
 from kvproto.streams.generation import ClientCounters, Generation, Trials
-from kvproto.streams.placing import Placer, retry_wait
+from kvproto.streams.placing import Placer, refusal, retry_wait
 from kvproto.streams.stream import Inbox, Mover, Signal, Stream
 from kvproto.subjects import Subjects
 from kvproto.trace_context import headers_of
@@ -162,7 +161,7 @@ class RequestDriver:
             prompt_ids=generation.prompt_ids,
             prompt=generation.prompt,
             output_ids=tuple(assembly.ids) if alone else (),
-            text_sent=assembly.chars if alone else 0,
+            text_sent=assembly.choices[0].chars if alone else 0,
             encoding=Encoding.FRAMES,
             session=generation.session,
             priority=generation.priority,
@@ -290,7 +289,7 @@ class RequestDriver:
 
 def _ended_by(failed: Failed, *, attached: bool) -> KvfleetError:
     """What a failure means to this reader. Another one's cancel, or another one's deadline, is not its own."""
-    error = from_code(failed.code, failed.message, field=failed.field, retry_after_s=failed.retry_after_s)
+    error = refusal(failed)
     anothers = isinstance(error, Cancelled) or (attached and isinstance(error, DeadlineExceeded))
     if (failed.retryable or anothers) and not error.retryable:
         return Unavailable(failed.message, field=failed.field, retry_after_s=failed.retry_after_s)

@@ -33,6 +33,8 @@ BEAT_LATE_S = 1.2  # of a heartbeat every 0.5 s
 DEAF_S = 10.0
 HUNG_S, HUNG_STEPS = 3.0, 20
 UNMEASURED_S = 30.0  # the first step of all may take long
+SILENT_ENOUGH = 5  # questions to placement
+ASK_AGAIN_S = 0.25
 LATE_S = 0.25  # a timer that is so late says that this process stood still
 
 
@@ -48,9 +50,8 @@ class Ear:
     """Since when this process hears what is said. One per client; `tick` several times a second."""
 
     def __init__(self, now: float) -> None:
-        self.since = now
+        self.since = self._ticked_at = now
         self.sure_from = now  # everybody else hears again, too
-        self._ticked_at = now
 
     def tick(self, now: float, *, listens: bool = True) -> bool:
         """`listens`: NATS is there. Returns the same."""
@@ -98,10 +99,6 @@ def judge(
     return Verdict.ASK if now - probed_at >= pause_s else Verdict.WAIT
 
 
-SILENT_ENOUGH = 5
-ASK_AGAIN_S = 0.25
-
-
 class PlacementBreaker:
     """One client's; `now` never goes back."""
 
@@ -115,11 +112,10 @@ class PlacementBreaker:
 
     def may_ask(self, now: float) -> bool:
         """A request that is let through while it is open is the only one for a while, whatever becomes of it."""
-        if self._ask_at is None:
-            return True
-        if now < self._ask_at:
-            return False
-        self._ask_at = now + ASK_AGAIN_S
+        if self._ask_at is not None:
+            if now < self._ask_at:
+                return False
+            self._ask_at = now + ASK_AGAIN_S
         return True
 
     def answered(self) -> None:

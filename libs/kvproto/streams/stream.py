@@ -239,9 +239,8 @@ class Stream:
 
     def signal(self, signal: Signal) -> None:
         self._signals.append(signal)
-        waiter = self._driver_waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if self._driver_waiter is not None:
+            _wake(self._driver_waiter)
 
     def asks(self) -> None:
         """Its worker is being asked whether it is there, and for what is missing."""

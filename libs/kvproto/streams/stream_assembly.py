@@ -51,11 +51,6 @@ class StreamAssembly:
         return self.choices[0].ids
 
     @property
-    def chars(self) -> int:
-        """Of the first choice."""
-        return self.choices[0].chars
-
-    @property
     def next_indices(self) -> tuple[int, ...]:
         """The next index of each choice."""
         return tuple(len(choice.ids) for choice in self.choices)
@@ -149,10 +144,7 @@ class StreamAssembly:
 
     def _tokens(self, frame: Tokens) -> list[Frame]:
         at = frame.choice
-        if not 0 <= at < len(self.choices):
-            return []
-        choice = self.choices[at]
-        if choice.ended is not None:
+        if not 0 <= at < len(self.choices) or (choice := self.choices[at]).ended is not None:
             return []
         if frame.index > len(choice.ids) or self.started is None:
             known = self._waiting.get((at, frame.index))
@@ -166,17 +158,14 @@ class StreamAssembly:
         return self._release(out)
 
     def _ripen(self, at: int, choice: ChoiceText, out: list[Frame]) -> None:
-        """Deliver what waited and no longer has to."""
-        while self._waiting and (later := self._ripe(at, len(choice.ids))) is not None:
+        """Deliver what waited and no longer has to, repeats that overlap too."""
+        while self._waiting:
+            key = at, len(choice.ids)
+            if key not in self._waiting:
+                key = next((one for one in self._waiting if one[0] == at and one[1] < key[1]), key)
+            if (later := self._waiting.pop(key, None)) is None:
+                return
             _deliver(choice, later, out)
-
-    def _ripe(self, at: int, next_index: int) -> Tokens | None:
-        frame = self._waiting.pop((at, next_index), None)
-        if frame is not None:
-            return frame
-        for key in [key for key in self._waiting if key[0] == at and key[1] < next_index]:  # repeats that overlap
-            return self._waiting.pop(key)
-        return None
 
     def _release(self, out: list[Frame]) -> list[Frame]:
         """What was held back and no longer has to be."""
@@ -197,13 +186,8 @@ def _deliver(choice: ChoiceText, frame: Tokens, out: list[Frame]) -> None:
     if known:
         if known >= len(frame.ids):
             return
-        frame = replace(
-            frame,
-            index=next_index,
-            ids=frame.ids[known:],
-            text=frame.text[known:],
-            logprobs=frame.logprobs[known:],
-        )
+        ids, text, logprobs = frame.ids[known:], frame.text[known:], frame.logprobs[known:]
+        frame = replace(frame, index=next_index, ids=ids, text=text, logprobs=logprobs)
     choice.ids.extend(frame.ids)
     for piece in frame.text:
         choice.chars += len(piece)

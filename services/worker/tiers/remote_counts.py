@@ -65,16 +65,16 @@ class RemoteCounts:
             self._count_ended()
             received, sent = self._received.copy(), self._sent.copy()
             for tier, connection in self._open:
-                received[tier] += connection.bytes_in
-                sent[tier] += connection.bytes_out
+                received[tier] += connection.link.bytes_in
+                sent[tier] += connection.link.bytes_out
             return {tier: (received[tier], sent[tier]) for tier in TIERS}
 
     def _count_ended(self) -> None:
         open_ones = []
         for tier, connection in self._open:
             if connection.closed:
-                self._received[tier] += connection.bytes_in
-                self._sent[tier] += connection.bytes_out
+                self._received[tier] += connection.link.bytes_in
+                self._sent[tier] += connection.link.bytes_out
             else:
                 open_ones.append((tier, connection))
         self._open = open_ones

@@ -12,7 +12,7 @@ from kvproto import buckets, codec
 from kvproto.buckets import Bucket, BucketWatch, Entry, StaleRevision, ensure_buckets
 from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed, Unavailable
-from kvproto.ids import Epoch
+from kvproto.ids import epoch
 from kvproto.members import Fenced, Lease
 from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import Subjects
@@ -137,8 +137,9 @@ async def test_a_refused_password_is_final_and_quick(nats_with_config, tmp_path)
 
 def a_life(started_ms: int) -> MemberRecord:
     """Of a process whose host's clock says so."""
-    epoch = str(Epoch(started_ms, started_ms))
-    return MemberRecord("v0", epoch, "", State.READY, Role.VAULT, "h", 1, codec.supported_versions())
+    return MemberRecord(
+        "v0", epoch(started_ms, started_ms), "", State.READY, Role.VAULT, "h", 1, codec.supported_versions()
+    )
 
 
 @pytest.mark.parametrize(("first_ms", "second_ms"), [(1_000, 2_000), (2_000, 1_000)])

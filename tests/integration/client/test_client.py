@@ -390,7 +390,7 @@ async def test_a_released_lease_stays_released(fleet: FakeFleet, client: Client)
     await worker.loop._lease.release()
     await worker.loop._lease.renew()
     await asyncio.sleep(0.3)  # in which it could be written again
-    entry = await worker.loop._lease._bucket.get("worker.w0")
+    entry = await worker.loop._lease.bucket.get("worker.w0")
     assert entry.value is None
 
 

@@ -179,7 +179,7 @@ def authenticated_over(plane: Plane) -> Link:
     """As `authenticated`, under TLS where the plane has it."""
     client = plane.connect()
     plane.clients.remove(client)
-    return client._link
+    return client.link
 
 
 def test_a_put_that_lies_about_its_body(start: Start) -> None:

@@ -63,7 +63,7 @@ def traced() -> Traced:
 @pytest.fixture
 def vault(tmp_path: Path, traced: Traced) -> Iterator[Vault]:
     vault = Vault("v0", tmp_path)
-    vault.server._on_traced = recorder_of(traced.tracers["vault"], Tier.VAULT)
+    vault.server.on_traced = recorder_of(traced.tracers["vault"], Tier.VAULT)
     yield vault
     vault.server.close()
 

@@ -132,7 +132,7 @@ def test_a_connection_that_ends_while_idle_costs_no_job_anything(begin: Begin, v
     for at in range(3):
         thread.submit(Echo(log, str(at)))
         wait_until(lambda at=at: len(log) == at + 1)  # type: ignore[misc]
-        links[-1]._link._sock.shutdown(socket.SHUT_RDWR)
+        links[-1].link._sock.shutdown(socket.SHUT_RDWR)
     assert log == ["0", "1", "2"]
     assert len(links) >= 3
 

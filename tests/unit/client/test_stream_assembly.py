@@ -48,7 +48,7 @@ def test_in_order() -> None:
         out += stream.accept(tokens(i))
     out += stream.accept(finished(3))
     assert [type(f).__name__ for f in out] == ["Started", "Tokens", "Tokens", "Tokens", "Finished"]
-    assert stream.chars == len("<0><1><2>")
+    assert stream.choices[0].chars == len("<0><1><2>")
 
 
 def test_terminal_waits_for_the_tokens_it_counts() -> None:

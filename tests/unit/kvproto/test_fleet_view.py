@@ -122,9 +122,9 @@ def test_a_new_epoch_is_told_and_the_old_life_is_not_heard_any_more() -> None:
     fleet = Clocked("w1")
     fleet.beat()
     assert fleet.record(epoch=NEW) is Change.NEW_EPOCH
-    assert fleet.view.heartbeat_of("w1") is None
+    assert fleet.view.workers["w1"].heartbeat is None
     assert fleet.beat(state=State.DRAINING) is None
-    assert fleet.view.heartbeat_of("w1") is None
+    assert fleet.view.workers["w1"].heartbeat is None
     assert fleet.ready == ["w1"]
     assert fleet.pass_(5, beating=("w1",)) == ["w1"], "heartbeats of the old life must not keep the new one alive"
 
@@ -142,14 +142,14 @@ def test_a_heartbeat_heard_before_the_record_counts_from_then() -> None:
     assert fleet.view.workers == {}
     fleet.now += 0.1
     fleet.record()
-    assert fleet.view.heartbeat_of("w1") == beat(state=State.DRAINING)
+    assert fleet.view.workers["w1"].heartbeat == beat(state=State.DRAINING)
 
 
 def test_a_heartbeat_of_an_older_life_heard_before_the_record_does_not_count() -> None:
     fleet = Clocked()
     fleet.beat(epoch=OLD)
     fleet.record(epoch=NEW)
-    assert fleet.view.heartbeat_of("w1") is None
+    assert fleet.view.workers["w1"].heartbeat is None
 
 
 def test_the_newest_signal_says_the_state() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproto.errors import InvalidRequest
-from kvproto.ids import Epoch, is_token, model_token, new_epoch, new_process_id, new_request_id, session_key
+from kvproto.ids import epoch, is_token, model_token, new_epoch, new_process_id, new_request_id, session_key
 from kvproto.subjects import Subjects, batch_inbox, inbox_prefix, member_key, request_inbox, request_inboxes
 
 S = Subjects()
@@ -147,5 +147,5 @@ def test_new_ids_are_tokens_and_differ() -> None:
 
 @given(st.integers(0, 2**43), st.integers(0, 2**64 - 1))
 def test_epochs_are_tokens_and_differ(started_ms: int, nonce: int) -> None:
-    assert is_token(str(Epoch(started_ms, nonce)))
+    assert is_token(epoch(started_ms, nonce))
     assert new_epoch() != new_epoch()
