@@ -32,6 +32,7 @@ from kvfleet.worker.blocks.content_index import Content, ContentIndex, depth_of
 from kvfleet.worker.eviction.base import EvictionPolicy
 from kvfleet.worker.eviction.lru import LruEviction
 from kvproto.block_hash import ForkedRoot, Root, digest_term, parent_of
+from kvproto.messages import BlockRun, Tier, TierEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,6 @@ class Match:
     lossy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PoolChanges:
-    """Full blocks that left and entered the content index since the last look; removals came first.
-
-    `stored` groups blocks that follow one another: (hash before the run, hashes of the run).
-    """
-
-    removed: list[bytes]
-    stored: list[tuple[bytes, list[bytes]]]
-
-
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens each. Blocks are named by 0 ... num_blocks - 1."""
 
@@ -67,7 +57,7 @@ class BlockPool:
         self.block_size = block_size
         self.windowed = False  # set before use: holders may let go of the front of their chains
         self.evictions = 0
-        self.digest = 0
+        self.digest = 0  # of the full blocks with a content address
         self._policy = policy or LruEviction()
         self._index = ContentIndex()
         self._refs = [0] * num_blocks
@@ -76,7 +66,7 @@ class BlockPool:
         self._idle_children: dict[bytes, int] = {}  # hash -> idle blocks that continue it directly
         self._tick = 0
         self._removed: list[bytes] = []
-        self._stored: list[tuple[bytes, list[bytes]]] = []
+        self._stored: list[tuple[bytes, list[bytes]]] = []  # (hash before a run, hashes of the run)
 
     # ------------------------------------------------------------------ counts
 
@@ -87,7 +77,6 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks that a sequence holds."""
         return self.num_blocks - self.available
 
     @property
@@ -109,11 +98,9 @@ class BlockPool:
         return sum(1 for block in blocks if block >= 0 and self._refs[block] == 1)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block of this content, held or not."""
         return self._index.find(block_hash)
 
     def lists(self, block_hash: bytes) -> bool:
-        """Whether a full block of this content can be found."""
         return self._index.find(block_hash) is not None
 
     def hashes(self) -> list[bytes]:
@@ -121,7 +108,6 @@ class BlockPool:
         return self._index.hashes()
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
     # ------------------------------------------------------------------ finding
@@ -134,12 +120,7 @@ class BlockPool:
         `hashes` is the chain over the full blocks of `ids` under `root`.
         """
         size = self.block_size
-        blocks: list[int] = []
-        for block_hash in hashes[: limit // size]:
-            block = self._index.find(block_hash)
-            if block is None or (exact and self._index[block].lossy):
-                break
-            blocks.append(block)
+        blocks = self.chain_to(hashes[: limit // size], exact=exact)
         full = len(blocks)
         start = full * size
         parent = parent_of(root, hashes, full)
@@ -147,12 +128,12 @@ class BlockPool:
         lossy = (bool(blocks) and self._index[blocks[-1]].lossy) or (donor is not None and self._index[donor].lossy)
         return Match(blocks, donor, donor_tokens, start + donor_tokens, lossy)
 
-    def chain_to(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of a chain, full ones alone."""
+    def chain_to(self, hashes: Sequence[bytes], *, exact: bool = False) -> list[int]:
+        """Full blocks of the longest cached prefix of a chain. `exact`: nothing lossy."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._index.find(block_hash)
-            if block is None:
+            if block is None or (exact and self._index[block].lossy):
                 break
             blocks.append(block)
         return blocks
@@ -179,7 +160,6 @@ class BlockPool:
         return found
 
     def lists_block(self, block: int) -> bool:
-        """Whether what this block contains can be found."""
         return block in self._index
 
     def content(self, block: int) -> Content:
@@ -187,7 +167,6 @@ class BlockPool:
         return self._index[block]
 
     def is_lossy(self, block_hash: bytes) -> bool:
-        """Whether what can be found under this hash is lossy."""
         block = self._index.find(block_hash)
         return block is not None and self._index[block].lossy
 
@@ -235,12 +214,8 @@ class BlockPool:
     def fill(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
     ) -> int:
-        """`block`, held by the caller alone, now has KV for all tokens of the `at`-th block of a chain: make it
-        findable.
-
-        Returns the block to use from now on: where the same content is cached already the caller holds that one
-        instead, and `block` is free again.
-        """
+        """`block`, held by the caller alone, now has KV for all tokens of the `at`-th block of a chain: list it. Where
+        that content is cached already the caller holds that one instead, and `block` is free. Returns the one held."""
         block_hash = hashes[at]
         twin = self._index.find(block_hash)
         if twin is not None:
@@ -260,12 +235,8 @@ class BlockPool:
     def keep_tail(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
     ) -> None:
-        """Mark the partially filled last block of a holder, the `at`-th of its chain, as worth keeping, before it is
-        released.
-
-        `ids` are the tokens it has KV for, fewer than a block. Of tails of which one begins with the other only the
-        longer is kept.
-        """
+        """List the partly filled last block of a holder, the `at`-th of its chain, before it is released. `ids`: the
+        tokens it has KV for. Of two tails of which one begins with the other only the longer is kept."""
         tail = Content.of(root, hashes, at, ids, full=False, lossy=lossy)
         if not ids or self._index.longest_child(tail.parent, ids)[1] == len(ids):
             return
@@ -275,10 +246,8 @@ class BlockPool:
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
         """Forget what only this token sequence has: from its end on, until a block that is held or others continue, or
-        the public prefix, which is nobody's, or one of nothing but the first `keep` tokens.
-
-        Returns how many blocks went, a partial tail included.
-        """
+        the public prefix, which is nobody's, or one of nothing but the first `keep` tokens. Returns how many blocks
+        went, a partial tail included."""
         size, gone = self.block_size, 0
         first = max(keep // size, root.blocks if isinstance(root, ForkedRoot) else 0)
         for full in range(len(hashes), first - 1, -1):
@@ -300,10 +269,8 @@ class BlockPool:
         return gone
 
     def drop(self, block_hash: bytes) -> int:
-        """Take a block, whose content is wrong, and all that continues it out of the index: nobody finds them any more.
-
-        Who holds one of them goes on holding it. Returns how many full blocks went.
-        """
+        """Take a block, whose content is wrong, and all that continues it out of the index; holders go on holding them.
+        Returns how many full blocks went."""
         block = self._index.find(block_hash)
         if block is None:
             return 0
@@ -315,9 +282,13 @@ class BlockPool:
         self._sever(block_hash)
         return before - self._index.addressed
 
-    def take_changes(self) -> PoolChanges:
-        """What was removed and stored since the last call."""
-        changes = PoolChanges(self._removed, self._stored)
+    def take_changes(self, tier: Tier) -> list[TierEvents]:
+        """What was removed and stored since the last call: removals came first."""
+        changes = []
+        if self._removed:
+            changes.append(TierEvents(tier, True, (BlockRun(b"", tuple(self._removed)),)))
+        if self._stored:
+            changes.append(TierEvents(tier, False, tuple(BlockRun(before, tuple(run)) for before, run in self._stored)))
         self._removed, self._stored = [], []
         return changes
 

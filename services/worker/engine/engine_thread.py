@@ -101,7 +101,7 @@ class EngineThread:
     @property
     def is_lending(self) -> bool:
         """Whether a peer is being sent blocks just now."""
-        return self._engine.tiers is not None and bool(self._engine.tiers.lent)
+        return bool(self._engine.tiers.lent)
 
     def measure(self) -> tuple[Load, Rates]:
         """Load and rates as of a moment ago; waits for nothing."""
@@ -109,13 +109,13 @@ class EngineThread:
 
     @property
     def protected_blocks_total(self) -> int:
-        tiers = self._engine.tiers
-        return 0 if tiers is None or tiers.protector is None else tiers.protector.protected_total
+        protector = self._engine.tiers.protector
+        return 0 if protector is None else protector.protected_total
 
     def copied_bytes(self) -> tuple[int, int]:
         """From the host to the device, and from the device to the host."""
-        tiers = self._engine.tiers
-        return (0, 0) if tiers is None else (tiers.copier.bytes_in_total, tiers.copier.bytes_out_total)
+        copier = self._engine.tiers.copier
+        return copier.bytes_in_total, copier.bytes_out_total
 
     @property
     def step_age_s(self) -> float:
@@ -165,7 +165,7 @@ class EngineThread:
                         self._wake.wait(NOTHING_RAN_S)
                 elif not self._stopping and not self._engine.verify():
                     self._measure(0.0)
-                    if (due_in := self._engine.due_in) is None and time.monotonic() >= self._check_due:
+                    if (due_in := self._engine.tiers.due_in()) is None and time.monotonic() >= self._check_due:
                         # Better to crash on wrong books than to serve wrong blocks: a part of them each time.
                         self._engine.audit()
                         self._check_due = time.monotonic() + CHECK_PERIOD_S

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import count
 
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, SequenceState
+from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, SequenceState, SequenceTrace
 from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import StopStrings, TextStream
 from kvproto.errors import EngineFailure, InvalidRequest, OutOfMemory
-from kvproto.messages import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -119,46 +119,40 @@ class LiveSequences:
         assert sum(map(len, self._choices.values())) == len(self._sequences)
 
 
+@dataclass(slots=True)
 class TracedDraws:
     """When traced sequences draw their first token. `steps` counts those that drew a token."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.undrawn: list[Sequence] = []  # that have started and drawn nothing yet
+    steps: int = 0
+    undrawn: list[tuple[Sequence, SequenceTrace]] = field(default_factory=list)  # have started and drawn nothing yet
 
-    def started(self, sequence: Sequence, now: float) -> None:
-        assert sequence.spec.trace is not None
-        sequence.spec.trace.admitted = now
-        self.undrawn.append(sequence)
+    def started(self, sequence: Sequence, trace: SequenceTrace, now: float) -> None:
+        trace.admitted = now
+        self.undrawn.append((sequence, trace))
 
-    def left(self, sequence: Sequence, now: float) -> None:
-        assert sequence.spec.trace is not None
+    def left(self, sequence: Sequence, trace: SequenceTrace, now: float) -> None:
         self.note(now)
-        sequence.spec.trace.leaves(now, self.steps, sequence.num_outputs - len(sequence.spec.output_ids))
+        trace.leaves(now, self.steps, sequence.num_outputs - len(sequence.spec.output_ids))
 
     def note(self, now: float) -> None:
         """Of those that have drawn a first token, or are gone."""
         undrawn, self.undrawn = self.undrawn, []
-        for sequence in undrawn:
-            assert sequence.spec.trace is not None
+        for sequence, trace in undrawn:
             if sequence.num_outputs > len(sequence.spec.output_ids):
-                sequence.spec.trace.drawn(now, self.steps)
+                trace.drawn(now, self.steps)
             elif sequence.state is not SequenceState.FINISHED:
-                self.undrawn.append(sequence)
+                self.undrawn.append((sequence, trace))
 
 
 def _check(spec: SequenceSpec, vocab_size: int) -> None:
-    """Lengths against the context are `context_window`'s business."""
+    """Lengths against the context are `context_window`'s business. Not-a-number fails every comparison, so each one
+    says what must hold."""
+    sampling = spec.sampling
     if not spec.prompt_ids:
         raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")
-    for field, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
+    for name, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            raise InvalidRequest(f"token ids must lie in 0 to {vocab_size - 1}", field=field)
-    _check_sampling(spec.sampling)
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    """Not-a-number fails every comparison, so each one says what must hold."""
+            raise InvalidRequest(f"token ids must lie in 0 to {vocab_size - 1}", field=name)
     if sampling.max_tokens < 1:
         raise InvalidRequest("must be at least 1", field="max_tokens")
     if not sampling.temperature >= 0:

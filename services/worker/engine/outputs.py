@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import BlockRun, FinishReason, KvEvents, Tier, TierEvents, Tokens
+from kvproto.messages import FinishReason, KvEvents, Tier, TierEvents, Tokens
 from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 
@@ -61,19 +61,14 @@ SequenceOutput = SequenceStarted | Tokens | SequenceFinished | SequenceFailed
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step. In the content index all of `removed` left before any of `stored` came.
-
-    `stored` holds runs of blocks that follow one another: (hash before the run, hashes of the run).
-    """
+    """One step, and what changed in each tier, in its order."""
 
     outputs: list[SequenceOutput] = field(default_factory=list)
-    stored: list[tuple[bytes, list[bytes]]] = field(default_factory=list)
-    removed: list[bytes] = field(default_factory=list)
+    changes: list[TierEvents] = field(default_factory=list)
     fed_tokens: int = 0  # tokens the model was run on
     prefill_tokens: int = 0  # those of them that belong to prompts
     sequences: int = 0  # that took part
     seconds: float = 0.0
-    below: list[TierEvents] = field(default_factory=list)  # what changed in tiers below the device
 
 
 class KvPublisher(EventLog):
@@ -94,12 +89,7 @@ class KvPublisher(EventLog):
         ran = False
         for result in results:
             ran = ran or result.sequences > 0
-            if result.removed:
-                self.note((TierEvents(Tier.DEVICE, True, (BlockRun(b"", tuple(result.removed)),)),))
-            if result.stored:
-                runs = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in result.stored)
-                self.note((TierEvents(Tier.DEVICE, False, runs),))
-            self.note(result.below)
+            self.note(result.changes)
         if ran or not hold or now >= self._last_at + IDLE_PERIOD_S:
             return self.flush(now)
         return None

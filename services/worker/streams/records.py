@@ -57,13 +57,13 @@ class _Lease:
         return now - self.unheard_since >= GONE_S and self.noticed_at >= self.asked_at  # the last was not taken either
 
 
+@dataclass(eq=False)
 class Leases:
     """One per inbox, held by the attempts that are read there."""
 
-    def __init__(self) -> None:
-        self._leases: dict[str, _Lease] = {}
-        self._by_number: dict[int, _Lease] = {}
-        self._numbers = 0
+    _leases: dict[str, _Lease] = field(default_factory=dict)
+    _by_number: dict[int, _Lease] = field(default_factory=dict)
+    _numbers: int = 0
 
     def hold(self, reader: Reader) -> None:
         lease = self._leases.get(reader.inbox)
@@ -161,16 +161,24 @@ class AttemptRecord:
     trace: AttemptTrace | None = None
 
     @property
+    def key(self) -> tuple[str, int]:
+        return self.request, self.attempt
+
+    @property
+    def ends(self) -> list[ChoiceFinished]:
+        """Of the choices that have ended."""
+        return [track.ended for track in self.tracks if track.ended is not None]
+
+    @property
     def output_tokens(self) -> int:
         """Of all choices together, those of earlier attempts included."""
         return sum(track.next_index for track in self.tracks)
 
     def failed(self, error: KvfleetError) -> Failed:
-        what = error.code, error.message, error.retryable, error.field
-        return Failed(self.request, self.attempt, *what, self.output_tokens, error.retry_after_s)
+        return failure(self.request, self.attempt, error, self.output_tokens)
 
     def is_of(self, tenant: str | None) -> bool:
-        """None: the asker may ask for any tenant."""
+        """None: of any."""
         return tenant is None or tenant == self.tenant
 
     def is_read_at(self, inbox: str) -> bool:
@@ -180,6 +188,11 @@ class AttemptRecord:
     def wants_pause(self) -> bool:
         """Whether no reader wants more for now."""
         return "" in self.paused_by or all(reader.inbox in self.paused_by for reader in self.readers)
+
+
+def failure(request: str, attempt: int, error: KvfleetError, output_tokens: int = 0) -> Failed:
+    what = error.code, error.message, error.retryable, error.field
+    return Failed(request, attempt, *what, output_tokens, error.retry_after_s)
 
 
 def tracks_of(request: GenerateRequest) -> tuple[list[Track], set[int]]:

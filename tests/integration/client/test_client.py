@@ -387,10 +387,10 @@ async def test_a_listener_that_fails_does_not_blind_the_client(fleet: FakeFleet,
 async def test_a_released_lease_stays_released(fleet: FakeFleet, client: Client) -> None:
     worker = await fleet.start("w0")
     await ready(client, 1)
-    await worker.loop._lease.release()
-    await worker.loop._lease.renew()
+    await worker.loop.parts.lease.release()
+    await worker.loop.parts.lease.renew()
     await asyncio.sleep(0.3)  # in which it could be written again
-    entry = await worker.loop._lease._bucket.get("worker.w0")
+    entry = await worker.loop.parts.lease._bucket.get("worker.w0")
     assert entry.value is None
 
 

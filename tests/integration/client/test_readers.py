@@ -401,7 +401,7 @@ async def test_readers_that_vanish_free_their_blocks(
     """A client that is killed, readers of batches (one's request runs, one's is parked) and of single frames whose
     connection ends: all at once. One that stays is not disturbed, nor is one whose connection breaks and comes back."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CLIENT, nats_url, worker.loop._subjects.namespace, stdout=subprocess.PIPE
+        sys.executable, "-c", CLIENT, nats_url, worker.loop.parts.subjects.namespace, stdout=subprocess.PIPE
     )
     try:
         assert process.stdout is not None

@@ -230,7 +230,7 @@ async def test_many_requests_are_told_in_few_messages(worker: FakeWorker, placem
     took = asyncio.get_running_loop().time() - began
     assert len(placement.messages) <= took / 0.02 + 1
     await asyncio.sleep(0.05)
-    assert worker.loop._broadcast._timer is None, "nothing runs while there is nothing to say"
+    assert worker.loop.parts.broadcast._timer is None, "nothing runs while there is nothing to say"
 
 
 async def test_a_snapshot_of_all_tiers_and_what_a_record_says_of_blocks(

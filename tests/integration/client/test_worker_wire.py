@@ -240,7 +240,7 @@ async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, 
         def encode(self, text: str, add_special_tokens: bool) -> None:
             raise RuntimeError("a tokenizer's fault")
 
-    worker.loop.requests._encode_prompt = prompt_encoder_of(Broken())
+    worker.loop.parts.encode_prompt = prompt_encoder_of(Broken())
     for text in ("short", LONG_TEXT):
         receiver = Receiver(client)
         await send(client, request(client, prompt_ids=(), prompt=text))
