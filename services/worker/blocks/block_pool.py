@@ -1,4 +1,4 @@
-"""Who holds which block of the KV pool, and what the unheld ones still contain. Pure; the engine thread owns it.
+"""Who holds which block of the KV pool, and what the others still contain. Pure; the engine thread owns it.
 
     free ──allocate──▶ held (refs > 0) ──release, nothing kept──▶ free
                         │  ▲                                       ▲
@@ -8,19 +8,16 @@
 
 Five rules keep it simple:
 
-* A sequence holds a chain: the holder of a block holds all blocks before it. `fill` swaps a block whose content is
-  cached already for the cached one, so the rule holds for duplicates too. Hence everything that continues an idle
-  block is idle, and *every* idle block can be had by evicting leaves: available = free + idle.
-* The one exception are `windowed` sequences: they let go of leading blocks that no later token reaches, and hold on to
-  what follows. Leaf-first then means: a block goes once nothing *idle* continues it directly. With a block that
-  goes, everything that continues it leaves the index too, held or not: nobody can find it any more. So what is in the
-  index always has all blocks before it in the index as well.
-* Full blocks are shared by reference, found by hash. Anything less than a full block is shared by copy: `match` names a
-  donor and how many of its leading tokens agree, the caller copies it into a block of its own.
-* Evictions happen in `allocate` only and blocks are stored in `fill` only, so within one engine step all removals come
-  before all stores.
-* Along a chain in the index what is exact comes first and what is lossy (quantised once, or computed on such) after it.
-  A request for exact results neither reads lossy blocks nor lists what it computed in their place.
+* A sequence holds a chain: the holder of a block holds all blocks before it (`fill` swaps duplicates for the cached
+  block). So everything that continues an idle block is idle, and evicting leaves yields all: available = free + idle.
+* `windowed` sequences are the exception: they let go of leading blocks that no later token reaches. A block then goes
+  once nothing *idle* continues it directly, and everything that continues it leaves the index with it, held or not. So
+  what is in the index always has all blocks before it in the index as well.
+* Full blocks are shared by reference, found by hash. Less than a block is shared by copy: `match` names a donor and how
+  many of its leading tokens agree, the caller copies it into a block of its own.
+* Only `allocate` evicts and only `fill` stores, so within one engine step all removals come before all stores.
+* Along a chain in the index what is exact comes first, and what is lossy (quantised once, or computed on such) after
+  it. A request for exact results neither reads lossy blocks nor lists what it computed in their place.
 """
 
 from __future__ import annotations
@@ -81,7 +78,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks nobody holds that still have content."""
+        """Blocks without a holder that still have content."""
         return self._idle
 
     @property
@@ -115,10 +112,8 @@ class BlockPool:
     def match(
         self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], limit: int, *, exact: bool = False
     ) -> Match:
-        """Longest cached prefix of `ids[:limit]`, to the token; changes nothing. `exact`: nothing lossy.
-
-        `hashes` is the chain over the full blocks of `ids` under `root`.
-        """
+        """Longest cached prefix of `ids[:limit]`, to the token; `hashes` is the chain over the full blocks of `ids`
+        under `root`. `exact`: nothing lossy."""
         size = self.block_size
         blocks = self.chain_to(hashes[: limit // size], exact=exact)
         full = len(blocks)
@@ -184,10 +179,8 @@ class BlockPool:
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks for one holder, evicting cached ones as needed; their bytes are whatever was there before.
-
-        Raises ValueError, and changes nothing, if fewer are available.
-        """
+        """`count` blocks for one holder, of unknown content, evicting cached ones as needed. Raises ValueError, and
+        changes nothing, if fewer are available."""
         if count > self.available:
             raise ValueError(f"{count} blocks asked for, {self.available} available")
         blocks = []

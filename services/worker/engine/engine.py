@@ -70,10 +70,7 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def add(self, spec: SequenceSpec) -> None:
-        """Accept a sequence: from here on it ends in exactly one terminal output.
-
-        Raises what `LiveSequences.accept` does.
-        """
+        """From here on the sequence ends in exactly one terminal output. Raises what `LiveSequences.accept` does."""
         now = self._clock()
         sequence = self.sequences.accept(spec, now)
         self.scheduler.enqueue(sequence)
@@ -82,11 +79,9 @@ class Engine:
             self._finish(sequence, reason)
 
     def cancel(self, request: str, attempt: int | None = None, received: Items[int] = ()) -> int:
-        """End a request's sequences with Cancelled, in the next step's outputs; unknown ones are ignored.
-
-        They are in no step any more, and their blocks are free. What was computed of a choice past the tokens that its
-        last reader has `received` is forgotten: nobody could name it to have it erased. Returns how many there were.
-        """
+        """End a request's sequences with Cancelled, in the next step's outputs. They are in no step any more, and their
+        blocks are free. What was computed of a choice past the tokens that its last reader has `received` is forgotten:
+        nobody could name it to have it erased. Returns how many sequences there were."""
         self.runner.abort.obeyed(request, attempt)
         found = self.sequences.find(request, attempt)
         for sequence in found:
@@ -138,10 +133,8 @@ class Engine:
                 self.scheduler.enqueue(sequence)
 
     def abandon(self, error: KvfleetError) -> StepResult:
-        """The last outputs of an engine that will not step again: every sequence fails with `error`.
-
-        Looks at no scheduler and no pool, so it works whatever state an exception left them in.
-        """
+        """The last outputs of an engine that will not step again: every sequence fails with `error`. Looks at no
+        scheduler and no pool, so it works whatever state an exception left them in."""
         outputs, self._outputs = self._outputs, []
         gone = self.sequences.clear()
         outputs.extend(SequenceFailed(request, attempt, error, choice) for request, attempt, choice in gone)
@@ -228,7 +221,6 @@ class Engine:
                 self._advance(sequence, token.token, token.logprobs)
 
     def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """A token was drawn: emit what may leave, and see whether the sequence ends."""
         stopped = token in sequence.stop_ids
         if not stopped:
             sequence.append(token, self.pool.block_size)
@@ -313,7 +305,6 @@ class Engine:
         return self.counters.load(self.scheduler, self.tiers, self._clock())
 
     def rates(self) -> Rates:
-        """Measured from steps; 0 until measured."""
         times = self._times
         return Rates(
             times.prefill_tokens_per_s,

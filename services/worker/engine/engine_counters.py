@@ -1,6 +1,6 @@
 """What this engine has done since its start: plain numbers that any thread may read while they grow.
 
-The engine's thread owns them. What steps take is `schedule.step_times`' business.
+The engine's thread owns them. What steps take is `schedule.step_pacer`' business.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class EngineCounters:
             self.costs.share(seconds)
 
     def load(self, scheduler: Scheduler, tiers: Tiers, now: float) -> Load:
-        """Requests, blocks and tokens now; `*_total` count since the start."""
         pool, queued = scheduler.pool, scheduler.queued()
         return Load(
             waiting=len(scheduler.waiting) + tiers.waiting,

@@ -18,10 +18,9 @@ from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 @dataclass(frozen=True, slots=True)
 class SequenceStarted:
-    """First scheduled; `cached_tokens` were found in the pool. Of several choices all but the first find there what
-    that one computed. `prompt_tokens` are those that the model saw at first: fewer than were asked for where the prompt
-    was truncated.
-    """
+    """First scheduled; `cached_tokens` were found in the pool: of several choices all but the first find there what
+    that one computed. `prompt_tokens`: what the model saw at first, less than was asked where the prompt was
+    truncated."""
 
     request: str
     attempt: int
@@ -31,6 +30,17 @@ class SequenceStarted:
     choice: int = 0
     restored: dict[Tier, int] = field(default_factory=dict)  # of the cached tokens, those brought from below for it
     recomputed_tokens: int = 0  # of a continued attempt: prompt and outputs that an earlier one had computed already
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Of the prompt at most all, though a continued attempt may find its own outputs too. What was not brought from
+        below was on the device."""
+        hit, cached = min(self.cached_tokens, self.prompt_tokens), {}
+        for tier, tokens in self.restored.items():
+            if count := min(tokens, hit):
+                cached[tier.value] = count
+                hit -= count
+        return {Tier.DEVICE.value: hit} | cached if hit else cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +92,8 @@ class KvPublisher(EventLog):
     """
 
     def batch(self, results: Iterable[StepResult], now: float, *, hold: bool = True) -> KvEvents | None:
-        """One event for what the steps changed, in their order; None if that is nothing, or if it waits.
-
-        `hold` False: nothing waits, so every digest the engine may name has an event.
-        """
+        """One event for what the steps changed, in their order; None if that is nothing, or if it waits. `hold` False:
+        nothing waits, so every digest the engine may name has an event."""
         ran = False
         for result in results:
             ran = ran or result.sequences > 0

@@ -64,13 +64,12 @@ class TenantShare:
 
 
 class TenantShares:
-    """Tenants with sequences in the scheduler, and those that left with more than their share.
+    """A virtual token counter per tenant (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each
+    token that the model is run on for a tenant counts one, once; cached tokens and those computed again count nothing.
 
-    A virtual token counter per tenant (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each
-    token that the model is run on for a tenant counts one, once. Cached tokens and those computed again after a
-    preemption count nothing. Among equals the tenant served least goes next: two tenants that both want more than they
-    get are thus served alike. Nobody saves up: a tenant that comes back after a silence starts level with the least
-    served of those that are busy, and when nobody is left all is forgotten.
+    Among equals the tenant served least goes next, so two tenants that both want more than they get are served alike.
+    No tenant saves up: one that comes back starts level with the least served of those that are busy, and when no
+    tenant is left all is forgotten.
     """
 
     def __init__(self) -> None:
@@ -89,7 +88,6 @@ class TenantShares:
         return share
 
     def leave(self, tenant: str) -> None:
-        """A sequence of `tenant` neither waits nor runs any more."""
         self._shares[tenant].sequences -= 1
         if not any(share.sequences for share in self._shares.values()):
             self._shares.clear()

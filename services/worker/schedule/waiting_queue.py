@@ -77,7 +77,7 @@ class Group:
 
 
 class WaitingQueue:
-    """Adding and removing cost a search in one group; owned by the scheduler."""
+    """Owned by the scheduler."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, str], Group] = {}
@@ -94,11 +94,11 @@ class WaitingQueue:
         self._count += 1
 
     def remove(self, sequence: Sequence) -> None:
-        group = self._groups[_group_of(sequence)]
-        group.remove(sequence)
+        key = _group_of(sequence)
+        self._groups[key].remove(sequence)
         self._count -= 1
-        if not group:
-            del self._groups[_group_of(sequence)]
+        if not self._groups[key]:
+            del self._groups[key]
 
     @property
     def highest_priority(self) -> int:
@@ -119,10 +119,8 @@ class WaitingQueue:
 
 class ServiceOrder:
     """One step's candidates for prompt tokens, best first: prompts `begun`, and each group of waiting ones in turn.
-
-    Counters only grow while a step is planned, so keys only get worse, and it is enough to look again at a candidate
-    that comes to the top.
-    """
+    While a step is planned counters only grow, so keys only get worse: only a candidate that comes to the top is looked
+    at."""
 
     def __init__(self, begun: Iterable[Sequence], waiting: Iterable[Iterable[Sequence]], now: float) -> None:
         self._now = now
@@ -134,7 +132,6 @@ class ServiceOrder:
         heapify(self._heap)
 
     def pop(self) -> Sequence | None:
-        """The best candidate that is left."""
         while self._heap:
             key, sequence, rest = heappop(self._heap)
             if (current := self._key(sequence)) != key:
@@ -157,12 +154,11 @@ class ServiceOrder:
 
 
 class PromptLeaders:
-    """Who is computing what others need next, so that no prefix is computed twice at the same time; lives for a step.
+    """Who computes what others need next, so that no prefix is computed twice at the same time; lives for a step.
 
-    A sequence whose next block a running one is at does better to wait for it. It gives its turn to that one, its
-    leader: so a request of high priority never waits for one that nobody serves. Choices of one prompt follow the first
-    of them to the last token of the prompt, everybody else follows by the hash of the next full block. `begun` are the
-    running sequences that need more than one token.
+    A sequence whose next block a running one is at gives its turn to that one, its leader, and waits for it: so a
+    request of high priority never waits for one that is not served. Choices of one prompt follow the first of them to
+    the prompt's last token, all others follow by the hash of the next full block. `begun` need more than one token.
     """
 
     def __init__(self, begun: Iterable[Sequence], block_size: int) -> None:

@@ -23,16 +23,7 @@ from kvproto import codec
 from kvproto.block_hash import Root, chain
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PayloadTooLarge, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
-from kvproto.messages import (
-    AdminCommand,
-    AdminReply,
-    AdminRequest,
-    Heartbeat,
-    Inspection,
-    SnapshotRequest,
-    Tier,
-    WorkerStats,
-)
+from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Inspection, SnapshotRequest, Tier, WorkerStats
 from kvproto.nats_message import Message
 from kvproto.subjects import is_inbox
 
@@ -75,7 +66,7 @@ class AdminDesk:
     """Owned by the worker's event loop. Each question is answered in a task of its own; callbacks never wait."""
 
     parts: WorkerParts
-    heartbeat: Callable[[], Heartbeat]
+    stats: Callable[[], WorkerStats]
     begin_drain: Callable[[], None]
     _kept: dict[str, tuple[float, bytes]] = field(default_factory=dict)
     _long_questions: LongAdminQuestions = field(default_factory=LongAdminQuestions)
@@ -123,7 +114,7 @@ class AdminDesk:
         if request.command is AdminCommand.BUNDLE:
             return self._bundle
         if request.command is AdminCommand.STATS:
-            return codec.encode(WorkerStats(self.parts.record, self.heartbeat()))
+            return codec.encode(self.stats())
         if request.command is AdminCommand.DRAIN:
             self.begin_drain()
             return b""

@@ -51,11 +51,8 @@ class Broadcast:
         self.wake()
 
     async def snapshot(self, engine: EngineThread, asked: Tier | None) -> list[Snapshot]:
-        """All parts of what the engine holds now. Raises EngineFailure if it is gone.
-
-        Its answer comes when the steps before it have been told. While it is awaited no change is held back, so the
-        digest it names is always that of an event.
-        """
+        """All parts of what the engine holds now. Its answer comes when the steps before it have been told; while it is
+        awaited no change is held back, so the digest it names is always that of an event. Raises EngineFailure."""
         self._snapshots += 1
         try:
             self._send_events(self.publisher.flush(asyncio.get_running_loop().time()))
@@ -84,7 +81,6 @@ class Broadcast:
             self._unsure_since = asyncio.get_running_loop().time() - UNSURE_S
 
     async def back(self) -> None:
-        """There is a connection again."""
         self._say_again()
         self._settling = asyncio.get_running_loop().call_later(ALL_BACK_S, partial(self._say_again, is_over=True))
 

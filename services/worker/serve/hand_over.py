@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvfleet.worker.engine.engine import Engine
@@ -24,17 +24,7 @@ from kvfleet.worker.streams.records import AttemptRecord, Reader
 from kvfleet.worker.tiers.offloader import Chain
 from kvproto import codec
 from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
-from kvproto.messages import (
-    Capsule,
-    Continuation,
-    Encoding,
-    Frame,
-    GenerateRequest,
-    Moved,
-    PreloadPlan,
-    PreloadRequest,
-    Tier,
-)
+from kvproto.messages import Capsule, Continuation, Frame, GenerateRequest, Moved, PreloadPlan, PreloadRequest, Tier
 from kvservice.tracing import work_for
 
 log = logging.getLogger(__name__)
@@ -91,8 +81,8 @@ class HandOver:
         try:
             async with asyncio.timeout_at(settled_by):
                 await self.parts.engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
-                while to_vaults and not await self.parts.engine.call(lambda engine: engine.tiers.is_settled):
-                    await asyncio.sleep(POLL_S)
+                if to_vaults:
+                    await self.parts.engine.settled()
         except TimeoutError:
             log.warning("the engine has not let go of all blocks in time")
         except KvfleetError as error:  # the engine is gone: what it told until now is all there is
@@ -125,8 +115,8 @@ class HandOver:
         limit_s = min(CAPSULE_S, max(until - clock(), LEAST_S))
         refusal: Draining | None = None
         request, about = record.request, {"request": record.request}
+        placements = self.parts.subjects.placement_capsules()
         try:
-            placements = self.parts.subjects.placement_capsules()
             await self.parts.connection.request(placements, codec.encode(capsule), limit_s)
         except (KvfleetError, TimeoutError) as error:
             why = "no placement is there to move it" if isinstance(error, WorkerLost) else str(error)
@@ -152,19 +142,15 @@ class HandOver:
         )
         for reader in record.readers:
             if reader != carried:
-                self.parts.outbox.send_to(reader, [moved if reader.encoding is Encoding.FRAMES else late])
+                self.parts.outbox.send_to(reader, [moved if reader.reads_batches else late])
         # A plain reader that was told to ask again will not say that it goes on.
-        record.readers = [one for one in record.readers if one == carried or one.encoding is Encoding.FRAMES]
+        record.readers = [one for one in record.readers if one == carried or one.reads_batches]
 
 
 async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
-    """The blocks in demand that only this worker has go to vaults. Returns when these have what they take of it, after
-    `limit_s` at the latest. Never raises.
-
-        handed over ──▶ placement names such prefixes, hottest first ──▶ device ─▶ host ─▶ vaults
-
-    Only if somebody stays: where all go at once nobody will ask for them.
-    """
+    """The blocks in demand that only this worker has go to vaults: placement names such prefixes, hottest first.
+    Returns when vaults have what they take of it, after `limit_s` at the latest. Never raises. Where all workers go at
+    once nothing is left behind: nobody will ask for it."""
     somebody_is_ready = parts.somebody_is_ready
     if limit_s < LEAST_DEMAND_S:
         return
@@ -194,8 +180,7 @@ async def _leave_behind(parts: WorkerParts) -> None:
     if not chains:
         return
     await engine.call(lambda engine: _offer(engine, chains))
-    while not await engine.call(lambda engine: engine.tiers.is_settled):
-        await asyncio.sleep(POLL_S)
+    await engine.settled()
     offered = sum(chain.end for chain in chains)
     log.info("%d blocks of %d prefixes in demand were left to vaults", offered, len(chains))
 
@@ -208,7 +193,7 @@ def _offer(engine: Engine, chains: list[Chain]) -> None:
 
 def _plain(record: AttemptRecord) -> Reader | None:
     """Whom a capsule is for: a bare producer. Readers of batches go on by themselves."""
-    return next((reader for reader in record.readers if reader.encoding is not Encoding.FRAMES), None)
+    return next((reader for reader in record.readers if not reader.reads_batches), None)
 
 
 def _needs_placement(record: AttemptRecord) -> bool:
@@ -216,13 +201,13 @@ def _needs_placement(record: AttemptRecord) -> bool:
     return bool(record.watchers) and _plain(record) is not None and not record.is_left
 
 
-def _hand_over(engine: Engine, keys: Iterable[tuple[str, int]], *, keep: bool) -> None:
-    for request, attempt in keys:
-        engine.hand_over(request, attempt, keep=keep)
+def _hand_over(engine: Engine, keys: list[tuple[str, int]], *, keep: bool) -> None:
+    for key in keys:
+        engine.hand_over(*key, keep=keep)
 
 
 def _carried(record: AttemptRecord, asked: GenerateRequest, worker: str, now: float) -> GenerateRequest:
-    """The request as another worker is to go on with it. Pure."""
+    """The request as another worker is to go on with it."""
     choices = []
     for number, track in enumerate(record.tracks):
         before = asked.continuation(number)

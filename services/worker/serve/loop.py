@@ -22,7 +22,7 @@ from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
 from kvproto.errors import DeadlineExceeded, KvfleetError
-from kvproto.messages import Frame, Heartbeat, Load, Rates, State
+from kvproto.messages import Frame, Heartbeat, Load, Rates, State, WorkerStats
 from kvproto.nats_message import Subscription
 from kvproto.subjects import receipt_inboxes
 from kvproto.tasks import end
@@ -51,33 +51,27 @@ class WorkerLoop:
         self._rates = Rates()
         self.hand_over = HandOver(parts)
         self.requests = RequestDesk(parts, self.hand_over.let_go, lambda: self._state, self._spawn)
-        self.admin = AdminDesk(parts, self.heartbeat, self._asked_to_drain)
+        self.admin = AdminDesk(parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain)
 
     async def start(self) -> None:
         """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
         me, names, desk = self.record.id, self.parts.subjects, self.requests
         self.parts.connection.on_disconnect.append(self.parts.broadcast.away)
         self.parts.connection.on_reconnect.append(self.parts.broadcast.back)
-        verbs = (
-            ("generate.*", desk.on_generate),
-            ("cancel", desk.on_cancel),
-            ("cancel.*", desk.on_cancel),
-            ("resend", desk.on_resend),
-            ("resend.*", desk.on_resend),
-            ("pause", desk.on_pause),
-            ("pause.*", desk.on_pause),
-            ("admin", partial(self.admin.on_admin, among=REGION_COMMANDS)),
-        )
-        from_regions = [(names.region_worker(me, verb), callback) for verb, callback in verbs] if names.region else []
+        own = {
+            "generate.*": (names.worker_generate_all(me), desk.on_generate),
+            "cancel": (names.worker_cancel(me), desk.on_cancel),
+            "cancel.*": (names.worker_cancel_all(me), desk.on_cancel),
+            "resend": (names.worker_resend(me), desk.on_resend),
+            "resend.*": (names.worker_resend_all(me), desk.on_resend),
+            "pause": (names.worker_pause(me), desk.on_pause),
+            "pause.*": (names.worker_pause_all(me), desk.on_pause),
+        }
+        for_regions = {verb: callback for verb, (_, callback) in own.items()}
+        for_regions["admin"] = partial(self.admin.on_admin, among=REGION_COMMANDS)
         for subject, callback in (
-            *from_regions,
-            (names.worker_generate_all(me), desk.on_generate),
-            (names.worker_cancel(me), desk.on_cancel),
-            (names.worker_cancel_all(me), desk.on_cancel),
-            (names.worker_resend(me), desk.on_resend),
-            (names.worker_resend_all(me), desk.on_resend),
-            (names.worker_pause(me), desk.on_pause),
-            (names.worker_pause_all(me), desk.on_pause),
+            *((names.region_worker(me, verb), callback) for verb, callback in for_regions.items() if names.region),
+            *own.values(),
             (receipt_inboxes(self.parts.connection.inbox_prefix), desk.on_unheard),
             (names.worker_admin(me), self.admin.on_admin),
             (names.blocks(me), self.admin.on_snapshot),
@@ -156,7 +150,7 @@ class WorkerLoop:
         self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
 
     def on_results(self, results: list[StepResult]) -> None:
-        """Called on the loop with the results of one or more steps, in order."""
+        """The results of one or more steps, in order."""
         now = asyncio.get_running_loop().time()
         framed: list[tuple[AttemptRecord, Frame]] = []
         for result in results:

@@ -193,7 +193,7 @@ class RequestDesk:
             failed = answer.cancelled() or answer.exception() is not None  # the engine is gone, and all sequences
             self._departures.answered(count, () if failed else answer.result())
 
-        self._departures.ask(count)
+        self._departures.asked += count
         key = request.request, request.attempt
         self._engine.call(lambda engine: engine.make_room(*key, count)).add_done_callback(answered)
 

@@ -10,28 +10,14 @@ leave; it runs for as long as there is one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
-from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, tracks_of
+from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, Terminal, tracks_of
 from kvproto.errors import Unavailable
-from kvproto.messages import (
-    ChoiceFinished,
-    Failed,
-    Finished,
-    Frame,
-    GenerateRequest,
-    Milestone,
-    Moved,
-    Passed,
-    Progress,
-    Started,
-    Tier,
-    Tokens,
-)
+from kvproto.messages import ChoiceFinished, Finished, Frame, GenerateRequest, Moved, Passed, Progress, Started, Tokens
 from kvproto.subjects import is_inbox
 
 KEEP_FINISHED_S = 30.0
@@ -41,8 +27,6 @@ MAX_READERS = 16  # of an attempt, and as many watchers
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
 SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each: far below a message's limit
-
-MOVED = "moved"
 
 Key = tuple[str, int]
 
@@ -99,7 +83,7 @@ class FrameBook:
         record = AttemptRecord(
             name, attempt, [reader], watchers, *tracks_of(request), tenant, request, content, accepted_at=now
         )
-        self._note(record, Passed.ACCEPTED, now)
+        self.milestones.note(record, Passed.ACCEPTED, now)
         self._records[record.key] = self._running[record.key] = record
         return record
 
@@ -181,16 +165,14 @@ class FrameBook:
                 track.logprobs.extend(output.logprobs)
             if not record.has_spoken:  # tokens come thousands a second, and a flag is all they pay
                 record.has_spoken = True
-                self._note(record, Passed.FIRST_TOKEN, now)
+                self.milestones.note(record, Passed.FIRST_TOKEN, now)
             return [(record, output)]
         if isinstance(output, SequenceStarted):
             self.recomputed_total += output.recomputed_tokens
             if record.started is not None:
                 return []  # another choice of the same prompt: what it found is what the first one left
-            # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
-            cached = _by_tier(min(output.cached_tokens, output.prompt_tokens), output.restored)
             waited, again = output.queue_seconds, output.recomputed_tokens
-            started = Started(*record.key, self.worker, output.prompt_tokens, cached, waited, again)
+            started = Started(*record.key, self.worker, output.prompt_tokens, output.cached_by_tier, waited, again)
             return [self._start(record, started, now)]
         if isinstance(output, SequenceFinished):
             return self._finish(record, output, now)
@@ -224,17 +206,10 @@ class FrameBook:
         """As of when it left the queue: the word comes with the outputs of its first step, a prefill later."""
         record.started = started
         left_at = min(record.accepted_at + started.queue_s, now)
-        self._note(record, Passed.STARTED, left_at, started.prompt_tokens, dict(started.cached))
+        self.milestones.note(record, Passed.STARTED, left_at, started.prompt_tokens, dict(started.cached))
         return record, started
 
-    def _note(self, record: AttemptRecord, passed: Passed, now: float, *details: Any) -> None:
-        """Say to placements what an attempt came to. `details`: what a Milestone says besides."""
-        seconds = max(0.0, now - record.accepted_at)
-        self.milestones.add(Milestone(record.tenant, *record.key, passed, seconds, *details))
-
-    def end(
-        self, record: AttemptRecord, terminal: Finished | Failed | Moved, now: float
-    ) -> tuple[AttemptRecord, Frame]:
+    def end(self, record: AttemptRecord, terminal: Terminal, now: float) -> tuple[AttemptRecord, Frame]:
         """Close an attempt with its one terminal frame: the first that is given."""
         if record.terminal is not None:
             return record, record.terminal
@@ -247,8 +222,7 @@ class FrameBook:
         self._finished[record.key] = kept
         self._kept += kept
         self._running.pop(record.key, None)
-        code = terminal.code if isinstance(terminal, Failed) else MOVED if isinstance(terminal, Moved) else None
-        self._note(record, Passed.ENDED, now, 0, {}, terminal.output_tokens, code)
+        self.milestones.note(record, Passed.ENDED, now, 0, {}, terminal.output_tokens, record.code)
         if record.trace is not None:
             record.trace.end(record.started, record.output_tokens, terminal)
         while self._kept > KEEP_FINISHED_TOKENS and len(self._finished) > 1:
@@ -297,13 +271,3 @@ class FrameBook:
         key, kept = self._finished.popitem(last=False)
         self._kept -= kept
         del self._records[key]
-
-
-def _by_tier(hit: int, restored: Mapping[Tier, int]) -> dict[str, int]:
-    """Cached tokens by the tier they came from; what was not brought from below was on the device."""
-    cached: dict[str, int] = {}
-    for tier, tokens in restored.items():
-        if count := min(tokens, hit):
-            cached[tier.value] = count
-            hit -= count
-    return {Tier.DEVICE.value: hit} | cached if hit else cached

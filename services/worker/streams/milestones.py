@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvproto.messages import Milestone, Milestones
+from kvfleet.worker.streams.records import AttemptRecord
+from kvproto.messages import Milestone, Milestones, Passed
 
 KEPT = 16_384  # of an outage: some megabytes
 PER_MESSAGE = 512  # with ids of the longest kind 0.7 MB: below what one NATS message takes, and the wire's 65,536
@@ -33,6 +35,11 @@ class MilestoneLog:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def note(self, record: AttemptRecord, passed: Passed, now: float, *details: Any) -> None:
+        """What an attempt came to. `details`: what a Milestone says besides."""
+        seconds = max(0.0, now - record.accepted_at)
+        self.add(Milestone(record.tenant, *record.key, passed, seconds, *details))
 
     def add(self, item: Milestone) -> None:
         """The oldest one gives way if there are too many."""

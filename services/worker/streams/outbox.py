@@ -49,7 +49,7 @@ class Outbox:
         for record, frame in framed:
             for reader in record.readers:
                 # Of a cancel plain readers hear nothing: placement cancels what runs elsewhere, or says why not itself.
-                if reader.encoding is Encoding.FRAMES:
+                if reader.reads_batches:
                     batches.setdefault(reader.inbox, []).append(frame)
                 elif not (isinstance(frame, Failed) and frame.code == Cancelled.code):
                     self._send_plain(reader, frame)
@@ -60,7 +60,7 @@ class Outbox:
             self._send_batch(inbox, frames)
 
     def send_to(self, reader: Reader, frames: list[Frame]) -> None:
-        if reader.encoding is Encoding.FRAMES:
+        if reader.reads_batches:
             self._send_batch(reader.inbox, frames)
         else:
             for frame in frames:

@@ -29,12 +29,21 @@ GONE_S = 2.5  # a client that lost its server is back by then
 GONE_NOTICES = 3
 
 
+MOVED = "moved"
+
+Terminal = Finished | Failed | Moved
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Where frames of an attempt go, and how they are written."""
 
     inbox: str
     encoding: Encoding
+
+    @property
+    def reads_batches(self) -> bool:
+        return self.encoding is Encoding.FRAMES
 
 
 @dataclass(slots=True)
@@ -71,7 +80,7 @@ class Leases:
             self._numbers += 1
             lease = _Lease(reader.inbox, self._numbers, batches=True)
             self._leases[reader.inbox] = self._by_number[lease.number] = lease
-        lease.batches = lease.batches and reader.encoding is Encoding.FRAMES
+        lease.batches = lease.batches and reader.reads_batches
         lease.attempts += 1
 
     def release(self, reader: Reader) -> None:
@@ -152,7 +161,7 @@ class AttemptRecord:
     accepted_at: float
     has_spoken: bool = False  # its first token has come
     started: Started | None = None
-    terminal: Finished | Failed | Moved | None = None
+    terminal: Terminal | None = None
     finished_at: float = 0.0
     deadline: float = float("inf")  # of the event loop's clock
     paused_at: float | None = None
@@ -173,6 +182,11 @@ class AttemptRecord:
     def output_tokens(self) -> int:
         """Of all choices together, those of earlier attempts included."""
         return sum(track.next_index for track in self.tracks)
+
+    @property
+    def code(self) -> str | None:
+        """Why it ended, if not because all was generated."""
+        return MOVED if isinstance(self.terminal, Moved) else getattr(self.terminal, "code", None)
 
     def failed(self, error: KvfleetError) -> Failed:
         return failure(self.request, self.attempt, error, self.output_tokens)

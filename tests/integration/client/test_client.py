@@ -194,7 +194,7 @@ async def test_a_slow_reader_is_paused_and_misses_nothing(fleet: FakeFleet, clie
     async with asyncio.timeout(LIMIT_S):
         while stream.paused_since is None:
             await asyncio.sleep(0.01)
-    await until(lambda: not worker.thread._engine.load().running)
+    await until(lambda: not worker.thread.engine.load().running)
     load = await worker.thread.call(lambda engine: engine.load())
     assert load.running == 0, "a paused sequence takes part in no step"
     ids: list[int] = []

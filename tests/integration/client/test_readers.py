@@ -131,7 +131,7 @@ async def readers(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Any]:
 
 async def until_idle(worker: FakeWorker, seconds: float = FREED_S) -> None:
     async with asyncio.timeout(seconds):
-        while len(worker.loop.frames.running) or worker.thread._engine.load().blocks_used:
+        while len(worker.loop.frames.running) or worker.thread.engine.load().blocks_used:
             await asyncio.sleep(0.02)
 
 
@@ -428,7 +428,7 @@ async def test_readers_that_vanish_free_their_blocks(
         for reader in (batch, parked, plain):
             reader.vanish()
         async with asyncio.timeout(FREED_S):
-            while len(worker.loop.frames.running) > 2 or worker.thread._engine.load().running > 2:
+            while len(worker.loop.frames.running) > 2 or worker.thread.engine.load().running > 2:
                 await asyncio.sleep(0.02)
         had = len(stays.ids)
         await until(lambda: len(stays.ids) > had)

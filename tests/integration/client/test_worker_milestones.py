@@ -177,7 +177,7 @@ async def test_requests_of_an_engine_that_crashes(worker: FakeWorker, placement:
 
     await send("r1", sampling=ENDLESS)
     await placement.until("r1", Passed.FIRST_TOKEN)
-    worker.thread._engine.runner.run = crash  # type: ignore[method-assign, assignment]
+    worker.thread.engine.runner.run = crash  # type: ignore[method-assign, assignment]
     said = await placement.until("r1")
     assert (said[-1].passed, said[-1].code) == (Passed.ENDED, "engine_failure")
     assert worker.fatal == ["the engine failed: RuntimeError: broken kernel"]

@@ -137,7 +137,7 @@ async def test_the_time_a_prompt_takes_tells_nothing_of_another_tenants_cache(
     model's own time, so that it is exact; benchmarks/ingress/tenant_timing.py takes a real model's, over HTTP."""
     worker = await fleet.start("w0", fleet_key="k", blocks=4096)
     time = ModelTime()
-    runner: Any = worker.thread._engine.runner
+    runner: Any = worker.thread.engine.runner
     runner._prefill_seconds, runner._clock, runner._sleep = 1e-4, time.now, time.sleep
     for client in tenants.values():
         await ready(client, 1)

@@ -209,7 +209,7 @@ async def test_results_that_cannot_be_taken_are_a_crash() -> None:
         if taken == 3:
             raise RuntimeError("broken frames")
 
-    desk.thread._on_result = take
+    desk.thread.on_result = take
     desk.thread.start()
     desk.thread.submit(spec("r", [1], max_tokens=1_900))
     async with asyncio.timeout(LIMIT_S):
