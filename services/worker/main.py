@@ -63,7 +63,6 @@ def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bundle) -> WorkerRecord:
-    """Of a new life of this worker, which is still loading."""
     return WorkerRecord(
         id=worker,
         epoch=new_epoch(),

@@ -226,7 +226,7 @@ def readings(
         *_plain(_LOAD, lambda: worker.heartbeat().load),
         *_plain(_RATES, lambda: worker.heartbeat().rates),
         *_tier_readings(worker, engine),
-        *_by_label("tenant", _TENANT, engine.counters.costs.accounts),
+        *_by_label("tenant", _TENANT, lambda: engine.counters.costs.accounts),
         *_transfer_readings(engine, remote, served),
         *_device_readings(worker, watch),
         *_plain(_WORKER, lambda: worker),

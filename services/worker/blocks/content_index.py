@@ -33,7 +33,6 @@ class Content(NamedTuple):
     def of(
         cls, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, full: bool, lossy: bool
     ) -> Content:
-        """The `at`-th block of a chain, or its partial tail there."""
         own = hashes[at] if full else None
         return cls(parent_of(root, hashes, at), tuple(ids), own, before(root, hashes, at), root_at(root, at), lossy)
 

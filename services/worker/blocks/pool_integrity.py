@@ -50,7 +50,6 @@ class PoolAudit:
     _next: int = 0
 
     def look(self, holders: Iterable[Sequence[int]], blocks: int = AUDITED) -> None:
-        """`holders`: the blocks of every holder."""
         pool = self.pool
         held = {block for blocks_held in holders for block in blocks_held if block >= 0}
         _ensure(pool.used == len(held), f"{pool.used} blocks are in use, holders have {len(held)}")

@@ -127,7 +127,6 @@ class Engine:
                 self.scheduler.pause(sequence)
 
     def resume(self, request: str, attempt: int | None = None) -> None:
-        """Let a paused request go on, at its old place among the waiting ones."""
         for sequence in self.sequences.find(request, attempt):
             if sequence.state is SequenceState.PAUSED:
                 self.scheduler.enqueue(sequence)

@@ -95,7 +95,6 @@ class BlockTables:
             sequence.passed = reached
 
     def let_go(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        """All blocks go back to the pool, the partial last one kept where it is of use."""
         size = self._size
         last = sequence.computed // size
         if keep_tail and sequence.computed % size and sequence.filled == last and self._is_findable(sequence, last):

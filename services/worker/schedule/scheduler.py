@@ -302,7 +302,6 @@ def _runs(sequence: Sequence) -> bool:
 
 
 def _draw(sequence: Sequence) -> Draw:
-    """The next token's, with what the request asks for and nothing else."""
     spec, index = sequence.spec, sequence.num_outputs
     banned = sequence.banned if index < spec.sampling.min_tokens else ()
     if sequence.prompt_seen is None or sequence.penalised is None:

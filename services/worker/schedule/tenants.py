@@ -32,27 +32,25 @@ class TenantCosts:
 
     def __init__(self, most: int = MOST_TENANTS) -> None:
         self._most = most
-        self._accounts = {name: TenantAccount() for name in (*FIRST, OTHER)}
+        self.accounts: Mapping[str, TenantAccount] = {name: TenantAccount() for name in (*FIRST, OTHER)}
 
     def of(self, tenant: str) -> TenantAccount:
         """Whose costs are counted there; that of all others once there are too many."""
-        account = self._accounts.get(tenant)
+        account = self.accounts.get(tenant)
         if account is None:
-            if len(self._accounts) > self._most:
-                return self._accounts[OTHER]
-            self._accounts = self._accounts | {tenant: (account := TenantAccount())}  # who reads it has the old one
+            if len(self.accounts) > self._most:
+                return self.accounts[OTHER]
+            account = TenantAccount()
+            self.accounts = {**self.accounts, tenant: account}  # who reads it has the old one
         return account
 
     def share(self, seconds: float) -> None:
         """A step has ended that took so long."""
-        total = sum(account.step_tokens for account in self._accounts.values())
-        for account in self._accounts.values():
+        total = sum(account.step_tokens for account in self.accounts.values())
+        for account in self.accounts.values():
             if account.step_tokens:
                 account.engine_seconds += account.step_tokens * (seconds / total)
                 account.step_tokens = 0
-
-    def accounts(self) -> Mapping[str, TenantAccount]:
-        return self._accounts
 
 
 @dataclass(slots=True)

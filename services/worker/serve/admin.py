@@ -186,7 +186,6 @@ class AdminDesk:
         return data
 
     async def _snapshot(self, message: Message) -> None:
-        """What this worker holds, raw, in parts under the size of a NATS message."""
         try:
             asked = codec.decode(SnapshotRequest, message.data).tier
             parts = await self.parts.broadcast.snapshot(self.parts.engine, asked)

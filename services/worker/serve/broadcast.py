@@ -45,7 +45,6 @@ class Broadcast:
     _snapshots: int = 0  # being taken
 
     def changes(self, results: Sequence[StepResult]) -> None:
-        """What the cache became by these steps, and what their attempts came to."""
         now = asyncio.get_running_loop().time()
         self._send_events(self.publisher.batch(results, now, hold=not self._snapshots))
         self.wake()

@@ -207,7 +207,6 @@ def _hand_over(engine: Engine, keys: list[tuple[str, int]], *, keep: bool) -> No
 
 
 def _carried(record: AttemptRecord, asked: GenerateRequest, worker: str, now: float) -> GenerateRequest:
-    """The request as another worker is to go on with it."""
     choices = []
     for number, track in enumerate(record.tracks):
         before = asked.continuation(number)

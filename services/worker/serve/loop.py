@@ -150,7 +150,6 @@ class WorkerLoop:
         self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
 
     def on_results(self, results: list[StepResult]) -> None:
-        """The results of one or more steps, in order."""
         now = asyncio.get_running_loop().time()
         framed: list[tuple[AttemptRecord, Frame]] = []
         for result in results:

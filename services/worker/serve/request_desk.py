@@ -80,7 +80,6 @@ class RequestDesk:
     # ------------------------------------------------------------------ generate
 
     async def on_generate(self, message: Message) -> None:
-        """Accept one attempt and hand it to the engine, or say why not to the one who waits for the acknowledgement."""
         tenant = message.subject.rsplit(".", 1)[-1]
         if not may_read(message.reply, tenant):
             self.refused_total += 1  # not even that is told there
@@ -254,7 +253,6 @@ class RequestDesk:
             self._park(record)
 
     async def on_unheard(self, message: Message) -> None:
-        """NATS says that nobody subscribes to a reader's inbox."""
         number = message.subject.rsplit(".", 1)[-1]
         if is_no_responders(message) and number.isdecimal():
             self._frames.leases.on_notice(int(number), asyncio.get_running_loop().time())

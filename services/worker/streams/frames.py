@@ -180,7 +180,6 @@ class FrameBook:
         return [self.end(record, record.failed(output.error), now)]
 
     def _finish(self, record: AttemptRecord, output: SequenceFinished, now: float) -> list[tuple[AttemptRecord, Frame]]:
-        """A choice has ended; the attempt with it, if it was the last."""
         ended = ChoiceFinished(*record.key, output.choice, output.reason, output.output_tokens)
         record.tracks[output.choice].ended = ended
         record.pending.discard(output.choice)
@@ -263,7 +262,6 @@ class FrameBook:
         ]
 
     def sweep(self, now: float) -> None:
-        """Forget what finished more than 30 s ago."""
         while self._finished and now - self._records[next(iter(self._finished))].finished_at >= KEEP_FINISHED_S:
             self._forget()
 

@@ -67,7 +67,6 @@ class Outbox:
                 self._send_plain(reader, frame)
 
     def ask_for_receipts(self, now: float) -> None:
-        """Where nothing was sent of late."""
         for inbox in self.leases.due(now):
             self.send(inbox, NO_FRAMES)
 
@@ -103,6 +102,5 @@ class Outbox:
                 log.debug("frame for %s dropped: %s", subject, error)
 
     async def drain(self) -> None:
-        """Send what is left, before the process ends."""
         await self._flush()
         await self.connection.synced(1.0)

@@ -36,8 +36,6 @@ Terminal = Finished | Failed | Moved
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Where frames of an attempt go, and how they are written."""
-
     inbox: str
     encoding: Encoding
 
@@ -175,7 +173,6 @@ class AttemptRecord:
 
     @property
     def ends(self) -> list[ChoiceFinished]:
-        """Of the choices that have ended."""
         return [track.ended for track in self.tracks if track.ended is not None]
 
     @property

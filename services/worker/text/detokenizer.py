@@ -48,7 +48,6 @@ class DetokenizerStream:
         self.pending = False
 
     def push(self, token: int) -> str:
-        """Text that became final with `token`."""
         if token in self._detokenizer.special:
             return ""
         self._window.append(token)
