@@ -53,13 +53,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.windowed = False  # set before use: holders may let go of the front of their chains
+        self.cached = 0  # idle blocks: without a holder, with content
         self.evictions = 0
         self.digest = 0  # of the full blocks with a content address
         self._policy = policy or LruEviction()
         self._index = ContentIndex()
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._idle = 0
         self._idle_children: dict[bytes, int] = {}  # hash -> idle blocks that continue it directly
         self._tick = 0
         self._removed: list[bytes] = []
@@ -70,16 +70,11 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free) + self._idle
+        return len(self._free) + self.cached
 
     @property
     def used(self) -> int:
         return self.num_blocks - self.available
-
-    @property
-    def cached(self) -> int:
-        """Blocks without a holder that still have content."""
-        return self._idle
 
     @property
     def addressed(self) -> int:
@@ -294,7 +289,7 @@ class BlockPool:
 
     def _rest(self, block: int) -> None:
         """A cached block that nobody holds any more becomes idle."""
-        self._idle += 1
+        self.cached += 1
         content = self._index[block]
         siblings = self._idle_children.get(content.before, 0)
         self._idle_children[content.before] = siblings + 1
@@ -306,7 +301,7 @@ class BlockPool:
 
     def _wake(self, block: int) -> None:
         """An idle block is about to be held, or to leave the index."""
-        self._idle -= 1
+        self.cached -= 1
         self._policy.withdraw(block)
         content = self._index[block]
         siblings = self._idle_children.pop(content.before) - 1

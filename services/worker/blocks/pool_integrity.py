@@ -22,9 +22,8 @@ def check_integrity(pool: BlockPool, holders: Sequence[Sequence[int]] | None = N
     assert len(free) == len(pool._free), "a block is free twice"
     assert all(not pool._refs[block] and block not in pool._index for block in free)
     idle = {block for block in pool._index.blocks() if not pool._refs[block]}
-    assert len(idle) == pool._idle
-    held = {block for block in range(pool.num_blocks) if pool._refs[block]}
-    assert len(free) + len(idle) + len(held) == pool.num_blocks, "a block is lost"
+    assert len(idle) == pool.cached
+    assert len(free) + len(idle) + sum(map(bool, pool._refs)) == pool.num_blocks, "a block is lost"
     assert min(pool._refs) >= 0
     assert pool._policy.offered() == {block for block in idle if pool._is_leaf(block)}
     assert pool._idle_children == Counter(pool._index[block].before for block in idle)

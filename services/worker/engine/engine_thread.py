@@ -24,7 +24,6 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvproto.errors import EngineFailure, KvfleetError
-from kvproto.messages import Load, Rates
 from kvservice.distribution import Distribution
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class EngineThread:
 
     def __post_init__(self) -> None:
         self.counters = self.engine.counters
-        self._measured = self.engine.load(), self.engine.rates()
+        self.measured = self.engine.load(), self.engine.rates()  # as of a moment ago
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -101,10 +100,6 @@ class EngineThread:
     def is_lending(self) -> bool:
         """Whether a peer is being sent blocks."""
         return bool(self.engine.tiers.lent)
-
-    def measure(self) -> tuple[Load, Rates]:
-        """Load and rates as of a moment ago; waits for nothing."""
-        return self._measured
 
     @property
     def protected_blocks_total(self) -> int:
@@ -218,7 +213,7 @@ class EngineThread:
     def _measure(self, period: float) -> None:
         now = time.monotonic()
         if now - self._measured_at >= period:
-            self._measured = self.engine.load(), self.engine.rates()
+            self.measured = self.engine.load(), self.engine.rates()
             self._measured_at = now
 
     def _hand_over(self, result: StepResult | Callable[[], None]) -> None:

@@ -181,7 +181,7 @@ class WorkerLoop:
         self.outbox.send_frames(ended)
 
     async def _publish_heartbeat(self) -> None:
-        self._load, self._rates = self.parts.engine.measure()
+        self._load, self._rates = self.parts.engine.measured
         if self.parts.connection.is_connected:
             self.outbox.send(self.parts.subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
 

@@ -206,7 +206,7 @@ class RequestDesk:
         limit = self.parts.settings.waiting + me.slots
         taken = self._frames.pending_sequences + before
         leaving = self._departures.count(self._frames.pending_of)
-        load, rates = self._engine.measure()
+        load, rates = self._engine.measured
         return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates, leaving=leaving)
 
     def _refuse(self, reply: str, request: GenerateRequest | None, error: KvfleetError) -> None:
