@@ -26,8 +26,8 @@ from kvfleet.worker.model.loader import Dtype, LoadFormat, load_model
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvproto.messages import Sampling, Tokens
+from tests.support.id_detokenizer import IdDetokenizer
 
 BLOCK = 16
 ROOT = b"benchmark root16"

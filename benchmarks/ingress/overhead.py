@@ -23,8 +23,8 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvproto.messages import Sampling, Tokens
+from tests.support.id_detokenizer import IdDetokenizer
 from tests.support.up import Up
 
 RATE, PROMPT, STREAMS = 10_000, 128, 16

@@ -107,7 +107,7 @@ class TieredOurs(Ours):
         self.woken.clear()
         self.engine.maintain()
         if not self.engine.has_work:
-            self.woken.wait(self.engine.due_in if self.engine.due_in is not None else 0.01)
+            self.woken.wait(due_in if (due_in := self.tiers.due_in()) is not None else 0.01)
             return None
         result = self.engine.step()
         for output in result.outputs:

@@ -63,7 +63,6 @@ def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def worker_record(settings: WorkerSettings, worker: str, name: str, bundle: Bundle) -> WorkerRecord:
-    """The record of a new life of this worker, still loading."""
     return WorkerRecord(
         id=worker,
         epoch=new_epoch(),
@@ -140,8 +139,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
         await worker.stop()
         await network.stop()
         await loop.run_in_executor(None, thread.stop)
-        if engine.tiers is not None:
-            await loop.run_in_executor(None, engine.tiers.close)
+        await loop.run_in_executor(None, engine.tiers.close)
 
     life.closing("worker", end, settings.drain_s + 5.0)
     watch = watch_device(engine.runner.device)
@@ -165,18 +163,14 @@ def assemble(
 ) -> tuple[WorkerLoop, EngineThread]:
     """A worker around a loaded engine, not started: `thread.start()`, then `await loop.start()`."""
     assert isinstance(lease.record, WorkerRecord)
-    loops: list[WorkerLoop] = []  # the thread reports to the loop, the loop commands the thread
-    thread = EngineThread(
+    thread = EngineThread(  # it reports to the loop, which commands it
         engine,
-        lambda steps: loops[0].on_results(steps),
+        lambda steps: worker.on_results(steps),
         asyncio.get_running_loop(),
-        on_crash=lambda error: loops[0].on_crash(error),
+        on_crash=lambda error: worker.on_crash(error),
     )
-    data_plane: tuple[str, ...] = ()
-    if engine.tiers is not None:
-        engine.tiers.wake = thread.wake
-        if network is not None:
-            data_plane = network.listen(engine.tiers, thread)
+    engine.tiers.wake = thread.wake
+    data_plane = network.listen(engine.tiers, thread) if network is not None and network.remote is not None else ()
     lease.record = record = replace(
         lease.record,
         blocks=engine.pool.num_blocks,
@@ -184,22 +178,13 @@ def assemble(
         data_plane=data_plane,
         kv_format=engine.runner.memory.kv_format,
     )
-    parts = WorkerParts(
-        settings,
-        connection,
-        subjects,
-        lease,
-        record,
-        thread,
-        bundle,
-        prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json)),
-        tracer,
-    )
+    encode_prompt = prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json))
+    parts = WorkerParts(settings, connection, subjects, lease, record, thread, bundle, encode_prompt, tracer)
     if network is not None:
-        parts = replace(parts, remote=network.remote, somebody_is_ready=network.somebody_is_ready, meet=network.meet)
-    loop = WorkerLoop(parts, on_fatal, on_drain)
-    loops.append(loop)
-    return loop, thread
+        parts.remote, parts.meet = network.remote, network.meet
+        parts.somebody_is_ready = network.somebody_is_ready
+    worker = WorkerLoop(parts, on_fatal, on_drain)
+    return worker, thread
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import DeviceWatch
@@ -15,10 +17,10 @@ from kvproto.connection import Connection
 from kvproto.dataplane.server import DataPlaneCounters
 from kvproto.messages import Tier, TierLoad
 from kvservice.data_plane import HANDSHAKE_REFUSALS
-from kvservice.metrics import HistogramReader, LabelledReader, Reader, Reading
+from kvservice.metrics import LabelledReader, Reader, Reading
 from kvservice.process_metrics import common_readings
 
-# Metrics, behind `kvfleet_worker_`, with their help, and the field of the load, rates or account that they show.
+# Metrics, behind `kvfleet_worker_`, with their help, and the field that they show, of a part where it has a dot.
 _LOAD = (
     ("waiting_requests", "requests that wait for a slot or for blocks", "waiting"),
     ("running_requests", "sequences that take part in steps", "running"),
@@ -55,6 +57,49 @@ _TENANT = (
     ("tenant_cached_tokens_total", "of those, tokens found in a cache", "cached_tokens"),
     ("tenant_generated_tokens_total", "tokens generated", "generated_tokens"),
 )
+_WORKER = (
+    ("moved_requests_total", "requests handed over", "hand_over.moved_total"),
+    ("requests_total", "requests accepted", "requests.requests_total"),
+    ("refused_requests_total", "requests refused", "requests.refused_total"),
+    ("malformed_messages_total", "messages that could not be read", "requests.malformed_total"),
+    (
+        "recomputed_tokens_total",
+        "tokens of continued requests that an earlier attempt had computed",
+        "frames.recomputed_total",
+    ),
+    ("dropped_frames_total", "frames NATS did not take", "outbox.dropped_total"),
+    (
+        "dropped_milestones_total",
+        "what requests came to, never told to placement: NATS was away for long",
+        "milestones.dropped_total",
+    ),
+)
+_ENGINE = (
+    ("step_age_seconds", "how long the present step has taken so far", "step_age_s"),
+    ("steps_total", "steps of the engine", "counters.steps_total"),
+    ("engine_busy_seconds_total", "time in steps: its rate is how busy the engine is", "counters.busy_seconds_total"),
+    (
+        "aborted_steps_total",
+        "steps given up because all they computed for was cancelled",
+        "counters.steps_aborted_total",
+    ),
+    ("cancel_to_free_max_seconds", "the longest of these", "cancel_to_free.max"),
+    (
+        "protected_blocks_total",
+        "blocks of running sequences given to vaults so that a crash costs less",
+        "protected_blocks_total",
+    ),
+)
+_QUANTISED = (
+    ("quantised_blocks_total", "such blocks", "snr_db.count"),
+    ("quantised_raw_bytes_total", "their bytes before", "quantised_raw_bytes"),
+    ("quantised_bytes_total", "their bytes after", "quantised_bytes"),
+    (
+        "kept_raw_blocks_total",
+        "blocks that were to be quantised and would have been below the gate of signal to noise",
+        "kept_raw",
+    ),
+)
 _TIERS = (Tier.DEVICE.value, Tier.HOST.value, Tier.VAULT.value, Tier.PEER.value)
 _FAILURES = (  # others exist once they happen
     "late", "unwanted", "timeout", "gone", "given_up", "checksum", "format", "missing", "wrong", "quarantined",
@@ -63,16 +108,20 @@ _FAILURES = (  # others exist once they happen
 Fields = tuple[tuple[str, str, str], ...]
 
 
-def _plain(name: str, text: str, read: Reader) -> Reading:
-    return Reading(f"kvfleet_worker_{name}", text, read)
+def _reading(name: str, text: str, read: Reader | None = None, **more: Any) -> Reading:
+    return Reading(f"kvfleet_worker_{name}", text, read, **more)
 
 
-def _histogram(name: str, text: str, read: HistogramReader) -> Reading:
-    return Reading(f"kvfleet_worker_{name}", text, read_histogram=read)
+def _plain(fields: Fields, read: Callable[[], object]) -> list[Reading]:
+    def of_field(field: str) -> Reader:
+        value = attrgetter(field)
+        return lambda: float(value(read()))
+
+    return [_reading(name, text, of_field(field)) for name, text, field in fields]
 
 
 def _labelled(name: str, labels: tuple[str, ...], text: str, read: LabelledReader) -> Reading:
-    return Reading(f"kvfleet_worker_{name}", text, labels=labels, read_labelled=read)
+    return _reading(name, text, labels=labels, read_labelled=read)
 
 
 def _by_label(
@@ -82,19 +131,6 @@ def _by_label(
         return lambda: {(key,): float(getattr(one, field)) for key, one in read().items()}
 
     return [_labelled(name, (label,), text, of_field(field)) for name, text, field in fields]
-
-
-def _heartbeat_readings(worker: WorkerLoop) -> list[Reading]:
-    def of_load(field: str) -> Reader:
-        return lambda: float(getattr(worker.heartbeat().load, field))
-
-    def of_rates(field: str) -> Reader:
-        return lambda: float(getattr(worker.heartbeat().rates, field))
-
-    return [
-        *(_plain(name, text, of_load(field)) for name, text, field in _LOAD),
-        *(_plain(name, text, of_rates(field)) for name, text, field in _RATES),
-    ]
 
 
 def _tier_readings(worker: WorkerLoop, engine: EngineThread) -> list[Reading]:
@@ -182,63 +218,22 @@ def readings(
     certificates: Mapping[str, str | Path | None] = {},
 ) -> list[Reading]:
     """`served`: what peers asked of this worker."""
-    freed, counters = engine.cancel_to_free, engine.counters
     quantised = remote.counts if remote is not None else RemoteCounts()
-    rows: tuple[tuple[str, str, Reader], ...] = (
-        ("moved_requests_total", "requests handed over", lambda: worker.hand_over.moved_total),
-        ("requests_total", "requests accepted", lambda: worker.requests.requests_total),
-        ("refused_requests_total", "requests refused", lambda: worker.requests.refused_total),
-        ("malformed_messages_total", "messages that could not be read", lambda: worker.requests.malformed_total),
-        (
-            "recomputed_tokens_total",
-            "tokens of continued requests that an earlier attempt had computed",
-            lambda: worker.frames.recomputed_total,
-        ),
-        ("dropped_frames_total", "frames NATS did not take", lambda: worker.outbox.dropped_total),
-        (
-            "dropped_milestones_total",
-            "what requests came to, never told to placement: NATS was away for long",
-            lambda: worker.milestones.dropped_total,
-        ),
-        ("step_age_seconds", "how long the present step has taken so far", lambda: engine.step_age_s),
-        ("steps_total", "steps of the engine", lambda: counters.steps_total),
-        (
-            "engine_busy_seconds_total",
-            "time in steps: its rate is how busy the engine is",
-            lambda: counters.busy_seconds_total,
-        ),
-        (
-            "aborted_steps_total",
-            "steps given up because all they computed for was cancelled",
-            lambda: counters.steps_aborted_total,
-        ),
-        ("cancel_to_free_max_seconds", "the longest of these", lambda: freed.max),
-        (
-            "protected_blocks_total",
-            "blocks of running sequences given to vaults so that a crash costs less",
-            lambda: engine.protected_blocks_total,
-        ),
-        ("quantised_blocks_total", "such blocks", lambda: quantised.snr_db.count),
-        ("quantised_raw_bytes_total", "their bytes before", lambda: quantised.quantised_raw_bytes),
-        ("quantised_bytes_total", "their bytes after", lambda: quantised.quantised_bytes),
-        (
-            "kept_raw_blocks_total",
-            "blocks that were to be quantised and would have been below the gate of signal to noise",
-            lambda: quantised.kept_raw,
-        ),
-    )
     free = "from a cancel to when the blocks of what it ended were free"
     wait = "from a request's coming to its first step"
     noise = "signal to noise of blocks that were quantised for a vault"
     return [
-        *_heartbeat_readings(worker),
+        *_plain(_LOAD, lambda: worker.heartbeat().load),
+        *_plain(_RATES, lambda: worker.heartbeat().rates),
         *_tier_readings(worker, engine),
-        *_by_label("tenant", _TENANT, lambda: counters.costs.accounts()),
+        *_by_label("tenant", _TENANT, lambda: engine.counters.costs.accounts),
         *_transfer_readings(engine, remote, served),
         *_device_readings(worker, watch),
-        *(_plain(*row) for row in rows),
-        _histogram("cancel_to_free_seconds", free, freed.read),
-        _histogram("queue_wait_seconds", wait, lambda: counters.queue_waits.read()),
-        _histogram("quantised_snr_decibels", noise, quantised.snr_db.read),
+        *_plain(_WORKER, lambda: worker),
+        *_plain(_ENGINE, lambda: engine),
+        *_plain(_QUANTISED, lambda: quantised),
+        _reading("cancel_to_free_seconds", free, read_histogram=engine.cancel_to_free.read),
+        _reading("queue_wait_seconds", wait, read_histogram=engine.counters.queue_waits.read),
+        _reading("quantised_snr_decibels", noise, read_histogram=quantised.snr_db.read),
         *common_readings("worker", connection, certificates),
     ]

@@ -114,7 +114,7 @@ class Stage:
             while self.client.members.view.is_alive(old):
                 await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)  # what was right until then may have been read
-        runner = next(fleet.workers[old] for fleet in self._fleets if old in fleet.workers).thread._engine.runner
+        runner = next(fleet.workers[old] for fleet in self._fleets if old in fleet.workers).thread.engine.runner
         healthy = runner._hashed
         runner._hashed = lambda seen: healthy(seen) ^ 1
         await asyncio.sleep(1.0)

@@ -240,7 +240,7 @@ async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) 
     assert served.ingress.admission.running == 1
     await asyncio.to_thread(stop_it)
     await until(lambda: served.ingress.admission.running == 0)
-    await until(lambda: not fleet.workers.workers["w0"].thread._engine.scheduler.running)
+    await until(lambda: not fleet.workers.workers["w0"].thread.engine.scheduler.running)
     await asyncio.to_thread(one_at_a_time)
     await asyncio.to_thread(refused)
     assert all("status of 400" in one for one in browser.problems), browser.problems

@@ -21,7 +21,7 @@ from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.text.detokenizer import TokenizerDetokenizer
+from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.block_hash import root
 from kvproto.messages import FinishReason, Sampling
 
@@ -65,7 +65,7 @@ def test_twenty_chat_prompts_end_with_a_stop_token() -> None:
         TorchRunner(loaded, ReferenceBackend(), 1024, 16),
         pool,
         Scheduler(pool),
-        TokenizerDetokenizer(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))),
+        Detokenizer(Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))),
     )
     for number, prompt in enumerate(recipe.CHAT_PROMPTS):
         text = tokenizer.apply_chat_template(recipe.messages_of(prompt), tokenize=False, add_generation_prompt=True)

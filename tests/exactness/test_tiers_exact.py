@@ -24,7 +24,6 @@ from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.block_codec import BlockShape, warm_up
 from kvfleet.worker.tiers.host import HostTier
@@ -37,6 +36,7 @@ from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.messages import Sampling, Tier
+from tests.support.id_detokenizer import IdDetokenizer
 from tests.support.waiting import LIMIT_S, wait_until
 
 SIZE = 16

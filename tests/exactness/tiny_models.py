@@ -27,8 +27,8 @@ from kvfleet.worker.model.sampler import sample
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
-from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvproto.messages import Sampling, Tokens
+from tests.support.id_detokenizer import IdDetokenizer
 
 TOLERANCE = 1e-4
 ROOT = b"tenant root 16 b"

@@ -71,8 +71,7 @@ class FakeWorker:
             await self.network.stop()
         await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
         await self.connection.close()
-        if (tiers := self.thread._engine.tiers) is not None:
-            await asyncio.get_running_loop().run_in_executor(None, tiers.close)
+        await asyncio.get_running_loop().run_in_executor(None, self.thread.engine.tiers.close)
 
 
 class FakeFleet:

@@ -1,4 +1,4 @@
-"""Who holds which block of the KV pool, and what the unheld ones still contain. Pure; the engine thread owns it.
+"""Who holds which block of the KV pool, and what the others still contain. Pure; the engine thread owns it.
 
     free ──allocate──▶ held (refs > 0) ──release, nothing kept──▶ free
                         │  ▲                                       ▲
@@ -8,19 +8,16 @@
 
 Five rules keep it simple:
 
-* A sequence holds a chain: the holder of a block holds all blocks before it. `fill` swaps a block whose content is
-  cached already for the cached one, so the rule holds for duplicates too. Hence everything that continues an idle
-  block is idle, and *every* idle block can be had by evicting leaves: available = free + idle.
-* The one exception are `windowed` sequences: they let go of leading blocks that no later token reaches, and hold on to
-  what follows. Leaf-first then means: a block goes once nothing *idle* continues it directly. With a block that
-  goes, everything that continues it leaves the index too, held or not: nobody can find it any more. So what is in the
-  index always has all blocks before it in the index as well.
-* Full blocks are shared by reference, found by hash. Anything less than a full block is shared by copy: `match` names a
-  donor and how many of its leading tokens agree, the caller copies it into a block of its own.
-* Evictions happen in `allocate` only and blocks are stored in `fill` only, so within one engine step all removals come
-  before all stores.
-* Along a chain in the index what is exact comes first and what is lossy (quantised once, or computed on such) after it.
-  A request for exact results neither reads lossy blocks nor lists what it computed in their place.
+* A sequence holds a chain: the holder of a block holds all blocks before it (`fill` swaps duplicates for the cached
+  block). So everything that continues an idle block is idle, and evicting leaves yields all: available = free + idle.
+* `windowed` sequences are the exception: they let go of leading blocks that no later token reaches. A block then goes
+  once nothing *idle* continues it directly, and everything that continues it leaves the index with it, held or not. So
+  what is in the index always has all blocks before it in the index as well.
+* Full blocks are shared by reference, found by hash. Less than a block is shared by copy: `match` names a donor and how
+  many of its leading tokens agree, the caller copies it into a block of its own.
+* Only `allocate` evicts and only `fill` stores, so within one engine step all removals come before all stores.
+* Along a chain in the index what is exact comes first, and what is lossy (quantised once, or computed on such) after
+  it. A request for exact results neither reads lossy blocks nor lists what it computed in their place.
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ from kvfleet.worker.blocks.content_index import Content, ContentIndex, depth_of
 from kvfleet.worker.eviction.base import EvictionPolicy
 from kvfleet.worker.eviction.lru import LruEviction
 from kvproto.block_hash import ForkedRoot, Root, digest_term, parent_of
+from kvproto.messages import BlockRun, Tier, TierEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +44,6 @@ class Match:
     lossy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PoolChanges:
-    """Full blocks that left and entered the content index since the last look; removals came first.
-
-    `stored` groups blocks that follow one another: (hash before the run, hashes of the run).
-    """
-
-    removed: list[bytes]
-    stored: list[tuple[bytes, list[bytes]]]
-
-
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens each. Blocks are named by 0 ... num_blocks - 1."""
 
@@ -66,34 +53,28 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.windowed = False  # set before use: holders may let go of the front of their chains
+        self.cached = 0  # idle blocks: without a holder, with content
         self.evictions = 0
-        self.digest = 0
+        self.digest = 0  # of the full blocks with a content address
         self._policy = policy or LruEviction()
         self._index = ContentIndex()
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._idle = 0
         self._idle_children: dict[bytes, int] = {}  # hash -> idle blocks that continue it directly
         self._tick = 0
         self._removed: list[bytes] = []
-        self._stored: list[tuple[bytes, list[bytes]]] = []
+        self._stored: list[tuple[bytes, list[bytes]]] = []  # (hash before a run, hashes of the run)
 
     # ------------------------------------------------------------------ counts
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free) + self._idle
+        return len(self._free) + self.cached
 
     @property
     def used(self) -> int:
-        """Blocks that a sequence holds."""
         return self.num_blocks - self.available
-
-    @property
-    def cached(self) -> int:
-        """Blocks nobody holds that still have content."""
-        return self._idle
 
     @property
     def addressed(self) -> int:
@@ -109,11 +90,9 @@ class BlockPool:
         return sum(1 for block in blocks if block >= 0 and self._refs[block] == 1)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block of this content, held or not."""
         return self._index.find(block_hash)
 
     def lists(self, block_hash: bytes) -> bool:
-        """Whether a full block of this content can be found."""
         return self._index.find(block_hash) is not None
 
     def hashes(self) -> list[bytes]:
@@ -121,7 +100,6 @@ class BlockPool:
         return self._index.hashes()
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
     # ------------------------------------------------------------------ finding
@@ -129,17 +107,10 @@ class BlockPool:
     def match(
         self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], limit: int, *, exact: bool = False
     ) -> Match:
-        """Longest cached prefix of `ids[:limit]`, to the token; changes nothing. `exact`: nothing lossy.
-
-        `hashes` is the chain over the full blocks of `ids` under `root`.
-        """
+        """Longest cached prefix of `ids[:limit]`, to the token; `hashes` is the chain over the full blocks of `ids`
+        under `root`. `exact`: nothing lossy."""
         size = self.block_size
-        blocks: list[int] = []
-        for block_hash in hashes[: limit // size]:
-            block = self._index.find(block_hash)
-            if block is None or (exact and self._index[block].lossy):
-                break
-            blocks.append(block)
+        blocks = self.chain_to(hashes[: limit // size], exact=exact)
         full = len(blocks)
         start = full * size
         parent = parent_of(root, hashes, full)
@@ -147,12 +118,12 @@ class BlockPool:
         lossy = (bool(blocks) and self._index[blocks[-1]].lossy) or (donor is not None and self._index[donor].lossy)
         return Match(blocks, donor, donor_tokens, start + donor_tokens, lossy)
 
-    def chain_to(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of a chain, full ones alone."""
+    def chain_to(self, hashes: Sequence[bytes], *, exact: bool = False) -> list[int]:
+        """Full blocks of the longest cached prefix of a chain. `exact`: nothing lossy."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._index.find(block_hash)
-            if block is None:
+            if block is None or (exact and self._index[block].lossy):
                 break
             blocks.append(block)
         return blocks
@@ -179,7 +150,6 @@ class BlockPool:
         return found
 
     def lists_block(self, block: int) -> bool:
-        """Whether what this block contains can be found."""
         return block in self._index
 
     def content(self, block: int) -> Content:
@@ -187,7 +157,6 @@ class BlockPool:
         return self._index[block]
 
     def is_lossy(self, block_hash: bytes) -> bool:
-        """Whether what can be found under this hash is lossy."""
         block = self._index.find(block_hash)
         return block is not None and self._index[block].lossy
 
@@ -205,10 +174,8 @@ class BlockPool:
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks for one holder, evicting cached ones as needed; their bytes are whatever was there before.
-
-        Raises ValueError, and changes nothing, if fewer are available.
-        """
+        """`count` blocks for one holder, of unknown content, evicting cached ones as needed. Raises ValueError, and
+        changes nothing, if fewer are available."""
         if count > self.available:
             raise ValueError(f"{count} blocks asked for, {self.available} available")
         blocks = []
@@ -235,12 +202,8 @@ class BlockPool:
     def fill(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
     ) -> int:
-        """`block`, held by the caller alone, now has KV for all tokens of the `at`-th block of a chain: make it
-        findable.
-
-        Returns the block to use from now on: where the same content is cached already the caller holds that one
-        instead, and `block` is free again.
-        """
+        """`block`, held by the caller alone, now has KV for all tokens of the `at`-th block of a chain: list it. Where
+        that content is cached already the caller holds that one instead, and `block` is free. Returns the one held."""
         block_hash = hashes[at]
         twin = self._index.find(block_hash)
         if twin is not None:
@@ -260,12 +223,8 @@ class BlockPool:
     def keep_tail(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
     ) -> None:
-        """Mark the partially filled last block of a holder, the `at`-th of its chain, as worth keeping, before it is
-        released.
-
-        `ids` are the tokens it has KV for, fewer than a block. Of tails of which one begins with the other only the
-        longer is kept.
-        """
+        """List the partly filled last block of a holder, the `at`-th of its chain, before it is released. `ids`: the
+        tokens it has KV for. Of two tails of which one begins with the other only the longer is kept."""
         tail = Content.of(root, hashes, at, ids, full=False, lossy=lossy)
         if not ids or self._index.longest_child(tail.parent, ids)[1] == len(ids):
             return
@@ -275,10 +234,8 @@ class BlockPool:
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
         """Forget what only this token sequence has: from its end on, until a block that is held or others continue, or
-        the public prefix, which is nobody's, or one of nothing but the first `keep` tokens.
-
-        Returns how many blocks went, a partial tail included.
-        """
+        the public prefix, which is nobody's, or one of nothing but the first `keep` tokens. Returns how many blocks
+        went, a partial tail included."""
         size, gone = self.block_size, 0
         first = max(keep // size, root.blocks if isinstance(root, ForkedRoot) else 0)
         for full in range(len(hashes), first - 1, -1):
@@ -300,10 +257,8 @@ class BlockPool:
         return gone
 
     def drop(self, block_hash: bytes) -> int:
-        """Take a block, whose content is wrong, and all that continues it out of the index: nobody finds them any more.
-
-        Who holds one of them goes on holding it. Returns how many full blocks went.
-        """
+        """Take a block, whose content is wrong, and all that continues it out of the index; holders go on holding them.
+        Returns how many full blocks went."""
         block = self._index.find(block_hash)
         if block is None:
             return 0
@@ -315,9 +270,13 @@ class BlockPool:
         self._sever(block_hash)
         return before - self._index.addressed
 
-    def take_changes(self) -> PoolChanges:
-        """What was removed and stored since the last call."""
-        changes = PoolChanges(self._removed, self._stored)
+    def take_changes(self, tier: Tier) -> list[TierEvents]:
+        """What was removed and stored since the last call: removals came first."""
+        changes = []
+        if self._removed:
+            changes.append(TierEvents(tier, True, (BlockRun(b"", tuple(self._removed)),)))
+        if self._stored:
+            changes.append(TierEvents(tier, False, tuple(BlockRun(before, tuple(run)) for before, run in self._stored)))
         self._removed, self._stored = [], []
         return changes
 
@@ -330,7 +289,7 @@ class BlockPool:
 
     def _rest(self, block: int) -> None:
         """A cached block that nobody holds any more becomes idle."""
-        self._idle += 1
+        self.cached += 1
         content = self._index[block]
         siblings = self._idle_children.get(content.before, 0)
         self._idle_children[content.before] = siblings + 1
@@ -342,7 +301,7 @@ class BlockPool:
 
     def _wake(self, block: int) -> None:
         """An idle block is about to be held, or to leave the index."""
-        self._idle -= 1
+        self.cached -= 1
         self._policy.withdraw(block)
         content = self._index[block]
         siblings = self._idle_children.pop(content.before) - 1

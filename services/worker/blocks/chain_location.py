@@ -11,9 +11,9 @@ from kvproto.dataplane.block import RUN_BLOCKS
 
 
 class BlockName(NamedTuple):
-    """A full block's content address and what it is made of. `ids` are u32 little-endian; `root` is the one that the
-    block is kept under: of a forked chain the public one for its first blocks. `run` is the first hash of the block's
-    aligned run of its chain (`runs_of`), by which vaults share blocks; b"": its own. `ids` b"": not known here."""
+    """A full block's content address and what it is made of. `ids` are u32 little-endian, b"": not known here. `root`
+    is the one that the block is kept under: of a forked chain the public one for its first blocks. `run` is the first
+    hash of the block's aligned run of its chain (`runs_of`), by which vaults share blocks; b"": its own."""
 
     root: bytes
     hash: bytes

@@ -18,10 +18,9 @@ from kvproto.block_hash import Root, before, parent_of, root_at
 
 
 class Content(NamedTuple):
-    """Tokens of one cached block. `hash` is None for a partial tail, which has no content address. `parent` is what it
-    is hashed onto, `before` the block before it, or the root: the same but where a tenant's own blocks begin behind a
-    public prefix. `root` is the one that it is kept under. `lossy`: it was quantised once, or computed on a block that
-    was."""
+    """Tokens of one cached block. `hash` is None for a partial tail. `parent` is what it is hashed onto, `before` the
+    block before it, or the root: the same but where a tenant's own blocks begin behind a public prefix. `root` is the
+    one that it is kept under. `lossy`: it was quantised once, or computed on a block that was."""
 
     parent: bytes
     ids: tuple[int, ...]
@@ -34,13 +33,11 @@ class Content(NamedTuple):
     def of(
         cls, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, full: bool, lossy: bool
     ) -> Content:
-        """The `at`-th block of a chain, or its partial tail there."""
         own = hashes[at] if full else None
         return cls(parent_of(root, hashes, at), tuple(ids), own, before(root, hashes, at), root_at(root, at), lossy)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Number of leading tokens that both share."""
     for at, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return at
@@ -61,9 +58,6 @@ class ContentIndex:
         self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
         self._forks: dict[bytes, dict[bytes, None]] = {}  # last public block -> tenants' keys with children behind it
 
-    def __len__(self) -> int:
-        return len(self._contents)
-
     def __contains__(self, block: int) -> bool:
         return block in self._contents
 
@@ -75,11 +69,9 @@ class ContentIndex:
 
     @property
     def addressed(self) -> int:
-        """How many full blocks there are."""
         return len(self._by_hash)
 
     def hashes(self) -> list[bytes]:
-        """Hashes of all full blocks, parents before children."""
         return list(self._by_hash)
 
     def find(self, block_hash: bytes) -> int | None:

@@ -5,7 +5,9 @@ It reads what the pool and its index keep to themselves; nothing else may.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 
@@ -13,50 +15,41 @@ AUDITED = 1024  # blocks a look: a millisecond or two
 
 
 def check_integrity(pool: BlockPool, holders: Sequence[Sequence[int]] | None = None) -> None:
-    """Raises AssertionError if the books do not balance; takes time that grows with the pool.
-
-    `holders`: the blocks of every holder, where the caller knows them all; reference counts must then match.
-    """
+    """Raises AssertionError if the books do not balance. `holders`: the blocks of every holder, where all are known;
+    reference counts must then match."""
     pool._index.check_integrity()
     free = set(pool._free)
     assert len(free) == len(pool._free), "a block is free twice"
     assert all(not pool._refs[block] and block not in pool._index for block in free)
     idle = {block for block in pool._index.blocks() if not pool._refs[block]}
-    assert len(idle) == pool._idle
-    held = {block for block in range(pool.num_blocks) if pool._refs[block]}
-    assert len(free) + len(idle) + len(held) == pool.num_blocks, "a block is lost"
+    assert len(idle) == pool.cached
+    assert len(free) + len(idle) + sum(map(bool, pool._refs)) == pool.num_blocks, "a block is lost"
     assert min(pool._refs) >= 0
     assert pool._policy.offered() == {block for block in idle if pool._is_leaf(block)}
-    resting: dict[bytes, int] = {}
-    for block in idle:
-        before = pool._index[block].before
-        resting[before] = resting.get(before, 0) + 1
-    assert pool._idle_children == resting
+    assert pool._idle_children == Counter(pool._index[block].before for block in idle)
     for block in () if pool.windowed else pool._index.blocks():
         previous = pool._index.find(pool._index[block].before)
         if previous is not None:
             assert pool._refs[previous] >= pool._refs[block], "a block is held without the one before it"
     if holders is not None:
-        counted = [0] * pool.num_blocks
+        counted: Counter[int] = Counter()
         for blocks in holders:
             held_by_one = [block for block in blocks if block >= 0]  # -1: let go
             assert len(set(held_by_one)) == len(held_by_one), "a holder lists a block twice"
-            for block in held_by_one:
-                counted[block] += 1
-        assert counted == pool._refs
+            counted.update(held_by_one)
+        assert [counted[block] for block in range(pool.num_blocks)] == pool._refs
 
 
+@dataclass(eq=False, slots=True)
 class PoolAudit:
     """Goes round the pool, so many blocks a look. Raises AssertionError where something is wrong, also where Python
     leaves assertions out."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._next = 0
+    pool: BlockPool
+    _next: int = 0
 
     def look(self, holders: Iterable[Sequence[int]], blocks: int = AUDITED) -> None:
-        """`holders`: the blocks of every holder."""
-        pool = self._pool
+        pool = self.pool
         held = {block for blocks_held in holders for block in blocks_held if block >= 0}
         _ensure(pool.used == len(held), f"{pool.used} blocks are in use, holders have {len(held)}")
         for block in range(self._next, min(self._next + blocks, pool.num_blocks)):
@@ -64,7 +57,7 @@ class PoolAudit:
         self._next = self._next + blocks if self._next + blocks < pool.num_blocks else 0
 
     def _check(self, block: int, *, is_held: bool) -> None:
-        pool, index = self._pool, self._pool._index
+        pool, index = self.pool, self.pool._index
         refs, listed = pool._refs[block], block in index
         _ensure(refs > 0 if is_held else refs == 0, f"block {block} has {refs} holders")
         if listed:

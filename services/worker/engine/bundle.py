@@ -42,19 +42,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
-    ends = generation.get("eos_token_id", config.get("eos_token_id"))
-    if isinstance(ends, int):
-        ends = [ends]
-    return tuple(ends or ())
-
-
 def _tokenizer_json(folder: Path) -> str:
     path = folder / "tokenizer.json"
     if path.exists():
@@ -83,11 +70,9 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
 
 
 def model_revision(folder: Path, load_format: str, dtype: str) -> str:
-    """What decides the bytes of K and V: configuration, weights and dtype. Part of every block hash's root.
-
-    Weights are identified by file name, size, the ends of the file, and beginning and middle of every tensor, so that
-    a fine-tune of some matrices is another model: hashing gigabytes at each start would cost more than it tells.
-    """
+    """What decides the bytes of K and V: configuration, weights and dtype. Part of every block hash's root. Weights are
+    told apart by name, size and ends of the file, and beginning and middle of every tensor, so that a fine-tune of some
+    matrices is another model: hashing gigabytes at each start would cost more than it tells."""
     digest = hashlib.blake2b(f"{load_format}\0{dtype}\0".encode(), digest_size=16)
     digest.update((folder / "config.json").read_bytes())
     if load_format != "dummy":
@@ -124,16 +109,15 @@ def read_bundle(
     if not config_path.exists():
         raise UnsupportedModel(f"{folder} is no model folder: there is no config.json in it")
     config = _read_json(config_path)
-    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    assert isinstance(text_config, dict)
+    nested = config.get("text_config")
+    text_config = nested if isinstance(nested, dict) else config
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
-    context = context_length_of(text_config.get) or UNTOLD_CONTEXT
-    special = {
-        key: text
-        for key, value in {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}.items()
-        if key.endswith("_token") and (text := _token_text(value)) is not None
-    }
+    named = {**_read_json(folder / "special_tokens_map.json"), **tokenizer_config}
+    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    special = {key: text for key, text in tokens.items() if key.endswith("_token") and isinstance(text, str)}
+    ends = generation.get("eos_token_id", text_config.get("eos_token_id"))
+    top_k = generation.get("top_k")
     tokenizer_json = _tokenizer_json(folder)
     return Bundle(
         model=name,
@@ -141,12 +125,12 @@ def read_bundle(
         chat_template=_chat_template(folder, tokenizer_config),
         bos_token=special.get("bos_token"),
         eos_token=special.get("eos_token"),
-        stop_ids=_stop_ids(generation, text_config),
-        context_length=context,
+        stop_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
+        context_length=context_length_of(text_config.get) or UNTOLD_CONTEXT,
         vocab_size=int(text_config.get("vocab_size", 0)),
         default_temperature=_number(generation.get("temperature")),
         default_top_p=_number(generation.get("top_p")),
-        default_top_k=generation.get("top_k") if isinstance(generation.get("top_k"), int) else None,
+        default_top_k=top_k if isinstance(top_k, int) else None,
         model_revision=model_revision(folder, load_format, dtype),
         block_size=block_size,
         special_tokens=special,
@@ -155,7 +139,7 @@ def read_bundle(
 
 
 def read_public_prefixes(path: Path | None) -> list[str]:
-    """The operator's list of texts whose cache all tenants may share, as a JSON list of strings."""
+    """The operator's texts whose cache all tenants may share: a JSON list of strings."""
     if path is None:
         return []
     try:
@@ -175,17 +159,15 @@ def _whole_blocks(tokenizer_json: str, texts: Sequence[str], block_size: int) ->
     if not texts:
         return ()
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    head = _put_in_front(tokenizer)
+    whole, own = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+    starts = (at for at in range(len(whole)) if whole[at : at + len(own)] == own)
+    head = tuple(whole[: next(starts, 0)])  # what a prompt begins with before its own tokens: BOS, or nothing
     found = []
     for number, text in enumerate(texts, 1):
         ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
         if len(ids) < block_size:
-            log.warning(
-                "public prefix %d is not shared: its %d tokens are less than a block of %d",
-                number,
-                len(ids),
-                block_size,
-            )
+            about = number, len(ids), block_size
+            log.warning("public prefix %d is not shared: its %d tokens are less than a block of %d", *about)
             continue
         if ids[: len(head)] != head:
             log.warning(
@@ -196,13 +178,6 @@ def _whole_blocks(tokenizer_json: str, texts: Sequence[str], block_size: int) ->
             )
         found.append(ids[: len(ids) // block_size * block_size])
     return tuple(found)
-
-
-def _put_in_front(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What a prompt begins with before its own tokens: BOS, or nothing."""
-    whole, own = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
-    starts = (at for at in range(len(whole)) if whole[at : at + len(own)] == own)
-    return tuple(whole[: next(starts, 0)])
 
 
 def _number(value: Any) -> float | None:

@@ -28,9 +28,8 @@ from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING
 from kvfleet.worker.tiers.tiers import Tiers
 from kvfleet.worker.tiers.verifier import Verifier
-from kvproto.block_hash import Root
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
-from kvproto.messages import FinishReason, Load, Rates, Tier, TokenLogprobs, Tokens
+from kvproto.messages import FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +54,14 @@ class Engine:
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
-        self.tiers = tiers
+        self.tiers = tiers = tiers or Tiers(pool, runner.memory, host=None, remote=None)
         self._times = times = scheduler.pacer.times
-        if tiers is not None:
-            scheduler.claims = lambda sequence, match, spare: tiers.claims(sequence, match, spare, times.prompt_seconds)
-            self._verifier = Verifier(runner, tiers)
-            scheduler.on_preempt = tiers.preempted
+        scheduler.claims = lambda sequence, match, spare: tiers.claims(sequence, match, spare, times.prompt_seconds)
+        scheduler.on_preempt = tiers.preempted
+        self._verifier = Verifier(runner, tiers)
         self.counters = EngineCounters()
         self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs)
-        self.kv = KvHoldings(runner, pool, tiers)
+        self.kv = KvHoldings(runner, tiers)
         self._audit = PoolAudit(pool)
         self._clock = clock
         self._outputs: list[SequenceOutput] = []
@@ -72,10 +70,7 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def add(self, spec: SequenceSpec) -> None:
-        """Accept a sequence: from here on it ends in exactly one terminal output.
-
-        Raises what `LiveSequences.accept` does.
-        """
+        """From here on the sequence ends in exactly one terminal output. Raises what `LiveSequences.accept` does."""
         now = self._clock()
         sequence = self.sequences.accept(spec, now)
         self.scheduler.enqueue(sequence)
@@ -84,11 +79,9 @@ class Engine:
             self._finish(sequence, reason)
 
     def cancel(self, request: str, attempt: int | None = None, received: Items[int] = ()) -> int:
-        """End a request's sequences with Cancelled, in the next step's outputs; unknown ones are ignored.
-
-        They are in no step any more, and their blocks are free. What was computed of a choice past the tokens that its
-        last reader has `received` is forgotten: nobody could name it to have it erased. Returns how many there were.
-        """
+        """End a request's sequences with Cancelled, in the next step's outputs. They are in no step any more, and their
+        blocks are free. What was computed of a choice past the tokens that its last reader has `received` is forgotten:
+        nobody could name it to have it erased. Returns how many sequences there were."""
         self.runner.abort.obeyed(request, attempt)
         found = self.sequences.find(request, attempt)
         for sequence in found:
@@ -122,34 +115,25 @@ class Engine:
         """Let go of an attempt without a word: it goes on elsewhere. Its blocks stay here for peers to fetch; with
         `keep` they go to vaults as well, as nobody may come before this worker ends."""
         for sequence in self.sequences.find(request, attempt):
-            if keep and self.tiers is not None and sequence.state is not SequenceState.FINISHED:
+            if keep and sequence.state is not SequenceState.FINISHED:
                 self.tiers.paused(sequence)
             self._leave(sequence)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing is on its way to lower tiers."""
-        return self.tiers is None or self.tiers.is_settled
 
     def pause(self, request: str, attempt: int | None = None) -> None:
         """Park a request: its blocks become evictable until `resume`, which finds again what survived."""
         for sequence in self.sequences.find(request, attempt):
             if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
-                if self.tiers is not None:
-                    self.tiers.paused(sequence)
+                self.tiers.paused(sequence)
                 self.scheduler.pause(sequence)
 
     def resume(self, request: str, attempt: int | None = None) -> None:
-        """Let a paused request go on, at its old place among the waiting ones."""
         for sequence in self.sequences.find(request, attempt):
             if sequence.state is SequenceState.PAUSED:
                 self.scheduler.enqueue(sequence)
 
     def abandon(self, error: KvfleetError) -> StepResult:
-        """The last outputs of an engine that will not step again: every sequence fails with `error`.
-
-        Looks at no scheduler and no pool, so it works whatever state an exception left them in.
-        """
+        """The last outputs of an engine that will not step again: every sequence fails with `error`. Looks at no
+        scheduler and no pool, so it works whatever state an exception left them in."""
         outputs, self._outputs = self._outputs, []
         gone = self.sequences.clear()
         outputs.extend(SequenceFailed(request, attempt, error, choice) for request, attempt, choice in gone)
@@ -163,36 +147,19 @@ class Engine:
 
     def maintain(self) -> StepResult | None:
         """What tiers have to do between steps, also when there is no step to run. Returns what changed in them."""
-        if self.tiers is None:
-            return None
         for sequence in self.tiers.maintain():
             self.scheduler.requeue(sequence)
         if self.tiers.protector is not None:
             self.tiers.protector.maintain(self._clock(), self.sequences, self._times.prefill_tokens_per_s)
-        device, below = self.pool.take_changes(), self.tiers.take_changes()
-        if not (below or device.stored or device.removed):
-            return None
-        return StepResult([], device.stored, device.removed, below=below)
-
-    def preload(self, root: Root, hashes: Items[bytes], tier: Tier, peer: str, limit_s: float) -> int:
-        """Bring a chain to the device before anybody asks for it. Returns how many blocks are on their way."""
-        return 0 if self.tiers is None else self.tiers.restorer.preload(root, hashes, tier, peer, limit_s)
-
-    @property
-    def preloading(self) -> bool:
-        return self.tiers is not None and self.tiers.restorer.preloading
+        changes = self._take_changes()
+        return StepResult([], changes) if changes else None
 
     def verify(self) -> bool:
         """With nothing else to do: compute one restored block again. Whether there was one to be checked."""
-        if self.tiers is None or self.has_work or not self._verifier.has_work:
+        if self.has_work or not self._verifier.has_work:
             return False
         self._verifier.check_one()
         return True
-
-    @property
-    def due_in(self) -> float | None:
-        """Seconds until `maintain` is needed though nothing happened."""
-        return self.tiers.due_in() if self.tiers is not None else None
 
     def step(self) -> StepResult:
         now = self._clock()
@@ -210,8 +177,7 @@ class Engine:
         failed; all of it leaves if nobody waits for it any more."""
         if plan.slices:
             self.runner.copy_blocks(plan.copies)
-        if self.tiers is not None:
-            self.tiers.copied()
+        self.tiers.copied()
         if not plan.slices:
             return []
         abort = self.runner.abort
@@ -246,7 +212,7 @@ class Engine:
                 advance(sequence, end)
             else:
                 sequence.computed = end
-            if token is not None and self.tiers is not None and count > 1:
+            if token is not None and count > 1:
                 self.tiers.prefilled(sequence, self._times.prefill_tokens_per_s)
             if isinstance(token, int):
                 self._advance(sequence, token, None)
@@ -254,7 +220,6 @@ class Engine:
                 self._advance(sequence, token.token, token.logprobs)
 
     def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """A token was drawn: emit what may leave, and see whether the sequence ends."""
         stopped = token in sequence.stop_ids
         if not stopped:
             sequence.append(token, self.pool.block_size)
@@ -284,11 +249,10 @@ class Engine:
     def _start(self, sequence: Sequence, now: float) -> None:
         if self.sequences.starts(sequence):
             self.counters.started(sequence, now)
-            if self.tiers is not None:
-                self.tiers.started(sequence)
+            self.tiers.started(sequence)
         sequence.started = True
-        if sequence.spec.trace is not None:
-            self._traced.started(sequence, now)
+        if (trace := sequence.spec.trace) is not None:
+            self._traced.started(sequence, trace, now)
         request, attempt, choice = sequence.key
         prompt, cached, waited = sequence.num_prompt, sequence.cached_tokens, now - sequence.enqueued
         again = len(sequence.ids) - cached if sequence.num_outputs else 0
@@ -310,22 +274,20 @@ class Engine:
         told = min(told, sequence.text.next_index) if told is not None else sequence.text.next_index
         known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
         if known < len(sequence.ids):
-            self.kv.erase_chain(sequence.root, sequence.hashes, sequence.ids, known)
+            self.tiers.erase(sequence.root, sequence.hashes, sequence.ids, known)
         request, attempt, choice = sequence.key
         self._outputs.append(SequenceFailed(request, attempt, error, choice))
 
     def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         if sequence.state is not SequenceState.FINISHED:
-            if self.tiers is not None:
-                self.tiers.leaves(sequence, self._times.prefill_tokens_per_s)
+            self.tiers.leaves(sequence, self._times.prefill_tokens_per_s)
             self.scheduler.finish(sequence, keep_tail=keep_tail)
-        if sequence.spec.trace is not None:
-            self._traced.left(sequence, self._clock())
+        if (trace := sequence.spec.trace) is not None:
+            self._traced.left(sequence, trace, self._clock())
         self.sequences.remove(sequence)
 
     def _result(self, plan: StepPlan, began: float) -> StepResult:
         outputs, self._outputs = self._outputs, []
-        changes = self.pool.take_changes()
         now = self._clock()
         (prefill, positions), seconds, count = plan.prefill, now - began, len(plan.slices)
         fed = plan.decodes + prefill
@@ -333,33 +295,31 @@ class Engine:
         self.scheduler.pacer.observe(plan.decodes, prefill, positions, seconds, now)
         if self._traced.undrawn:
             self._traced.note(now)
-        below = self.tiers.take_changes() if self.tiers is not None else []
-        return StepResult(outputs, changes.stored, changes.removed, fed, prefill, count, seconds, below)
+        return StepResult(outputs, self._take_changes(), fed, prefill, count, seconds)
+
+    def _take_changes(self) -> list[TierEvents]:
+        return self.pool.take_changes(Tier.DEVICE) + self.tiers.take_changes()
 
     def load(self) -> Load:
         return self.counters.load(self.scheduler, self.tiers, self._clock())
 
     def rates(self) -> Rates:
-        """Measured from steps; 0 until measured."""
         times = self._times
         return Rates(
             times.prefill_tokens_per_s,
             times.decode_steps_per_s,
             times.decode_tokens_per_s,
-            self.tiers.rates() if self.tiers is not None else {},
+            self.tiers.rates(),
             times.longest.seconds,
         )
 
     def audit(self) -> None:
         """Look at some blocks of the device and of the host, others each time. Raises AssertionError if their books do
         not balance."""
-        held = self.tiers.held() if self.tiers is not None else []
-        self._audit.look([*(sequence.blocks for sequence in self.scheduler.running), *held])
-        if self.tiers is not None:
-            self.tiers.audit()
+        self._audit.look([*(sequence.blocks for sequence in self.scheduler.running), *self.tiers.held()])
+        self.tiers.audit()
 
     def check_integrity(self) -> None:
-        self.scheduler.check_integrity(self.tiers.held() if self.tiers is not None else ())
-        if self.tiers is not None:
-            self.tiers.check_integrity()
+        self.scheduler.check_integrity(self.tiers.held())
+        self.tiers.check_integrity()
         self.sequences.check_integrity()

@@ -1,9 +1,11 @@
 """What this engine has done since its start: plain numbers that any thread may read while they grow.
 
-The engine's thread owns them. What steps take is `schedule.step_times`' business.
+The engine's thread owns them. What steps take is `schedule.step_pacer`' business.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from kvfleet.worker.schedule.giving_way import by_priority
 from kvfleet.worker.schedule.scheduler import Scheduler
@@ -16,18 +18,18 @@ from kvservice.distribution import Distribution
 QUEUE_WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
+@dataclass(eq=False, slots=True)
 class EngineCounters:
-    def __init__(self) -> None:
-        self.steps_total = 0
-        self.steps_aborted_total = 0  # all of their sequences were cancelled meanwhile
-        self.busy_seconds_total = 0.0  # in steps
-        self.prompt_tokens_total = 0
-        self.hit_tokens_total = 0  # of prompts: not computed
-        self.device_hit_tokens_total = 0  # of these: found on the device, brought from nowhere
-        self.fed_tokens_total = 0
-        self.generated_tokens_total = 0
-        self.queue_waits = Distribution(QUEUE_WAITS_S)  # of attempts, from their coming to their first step
-        self.costs = TenantCosts()
+    steps_total: int = 0
+    steps_aborted_total: int = 0  # all of their sequences were cancelled meanwhile
+    busy_seconds_total: float = 0.0  # in steps
+    prompt_tokens_total: int = 0
+    hit_tokens_total: int = 0  # of prompts: not computed
+    device_hit_tokens_total: int = 0  # of these: found on the device, brought from nowhere
+    fed_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    queue_waits: Distribution = field(default_factory=lambda: Distribution(QUEUE_WAITS_S))  # until its first step
+    costs: TenantCosts = field(default_factory=TenantCosts)
 
     def started(self, sequence: Sequence, now: float) -> None:
         """An attempt runs for the first time, whatever number of choices it asks for."""
@@ -46,12 +48,10 @@ class EngineCounters:
             self.steps_total += 1
             self.costs.share(seconds)
 
-    def load(self, scheduler: Scheduler, tiers: Tiers | None, now: float) -> Load:
-        """Requests, blocks and tokens now; `*_total` count since the start."""
+    def load(self, scheduler: Scheduler, tiers: Tiers, now: float) -> Load:
         pool, queued = scheduler.pool, scheduler.queued()
-        restoring = tiers.waiting if tiers is not None else 0
         return Load(
-            waiting=len(scheduler.waiting) + restoring,
+            waiting=len(scheduler.waiting) + tiers.waiting,
             running=len(scheduler.running),
             slots=scheduler.slots,
             blocks_used=pool.used,
@@ -66,6 +66,6 @@ class EngineCounters:
             generated_tokens_total=self.generated_tokens_total,
             preemptions_total=scheduler.preemptions,
             evictions_total=pool.evictions,
-            tiers=tiers.loads() if tiers is not None else {},
+            tiers=tiers.loads(),
             oldest_wait_s=max((now - one.enqueued for one in scheduler.waiting if not one.started), default=0),
         )

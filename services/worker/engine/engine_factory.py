@@ -16,7 +16,7 @@ from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.model.kv_size import KvLayout, readable, size_lines
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.text.detokenizer import TokenizerDetokenizer
+from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.tiers import block_codec
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteTiers
@@ -63,10 +63,11 @@ def build_engine(
     if remote_for is not None and runner.window is None:
         block_codec.warm_up()
         remote = remote_for(runner.memory)
-    tiers = Tiers(pool, runner.memory, _host_tier(settings, runner), remote) if runner.window is None else None
-    if tiers is None:
+    host = _host_tier(settings, runner) if runner.window is None else None
+    if runner.window is not None:
         log.info("every layer attends to a window: blocks are kept on the device alone")
-    detokenizer = TokenizerDetokenizer(Tokenizer.from_str(bundle.tokenizer_json))
+    tiers = Tiers(pool, runner.memory, host, remote)
+    detokenizer = Detokenizer(Tokenizer.from_str(bundle.tokenizer_json))
     return Engine(runner, pool, scheduler, detokenizer, tiers=tiers)
 
 

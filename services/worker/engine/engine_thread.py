@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +24,6 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvproto.errors import EngineFailure, KvfleetError
-from kvproto.messages import Load, Rates
 from kvservice.distribution import Distribution
 
 logger = logging.getLogger(__name__)
@@ -34,41 +34,39 @@ MEASURE_PERIOD_S = 0.05
 NOTHING_RAN_S = 0.001
 IDLE_PERIOD_S = 1.0  # an idle worker's rates change too: links are measured without requests
 CHECK_PERIOD_S = 1.0  # when idle
+POLL_S = 0.02
 
 
+@dataclass(eq=False)
 class EngineThread:
-    """Runs `engine` from `start` to `stop`. All methods are for the loop's thread; callbacks are called there too.
+    """Runs `engine`, which nobody else touches, from `start` to `stop`. All methods are for the loop's thread;
+    callbacks are called there too.
 
-    `on_result` gets the results of one or more steps, in order. `on_crash` is told of an exception out of a step, after
-    which the thread is gone: all its sequences, and all requests still to come, fail as EngineFailure (retryable); of
-    one out of `on_result` too: the thread ends then, and no results are passed on any more.
+    `on_result` gets the results of one or more steps, in order. `on_crash` is told of an exception out of a step: the
+    thread is gone then, and all its sequences, and all requests still to come, fail as EngineFailure (retryable). It is
+    told of one out of `on_result` too: the thread ends, and no results are passed on any more.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        on_result: Callable[[list[StepResult]], None],
-        loop: asyncio.AbstractEventLoop,
-        on_crash: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        self.cancel_to_free = Distribution()  # from a cancel to when the blocks of what it ended were back in the pool
-        self.counters = engine.counters
-        self._engine = engine
-        self._on_result = on_result
-        self._on_crash = on_crash
-        self._loop = loop
-        self._commands: deque[Callable[[], None]] = deque()
-        self._calls: set[asyncio.Future[object]] = set()
-        self._results: deque[StepResult | Callable[[], None]] = deque()
-        self._delivery_due = False
-        self._delivers = True  # until `on_result` fails
-        self._wake = threading.Event()
-        self._stopping = False
-        self._measured = engine.load(), engine.rates()
-        self._measured_at = 0.0
-        self._check_due = 0.0
-        self._step_began: float | None = None  # set by the engine's thread, read by all
-        self._over: EngineFailure | None = None  # why nothing is accepted any more; set by the engine's thread
+    engine: Engine
+    on_result: Callable[[list[StepResult]], None]
+    loop: asyncio.AbstractEventLoop
+    on_crash: Callable[[BaseException], None] = lambda error: None
+    cancel_to_free: Distribution = field(default_factory=Distribution)  # until the blocks of what it ended were free
+    _commands: deque[Callable[[], None]] = field(default_factory=deque)
+    _calls: set[asyncio.Future[object]] = field(default_factory=set)
+    _results: deque[StepResult | Callable[[], None]] = field(default_factory=deque)
+    _delivery_due: bool = False
+    _delivers: bool = True  # until `on_result` fails
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _stopping: bool = False
+    _measured_at: float = 0.0
+    _check_due: float = 0.0
+    _step_began: float | None = None  # set by the engine's thread, read by all
+    _over: EngineFailure | None = None  # why nothing is accepted any more; set by the engine's thread
+
+    def __post_init__(self) -> None:
+        self.counters = self.engine.counters
+        self.measured = self.engine.load(), self.engine.rates()  # as of a moment ago
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -86,12 +84,12 @@ class EngineThread:
     # ------------------------------------------------------------------ commands
 
     def submit(self, spec: SequenceSpec) -> None:
-        """Ask for a sequence. One that the engine refuses comes back as SequenceFailed."""
+        """A sequence that the engine refuses comes back as SequenceFailed."""
         self._command(partial(self._add, spec))
 
     def cancel(self, request: str, attempt: int | None = None, received: Sequence[int] = ()) -> None:
         """In no step that begins from now on; the one under way is given up if it is for nobody else."""
-        self._engine.give_up(request, attempt)
+        self.engine.give_up(request, attempt)
         self._command(partial(self._cancel, request, attempt, received, time.monotonic()))
 
     def wake(self) -> None:
@@ -100,22 +98,18 @@ class EngineThread:
 
     @property
     def is_lending(self) -> bool:
-        """Whether a peer is being sent blocks just now."""
-        return self._engine.tiers is not None and bool(self._engine.tiers.lent)
-
-    def measure(self) -> tuple[Load, Rates]:
-        """Load and rates as of a moment ago; waits for nothing."""
-        return self._measured
+        """Whether a peer is being sent blocks."""
+        return bool(self.engine.tiers.lent)
 
     @property
     def protected_blocks_total(self) -> int:
-        tiers = self._engine.tiers
-        return 0 if tiers is None or tiers.protector is None else tiers.protector.protected_total
+        protector = self.engine.tiers.protector
+        return 0 if protector is None else protector.protected_total
 
     def copied_bytes(self) -> tuple[int, int]:
         """From the host to the device, and from the device to the host."""
-        tiers = self._engine.tiers
-        return (0, 0) if tiers is None else (tiers.copier.bytes_in_total, tiers.copier.bytes_out_total)
+        copier = self.engine.tiers.copier
+        return copier.bytes_in_total, copier.bytes_out_total
 
     @property
     def step_age_s(self) -> float:
@@ -124,11 +118,9 @@ class EngineThread:
         return 0.0 if began is None else time.monotonic() - began
 
     def call(self, query: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Run `query` on the engine's thread between two steps; the future gets its result or exception.
-
-        Raises EngineFailure, through the future, if the thread is gone.
-        """
-        future: asyncio.Future[T] = self._loop.create_future()
+        """Run `query` on the engine's thread between two steps; the future gets its result or exception, EngineFailure
+        if the thread is gone."""
+        future: asyncio.Future[T] = self.loop.create_future()
         self._calls.add(future)  # type: ignore[arg-type]
         future.add_done_callback(self._calls.discard)
         self._command(partial(self._answer, query, future))
@@ -136,7 +128,12 @@ class EngineThread:
 
     def post(self, work: Callable[[Engine], None]) -> None:
         """Have the engine's thread do this between two steps. From any thread; nobody hears how it went."""
-        self._command(partial(work, self._engine))
+        self._command(partial(work, self.engine))
+
+    async def settled(self) -> None:
+        """Until nothing is on its way to lower tiers. Raises EngineFailure."""
+        while not await self.call(lambda engine: engine.tiers.is_settled):
+            await asyncio.sleep(POLL_S)
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -151,43 +148,42 @@ class EngineThread:
             while not self._stopping:
                 self._wake.clear()
                 self._obey()
-                maintained = self._engine.maintain()
+                maintained = self.engine.maintain()
                 if maintained is not None:
                     self._hand_over(maintained)
-                if self._engine.has_work:
+                if self.engine.has_work:
                     self._obey()  # who was cancelled meanwhile is not in this step
                     self._step_began = time.monotonic()
-                    result = self._engine.step()
+                    result = self.engine.step()
                     self._step_began = None
                     self._hand_over(result)
                     self._measure(MEASURE_PERIOD_S)
                     if not (result.sequences or result.outputs):  # all wait for blocks that are being copied
                         self._wake.wait(NOTHING_RAN_S)
-                elif not self._stopping and not self._engine.verify():
+                elif not self._stopping and not self.engine.verify():
                     self._measure(0.0)
-                    if (due_in := self._engine.due_in) is None and time.monotonic() >= self._check_due:
+                    if (due_in := self.engine.tiers.due_in()) is None and time.monotonic() >= self._check_due:
                         # Better to crash on wrong books than to serve wrong blocks: a part of them each time.
-                        self._engine.audit()
+                        self.engine.audit()
                         self._check_due = time.monotonic() + CHECK_PERIOD_S
                     self._wake.wait(IDLE_PERIOD_S if due_in is None else due_in)
             self._end(EngineFailure("the engine was stopped"))
         except Exception as error:  # the thread's top: whatever it is, nobody may wait for ever
             logger.exception("the engine failed")
             self._end(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
-            if self._on_crash is not None:
-                self._call_soon(self._on_crash, error)
+            self._call_soon(self.on_crash, error)
 
     def _end(self, reason: EngineFailure) -> None:
         self._step_began = None
         self._over = reason
-        self._hand_over(self._engine.abandon(reason))
+        self._hand_over(self.engine.abandon(reason))
         self._obey()  # what was asked meanwhile
 
     def _obey(self) -> None:
         while True:
             try:
                 command = self._commands.popleft()
-            except IndexError:
+            except IndexError:  # not asked before: once it is over the loop's thread obeys as well
                 return
             command()
 
@@ -195,19 +191,19 @@ class EngineThread:
         try:
             if self._over is not None:
                 raise self._over
-            self._engine.add(spec)
+            self.engine.add(spec)
         except KvfleetError as error:
             self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error, spec.choice)]))
 
     def _cancel(self, request: str, attempt: int | None, received: Sequence[int], asked: float) -> None:
-        if self._engine.cancel(request, attempt, received):
+        if self.engine.cancel(request, attempt, received):
             self.cancel_to_free.observe(time.monotonic() - asked)
 
     def _answer(self, query: Callable[[Engine], T], future: asyncio.Future[T]) -> None:
         try:
             if self._over is not None:
                 raise self._over
-            result = query(self._engine)
+            result = query(self.engine)
         except Exception as error:  # noqa: BLE001 - the question failed: the caller gets the error, the engine goes on
             failure = error
             self._hand_over(lambda: None if future.done() else future.set_exception(failure))
@@ -217,7 +213,7 @@ class EngineThread:
     def _measure(self, period: float) -> None:
         now = time.monotonic()
         if now - self._measured_at >= period:
-            self._measured = self._engine.load(), self._engine.rates()
+            self.measured = self.engine.load(), self.engine.rates()
             self._measured_at = now
 
     def _hand_over(self, result: StepResult | Callable[[], None]) -> None:
@@ -228,7 +224,7 @@ class EngineThread:
 
     def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
+            self.loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:  # the loop is closed: nobody listens any more
             logger.debug("the event loop is closed, a result of the engine is dropped")
 
@@ -251,11 +247,10 @@ class EngineThread:
         if not results or not self._delivers:
             return
         try:
-            self._on_result(results)
+            self.on_result(results)
         except Exception as error:  # what these results were for would wait for ever
             self._delivers = False
             logger.exception("results of the engine were not taken")
             self._stopping = True
             self._wake.set()
-            if self._on_crash is not None:
-                self._on_crash(error)
+            self.on_crash(error)

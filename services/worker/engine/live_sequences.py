@@ -7,34 +7,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import count
 
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, SequenceState
+from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, SequenceState, SequenceTrace
 from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import StopStrings, TextStream
 from kvproto.errors import EngineFailure, InvalidRequest, OutOfMemory
-from kvproto.messages import Sampling
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class LiveSequences:
     """They are numbered as they come, and cost their tenant what `costs` counts."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, detokenizer: Detokenizer, costs: TenantCosts) -> None:
-        self.detokenizer = detokenizer
-        self._runner = runner
-        self._scheduler = scheduler
-        self._costs = costs
-        self._eos_ids = frozenset(runner.eos_ids)
-        self._arrivals = count()
-        self._sequences: dict[Key, Sequence] = {}
-        self._choices: dict[tuple[str, int], list[Sequence]] = {}  # of each attempt, those that live
-        self._counted: set[tuple[str, int]] = set()  # attempts of which a choice has started
+    runner: ModelRunner
+    scheduler: Scheduler
+    detokenizer: Detokenizer
+    costs: TenantCosts
+    _arrivals: Iterator[int] = field(default_factory=count)
+    _sequences: dict[Key, Sequence] = field(default_factory=dict)
+    _choices: dict[tuple[str, int], list[Sequence]] = field(default_factory=dict)  # of each attempt, those that live
+    _counted: set[tuple[str, int]] = field(default_factory=set)  # attempts of which a choice has started
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
@@ -46,25 +45,26 @@ class LiveSequences:
         if key in self._sequences:
             raise InvalidRequest("this attempt is running already", field="request")
         siblings = self._choices.get(key[:2], [])
-        _check(spec, self._runner.vocab_size)
-        sampling, blocks, prompt = spec.sampling, self._runner.num_blocks, len(spec.prompt_ids)
-        window = ContextWindow.of(prompt, sampling.max_tokens, self._runner.context_length, sampling.overflow)
+        _check(spec, self.runner.vocab_size)
+        sampling, blocks, prompt = spec.sampling, self.runner.num_blocks, len(spec.prompt_ids)
+        window = ContextWindow.of(prompt, sampling.max_tokens, self.runner.context_length, sampling.overflow)
         total = prompt + len(spec.output_ids)
-        needed = self._scheduler.tables.at_once(total - window.start(total))
+        needed = self.scheduler.tables.at_once(total - window.start(total))
         if needed > blocks:
             raise OutOfMemory(f"{needed} blocks are needed, this worker has {blocks}")
         if siblings and siblings[0].spec.prompt_ids != spec.prompt_ids:
             raise InvalidRequest("all choices of an attempt must have the same prompt", field="prompt_ids")
-        eos_ids: frozenset[int] = frozenset() if sampling.ignore_eos else self._eos_ids
+        eos_ids = () if sampling.ignore_eos else self.runner.eos_ids
         sequence = Sequence(
             spec,
-            self._runner.block_size,
-            arrival=(next(self._arrivals), now),
+            self.runner.block_size,
+            arrival=next(self._arrivals),
+            enqueued=now,
             window=window,
-            stop_ids=eos_ids.union(sampling.stop_ids),
+            stop_ids=frozenset(eos_ids).union(sampling.stop_ids),
             text=self._text(spec),
             siblings=siblings,
-            account=self._costs.of(spec.tenant),
+            account=self.costs.of(spec.tenant),
         )
         if spec.trace is not None:
             spec.trace.enqueued = now
@@ -78,9 +78,8 @@ class LiveSequences:
             text = TextStream(self.detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
             text.replay(spec.output_ids, spec.text_sent)
         except Exception as error:  # a tokenizer's bug is that request's alone
-            logger.exception(
-                "request %s: its tokens could not be made text", spec.request, extra={"request": spec.request}
-            )
+            about = {"request": spec.request}
+            logger.exception("request %s: its tokens could not be made text", spec.request, extra=about)
             raise EngineFailure(f"the request's tokens could not be made text: {error}") from error
         return text
 
@@ -93,7 +92,7 @@ class LiveSequences:
             self._counted.discard(attempt)
 
     def clear(self) -> list[Key]:
-        """Forget all. Returns which they were."""
+        """Returns which they were."""
         keys = list(self._sequences)
         self._sequences, self._choices = {}, {}
         return keys
@@ -111,7 +110,7 @@ class LiveSequences:
         return is_first
 
     def check_integrity(self) -> None:
-        queued = {s.key for s in (*self._scheduler.waiting, *self._scheduler.running)}
+        queued = {s.key for s in (*self.scheduler.waiting, *self.scheduler.running)}
         queued |= {key for key, s in self._sequences.items() if s.state is SequenceState.RESTORING}
         paused = {key for key, s in self._sequences.items() if s.state is SequenceState.PAUSED}
         assert queued | paused == set(self._sequences)
@@ -119,46 +118,40 @@ class LiveSequences:
         assert sum(map(len, self._choices.values())) == len(self._sequences)
 
 
+@dataclass(slots=True)
 class TracedDraws:
     """When traced sequences draw their first token. `steps` counts those that drew a token."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.undrawn: list[Sequence] = []  # that have started and drawn nothing yet
+    steps: int = 0
+    undrawn: list[tuple[Sequence, SequenceTrace]] = field(default_factory=list)  # have started and drawn nothing yet
 
-    def started(self, sequence: Sequence, now: float) -> None:
-        assert sequence.spec.trace is not None
-        sequence.spec.trace.admitted = now
-        self.undrawn.append(sequence)
+    def started(self, sequence: Sequence, trace: SequenceTrace, now: float) -> None:
+        trace.admitted = now
+        self.undrawn.append((sequence, trace))
 
-    def left(self, sequence: Sequence, now: float) -> None:
-        assert sequence.spec.trace is not None
+    def left(self, sequence: Sequence, trace: SequenceTrace, now: float) -> None:
         self.note(now)
-        sequence.spec.trace.leaves(now, self.steps, sequence.num_outputs - len(sequence.spec.output_ids))
+        trace.leaves(now, self.steps, sequence.num_outputs - len(sequence.spec.output_ids))
 
     def note(self, now: float) -> None:
         """Of those that have drawn a first token, or are gone."""
         undrawn, self.undrawn = self.undrawn, []
-        for sequence in undrawn:
-            assert sequence.spec.trace is not None
+        for sequence, trace in undrawn:
             if sequence.num_outputs > len(sequence.spec.output_ids):
-                sequence.spec.trace.drawn(now, self.steps)
+                trace.drawn(now, self.steps)
             elif sequence.state is not SequenceState.FINISHED:
-                self.undrawn.append(sequence)
+                self.undrawn.append((sequence, trace))
 
 
 def _check(spec: SequenceSpec, vocab_size: int) -> None:
-    """Lengths against the context are `context_window`'s business."""
+    """Lengths against the context are `context_window`'s business. Not-a-number fails every comparison, so each one
+    says what must hold."""
+    sampling = spec.sampling
     if not spec.prompt_ids:
         raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")
-    for field, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
+    for name, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            raise InvalidRequest(f"token ids must lie in 0 to {vocab_size - 1}", field=field)
-    _check_sampling(spec.sampling)
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    """Not-a-number fails every comparison, so each one says what must hold."""
+            raise InvalidRequest(f"token ids must lie in 0 to {vocab_size - 1}", field=name)
     if sampling.max_tokens < 1:
         raise InvalidRequest("must be at least 1", field="max_tokens")
     if not sampling.temperature >= 0:

@@ -12,16 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import BlockRun, FinishReason, KvEvents, Tier, TierEvents, Tokens
+from kvproto.messages import FinishReason, KvEvents, Tier, TierEvents, Tokens
 from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStarted:
-    """First scheduled; `cached_tokens` were found in the pool. Of several choices all but the first find there what
-    that one computed. `prompt_tokens` are those that the model saw at first: fewer than were asked for where the prompt
-    was truncated.
-    """
+    """First scheduled; `cached_tokens` were found in the pool: of several choices all but the first find there what
+    that one computed. `prompt_tokens`: what the model saw at first, less than was asked where the prompt was
+    truncated."""
 
     request: str
     attempt: int
@@ -31,6 +30,17 @@ class SequenceStarted:
     choice: int = 0
     restored: dict[Tier, int] = field(default_factory=dict)  # of the cached tokens, those brought from below for it
     recomputed_tokens: int = 0  # of a continued attempt: prompt and outputs that an earlier one had computed already
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Of the prompt at most all, though a continued attempt may find its own outputs too. What was not brought from
+        below was on the device."""
+        hit, cached = min(self.cached_tokens, self.prompt_tokens), {}
+        for tier, tokens in self.restored.items():
+            if count := min(tokens, hit):
+                cached[tier.value] = count
+                hit -= count
+        return {Tier.DEVICE.value: hit} | cached if hit else cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +71,14 @@ SequenceOutput = SequenceStarted | Tokens | SequenceFinished | SequenceFailed
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step. In the content index all of `removed` left before any of `stored` came.
-
-    `stored` holds runs of blocks that follow one another: (hash before the run, hashes of the run).
-    """
+    """One step, and what changed in each tier, in its order."""
 
     outputs: list[SequenceOutput] = field(default_factory=list)
-    stored: list[tuple[bytes, list[bytes]]] = field(default_factory=list)
-    removed: list[bytes] = field(default_factory=list)
+    changes: list[TierEvents] = field(default_factory=list)
     fed_tokens: int = 0  # tokens the model was run on
     prefill_tokens: int = 0  # those of them that belong to prompts
     sequences: int = 0  # that took part
     seconds: float = 0.0
-    below: list[TierEvents] = field(default_factory=list)  # what changed in tiers below the device
 
 
 class KvPublisher(EventLog):
@@ -87,19 +92,12 @@ class KvPublisher(EventLog):
     """
 
     def batch(self, results: Iterable[StepResult], now: float, *, hold: bool = True) -> KvEvents | None:
-        """One event for what the steps changed, in their order; None if that is nothing, or if it waits.
-
-        `hold` False: nothing waits, so every digest the engine may name has an event.
-        """
+        """One event for what the steps changed, in their order; None if that is nothing, or if it waits. `hold` False:
+        nothing waits, so every digest the engine may name has an event."""
         ran = False
         for result in results:
             ran = ran or result.sequences > 0
-            if result.removed:
-                self.note((TierEvents(Tier.DEVICE, True, (BlockRun(b"", tuple(result.removed)),)),))
-            if result.stored:
-                runs = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in result.stored)
-                self.note((TierEvents(Tier.DEVICE, False, runs),))
-            self.note(result.below)
+            self.note(result.changes)
         if ran or not hold or now >= self._last_at + IDLE_PERIOD_S:
             return self.flush(now)
         return None

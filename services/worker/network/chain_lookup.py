@@ -46,7 +46,7 @@ class ChainLookup:
 
     def would_look(self, request: GenerateRequest, tokens: int) -> bool:
         """Whether asking is worth it, for a sequence of so many known tokens."""
-        rate = self._engine.measure()[1].prefill_tokens_per_s
+        rate = self._engine.measured[1].prefill_tokens_per_s
         if self._remote is None or tokens <= self._block_size:
             return False
         return not rate or tokens >= LOOK_WORTH_S * rate or request.handed_over

@@ -71,6 +71,6 @@ def read_chain(chain: HotChain) -> tuple[Root, list[bytes], int]:
 async def _bring(thread: EngineThread, chain: HotChain, limit_s: float) -> None:
     root, hashes, _ = read_chain(chain)
     tier = Tier.PEER if chain.source else Tier.VAULT
-    await thread.call(lambda engine: engine.preload(root, hashes, tier, chain.source, limit_s))
-    while await thread.call(lambda engine: engine.preloading):
+    await thread.call(lambda engine: engine.tiers.restorer.preload(root, hashes, tier, chain.source, limit_s))
+    while await thread.call(lambda engine: engine.tiers.restorer.preloading):
         await asyncio.sleep(POLL_S)

@@ -12,27 +12,28 @@ never needs more than the window and one block, however long it is.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.blocks.pool_integrity import check_integrity
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 
 
+@dataclass(eq=False)
 class BlockTables:
     """Carries out on the pool what the scheduler decides; owned by it."""
 
-    def __init__(self, pool: BlockPool, window: int | None = None) -> None:
-        self.pool = pool
-        self.window = window
-        self._size = pool.block_size
-        pool.windowed = pool.windowed or window is not None
+    pool: BlockPool
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        self._size = self.pool.block_size
+        self.pool.windowed = self.pool.windowed or self.window is not None
 
     def at_once(self, tokens: int) -> int:
         """Fewest blocks with which a sequence of so many tokens can be computed."""
-        all_of_them = self.pool.blocks_for(tokens)
-        if self.window is None:
-            return all_of_them
-        return min(all_of_them, self.pool.blocks_for(self.window - 1) + 1)
+        blocks = self.pool.blocks_for(tokens)
+        return blocks if self.window is None else min(blocks, self.pool.blocks_for(self.window - 1) + 1)
 
     def match(self, sequence: Sequence) -> Match:
         """What is cached of a sequence, its last token aside: that one is run again, for its logits."""
@@ -84,9 +85,8 @@ class BlockTables:
         size = self._size
         for at in range(sequence.filled, end // size):
             if self._is_findable(sequence, at):
-                block, ids = sequence.blocks[at], sequence.block_ids(at, size)
-                filled = self.pool.fill(block, sequence.root, sequence.hashes, at, ids, lossy=sequence.lossy)
-                sequence.blocks[at] = filled
+                block, root, ids = sequence.blocks[at], sequence.root, sequence.block_ids(at, size)
+                sequence.blocks[at] = self.pool.fill(block, root, sequence.hashes, at, ids, lossy=sequence.lossy)
                 sequence.lossy = sequence.lossy or self.pool.is_lossy(sequence.hashes[at])
             sequence.filled = at + 1
         if self.window is not None and (reached := self._first_reached(end)) > sequence.passed:
@@ -95,7 +95,6 @@ class BlockTables:
             sequence.passed = reached
 
     def let_go(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        """All blocks go back to the pool, the partial last one kept where it is of use."""
         size = self._size
         last = sequence.computed // size
         if keep_tail and sequence.computed % size and sequence.filled == last and self._is_findable(sequence, last):
@@ -111,8 +110,8 @@ class BlockTables:
         return 0 if self.window is None else max(0, computed - self.window + 1) // self._size
 
     def _is_findable(self, sequence: Sequence, at: int) -> bool:
-        """Whether the `at`-th block may be listed. Those before it must be in the index: one that was let go may have
-        been evicted. Where the index has a lossy block, an exact sequence's own is not listed, nor any after it."""
+        """Whether the `at`-th block may be listed: those before it must be in the index (one that was let go may have
+        been evicted). Where the index has a lossy block an exact sequence's own is not listed, nor any after it."""
         if sequence.spec.exact and not sequence.private and at < len(sequence.hashes):
             sequence.private = self.pool.is_lossy(sequence.hashes[at])
         if sequence.private:
@@ -120,8 +119,7 @@ class BlockTables:
         return self.window is None or not at or self.pool.lists(sequence.hashes[at - 1])
 
     def check_integrity(self, sequences: list[Sequence], others: Items[Items[int]] = ()) -> None:
-        """Raises AssertionError if the tables of these, who with `others` are all that hold blocks, disagree with the
-        pool."""
+        """Raises AssertionError if tables and pool disagree. With `others` these are all that hold blocks."""
         size = self._size
         for sequence in sequences:
             assert sequence.filled == sequence.computed // size

@@ -7,6 +7,7 @@ begun, here or elsewhere, is never sent away.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvproto.errors import Overloaded
@@ -41,7 +42,6 @@ def until_served(load: Load, rates: Rates, priority: int) -> float:
 
 
 def full(wait_s: float) -> Overloaded:
-    """What the readers of a request that has to go hear."""
     retry_after_s = min(max(wait_s, LEAST_RETRY_S), MOST_RETRY_S)
     return Overloaded("this worker has all it takes, waiting and running", retry_after_s=round(retry_after_s, 3))
 
@@ -53,25 +53,23 @@ def could_give_way(load: Load, priority: int, leaving: int = 0) -> int:
     return max(sum(level.unstarted for level in load.priorities if level.priority < priority) - leaving, 0)
 
 
+@dataclass(eq=False, slots=True)
 class Departures:
-    """Who was asked to give way and is still counted. Owned by the request desk."""
+    """Who was asked to give way and is still counted. `asked`: sequences of which the engine has not said yet who goes.
+    Owned by the request desk."""
 
-    def __init__(self) -> None:
-        self._asked = 0  # sequences; the engine has not said yet who goes
-        self._going: set[Attempt] = set()
-
-    def ask(self, count: int) -> None:
-        self._asked += count
+    asked: int = 0
+    going: set[Attempt] = field(default_factory=set)
 
     def answered(self, count: int, going: Iterable[Attempt]) -> None:
-        self._asked -= count
-        self._going.update(going)
+        self.asked -= count
+        self.going.update(going)
 
     def count(self, pending: Callable[[Attempt], int]) -> int:
         """`pending`: how many sequences of an attempt have not ended yet."""
-        left = {attempt: pending(attempt) for attempt in self._going}
-        self._going = {attempt for attempt, number in left.items() if number}
-        return self._asked + sum(left.values())
+        left = {attempt: pending(attempt) for attempt in self.going}
+        self.going = {attempt for attempt, number in left.items() if number}
+        return self.asked + sum(left.values())
 
 
 def giving_way(waiting: Iterable[Sequence], priority: int, count: int) -> list[Sequence]:

@@ -31,11 +31,9 @@ _rank = attrgetter("rank")
 
 
 class Scheduler:
-    """`token_budget`: tokens per step at most, `slots`: sequences that run at the same time at most.
-
-    `itl_target_s`: how long a step beside running streams may take in any case. `window`: how many tokens, itself
-    included, a token attends to in every layer, so that older blocks can go; None if any layer attends to all.
-    """
+    """`token_budget`: most tokens per step, `slots`: most sequences that run at once. `itl_target_s`: how long a step
+    beside running streams may take in any case. `window`: how many tokens, itself included, a token attends to in every
+    layer, so that older blocks can go; None if any layer attends to all."""
 
     def __init__(
         self,
@@ -77,14 +75,12 @@ class Scheduler:
 
     def pause(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue; its blocks become evictable, and are found again if they survive."""
-        self._leave(sequence)
-        sequence.state = SequenceState.PAUSED
+        self._leave(sequence, SequenceState.PAUSED)
         sequence.restores = 0
 
     def finish(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         """Take a sequence out for good; what it computed stays cached."""
-        self._leave(sequence, keep_tail=keep_tail)
-        sequence.state = SequenceState.FINISHED
+        self._leave(sequence, SequenceState.FINISHED, keep_tail=keep_tail)
 
     def slide(self, sequence: Sequence) -> None:
         """Drop a running sequence's oldest tokens. It stays, and computes the rest again like a prompt."""
@@ -181,7 +177,7 @@ class Scheduler:
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
                 if self.pool.used == sum(block >= 0 for block in sequence.blocks):
-                    self._fail(plan, sequence, self._out_of_memory(sequence))
+                    self._fail_for_memory(plan, sequence)
                 return False  # else blocks are being copied, and free soon
             self._preempt(victim)
             if victim is sequence:
@@ -203,7 +199,7 @@ class Scheduler:
                     order.drop_waiting()
                     continue
                 if self.tables.at_once(len(sequence.ids)) > self.pool.num_blocks:
-                    self._fail(plan, sequence, self._out_of_memory(sequence))
+                    self._fail_for_memory(plan, sequence)
                     continue
                 served = self._admit(plan, sequence, leaders)
                 if served is sequence and _runs(sequence):
@@ -215,10 +211,8 @@ class Scheduler:
                 self._plan_chunk(plan, served, allowance)
 
     def _admit(self, plan: StepPlan, sequence: Sequence, leaders: PromptLeaders) -> Sequence | None:
-        """Let a waiting sequence run if it fits. Returns whose turn it is: its own, its leader's, or None: no room.
-
-        One that waits for blocks from below leaves the queue, and its turn is over.
-        """
+        """Let a waiting sequence run if it fits. Returns whose turn it is: its own, its leader's, or None: no room. One
+        that waits for blocks from below leaves the queue, and its turn is over."""
         if (leader := leaders.known(sequence)) is not None:
             return leader
         match = self.tables.match(sequence)
@@ -273,10 +267,11 @@ class Scheduler:
         self.finish(sequence)
         plan.failed.append((sequence, error))
 
-    def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
+    def _leave(self, sequence: Sequence, state: SequenceState, *, keep_tail: bool = True) -> None:
         if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
             self._shares.leave(sequence.spec.tenant)
         self._withdraw(sequence, keep_tail=keep_tail)
+        sequence.state = state
 
     def _withdraw(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         if sequence.state is SequenceState.WAITING:
@@ -287,14 +282,13 @@ class Scheduler:
             del self.running[at]
         self.tables.let_go(sequence, keep_tail=keep_tail)
 
-    def _out_of_memory(self, sequence: Sequence) -> OutOfMemory:
-        tokens = len(sequence.ids)
-        return OutOfMemory(
-            f"{tokens} tokens need {self.tables.at_once(tokens)} blocks, this worker has {self.pool.num_blocks}"
-        )
+    def _fail_for_memory(self, plan: StepPlan, sequence: Sequence) -> None:
+        tokens, blocks = len(sequence.ids), self.tables.at_once(len(sequence.ids))
+        why = f"{tokens} tokens need {blocks} blocks, this worker has {self.pool.num_blocks}"
+        self._fail(plan, sequence, OutOfMemory(why))
 
     def check_integrity(self, others: Items[Items[int]] = ()) -> None:
-        """Raises AssertionError if queues, sequences and pool disagree; `others` hold blocks too."""
+        """`others` hold blocks too."""
         self.waiting.check_integrity()
         assert all(sequence.state is SequenceState.RUNNING for sequence in self.running)
         assert [s.rank for s in self.running] == sorted(s.rank for s in self.running)
@@ -308,7 +302,6 @@ def _runs(sequence: Sequence) -> bool:
 
 
 def _draw(sequence: Sequence) -> Draw:
-    """The next token's, with what the request asks for and nothing else."""
     spec, index = sequence.spec, sequence.num_outputs
     banned = sequence.banned if index < spec.sampling.min_tokens else ()
     if sequence.prompt_seen is None or sequence.penalised is None:

@@ -1,6 +1,11 @@
-"""How many tokens a step may carry, and what becomes of one that does not fit. Pure: what steps took in, limits out.
+"""How many tokens a step may carry, from what its own steps took, and what becomes of one that does not fit. Pure.
 
-The allowance is the number of tokens for which a step is expected (`step_times`) to stay below
+    seconds of a step  =  decode part  +  sum over prompt tokens of (base + slope x position)
+
+The decode part is what steps without prompt tokens take; base and slope come from what steps with some took beyond it,
+by a regression that forgets. Single outliers (another process had the cores) move an estimate by a bounded share; a
+change that lasts is followed. Placement prices queues and prefills with the same rates. The allowance is the number of
+tokens for which a step is expected to stay below
 
     max(ITL target, FACTOR x decode part, SHORT_S)    beside streams, MIN_CHUNK tokens at least, so that prompts advance
     STEP_S                                            without any, so that arrivals and cancels are heard soon enough;
@@ -18,6 +23,7 @@ Nothing is given up for it but a single token that does not fit alone: its seque
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -25,7 +31,6 @@ from itertools import accumulate
 from math import inf, sqrt
 
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
-from kvfleet.worker.schedule.step_times import StepTimes
 from kvproto.errors import KvfleetError, OutOfMemory
 
 logger = logging.getLogger(__name__)
@@ -41,7 +46,128 @@ LEAST_TOKENS = 16
 RECOVER_STEPS = 64  # that fit, until a step may be larger again
 GROWTH = 1.25
 
+UNMEASURED_TOKENS_PER_S = 1000.0
+TELLING = 64  # prompt tokens from which on a step's seconds are theirs, not those of reading the weights
+LEAST_SHARE = 0.05  # of a mixed step that counts as its prompt tokens', however quick it was
+DECODE_WEIGHT = 0.3  # of the newest decode step
+PREFILL_WEIGHT = 0.2  # of the newest step with prompt tokens, in the rate
+KEPT = 0.96  # share of the past that each step with prompt tokens leaves, in the regression
+SURE_AFTER = 3  # observations from which on a wild one is cut
+POSITION_SPREAD = 64.0  # positions closer together than that tell little about the slope
+RECENT_STEPS = 64
+RECENT_S = 10.0
+
 Run = Callable[[Items[Slice]], list[Drawn]]
+
+
+class LongestStep:
+    """How long this engine may well be silent: the longest of its newest RECENT_STEPS steps, as far as they ended in
+    the RECENT_S before the newest one did. So readers wait on after a long prefill while the next may be like it."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # (ended, seconds)
+
+    @property
+    def seconds(self) -> float:
+        """0 until there was a step."""
+        return max((took for ended, took in self._steps if ended >= self._steps[-1][0] - RECENT_S), default=0.0)
+
+    def observe(self, now: float, seconds: float) -> None:
+        self._steps.append((now, seconds))
+
+
+class StepTimes:
+    """All estimates are 0 until measured."""
+
+    def __init__(self) -> None:
+        self.longest = LongestStep()
+        self.decode_seconds = 0.0  # of a step without prompt tokens
+        self._decodes = 0  # in the newest of these
+        self._mean_decodes = 0.0
+        self._prefill_seconds_per_token = 0.0
+        self._has_told = False  # whether that is of steps of many tokens
+        # sums over steps with prompt tokens: weight, mean position, its square, seconds per token, their product
+        self._n = self._p = self._pp = self._s = self._sp = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Steps of few prompt tokens count only until there is one of many."""
+        return 1 / self._prefill_seconds_per_token if self._prefill_seconds_per_token else 0.0
+
+    @property
+    def decode_steps_per_s(self) -> float:
+        return 1 / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self._mean_decodes * self.decode_steps_per_s
+
+    @property
+    def prompt_cost(self) -> tuple[float, float]:
+        """Seconds of a prompt token at position 0, and what each position adds. Positive once measured."""
+        if not self._n:
+            return 0.0, 0.0
+        position, mean = self._p / self._n, self._s / self._n
+        variance = max(self._pp / self._n - position * position, 0.0)
+        together = self._sp / self._n - position * mean
+        slope = max(together / (variance + POSITION_SPREAD * POSITION_SPREAD), 0.0)
+        base = mean - slope * position
+        if base < mean / 5:  # prompts begin at position 0, and there it costs something too
+            base = mean / 5
+            slope = (mean - base) / position if position else 0.0
+        return base, slope
+
+    def prompt_seconds(self, position: int, tokens: int) -> float:
+        base, slope = self.prompt_cost
+        return tokens * (base + slope * (position + tokens / 2)) if base else tokens / UNMEASURED_TOKENS_PER_S
+
+    def observe(self, decodes: int, prompt_tokens: int, position_sum: float, seconds: float, now: float = 0.0) -> None:
+        """A step of so many sequences that decoded and so many prompt tokens took `seconds` and ended at `now`.
+        `position_sum` is that of the prompt tokens' positions."""
+        if decodes or prompt_tokens:
+            self.longest.observe(now, seconds)
+        if seconds <= 0:
+            return
+        if not prompt_tokens:
+            if decodes:
+                self._observe_decodes(decodes, seconds)
+            return
+        if decodes and self.decode_seconds:
+            seconds = max(seconds - self.decode_seconds, LEAST_SHARE * seconds)
+        elif decodes:
+            seconds *= prompt_tokens / (prompt_tokens + decodes)
+        self._observe_prefill(prompt_tokens, seconds / prompt_tokens)
+        if decodes or prompt_tokens >= TELLING:
+            self._observe_prompts(position_sum / prompt_tokens, seconds / prompt_tokens)
+
+    def _observe_decodes(self, decodes: int, seconds: float) -> None:
+        known, before, self._decodes = self.decode_seconds, self._decodes, decodes
+        if not known or not before / 2 <= decodes <= before * 2:
+            self.decode_seconds, self._mean_decodes = seconds, float(decodes)
+            return
+        seconds = min(max(seconds, known / 2), known * 2)
+        self.decode_seconds = known + DECODE_WEIGHT * (seconds - known)
+        self._mean_decodes += DECODE_WEIGHT * (decodes - self._mean_decodes)
+
+    def _observe_prefill(self, tokens: int, per_token: float) -> None:
+        is_first = not self._prefill_seconds_per_token
+        if tokens >= TELLING and not self._has_told:
+            self._has_told = is_first = True
+        elif self._has_told and tokens < TELLING:
+            return
+        weight = 1.0 if is_first else PREFILL_WEIGHT
+        self._prefill_seconds_per_token += weight * (per_token - self._prefill_seconds_per_token)
+
+    def _observe_prompts(self, position: float, per_token: float) -> None:
+        if self._n >= SURE_AFTER:
+            base, slope = self.prompt_cost
+            expected = base + slope * position
+            per_token = min(max(per_token, expected / 3), expected * 3)
+        self._n = KEPT * self._n + 1
+        self._p = KEPT * self._p + position
+        self._pp = KEPT * self._pp + position * position
+        self._s = KEPT * self._s + per_token
+        self._sp = KEPT * self._sp + position * per_token
 
 
 @dataclass(slots=True)
@@ -93,7 +219,6 @@ class TokenBudget:
         self._fitted = 0
 
     def fitted(self) -> None:
-        """A step was computed."""
         if self.tokens == self.most:
             return
         self._fitted += 1
@@ -113,7 +238,6 @@ class StepPacer:
         self._has_clock = False  # a step has taken time
 
     def allowance(self, decodes: int) -> Allowance:
-        """For a step in which so many streams decode."""
         tokens = max(1, self.budget.tokens - decodes)
         base, slope = self.times.prompt_cost
         if not decodes:
@@ -153,24 +277,23 @@ def run_step(run: Run, slices: Items[Slice], budget: TokenBudget) -> list[Drawn]
         return _in_halves(run, slices, error)
 
 
-def _run(run: Run, slices: Items[Slice]) -> list[Drawn]:
-    try:
-        return run(slices)
-    except OutOfMemory as error:
-        return _in_halves(run, slices, error)
-
-
 def _in_halves(run: Run, slices: Items[Slice], error: OutOfMemory) -> list[Drawn]:
+    def run_part(part: Items[Slice]) -> list[Drawn]:
+        try:
+            return run(part)
+        except OutOfMemory as error:
+            return _in_halves(run, part, error)
+
     if len(slices) > 1:
         ends = list(accumulate(len(part.ids) for part in slices))
         at = next(at for at, end in enumerate(ends, 1) if 2 * end >= ends[-1])
         at = min(at, len(slices) - 1)
-        return _run(run, slices[:at]) + _run(run, slices[at:])
+        return run_part(slices[:at]) + run_part(slices[at:])
     (whole,) = slices
     middle = len(whole.ids) // 2
     if not middle:
         return [error]
-    (first,) = _run(run, [Slice(whole.ids[:middle], whole.start, whole.blocks, None)])
+    (first,) = run_part([Slice(whole.ids[:middle], whole.start, whole.blocks, None)])
     if isinstance(first, KvfleetError):
         return [first]
-    return _run(run, [Slice(whole.ids[middle:], whole.start + middle, whole.blocks, whole.draw)])
+    return run_part([Slice(whole.ids[middle:], whole.start + middle, whole.blocks, whole.draw)])

@@ -15,11 +15,9 @@ from kvproto.messages import Sampling, TokenLogprobs
 
 @dataclass(slots=True)
 class Draw:
-    """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone.
-
-    `prompt_ids` and `output_ids` are what came before, for penalties; `banned` must not be drawn. All three are empty
-    where the request asks for nothing that needs them. `output_ids` is the sequence's own list, which grows afterwards.
-    """
+    """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone. `prompt_ids` and
+    `output_ids` are what came before, for penalties, `banned` must not be drawn: empty where the request asks for none.
+    `output_ids` is the sequence's own list, which grows afterwards."""
 
     sampling: Sampling
     choice: int
@@ -42,11 +40,9 @@ Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot 
 
 @dataclass(slots=True)
 class Slice:
-    """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`.
-
-    `blocks` is the block table, at least up to the last position; token p lives in slot p % block_size of
-    `blocks[p // block_size]`. An entry is -1 where no layer can reach the block any more (sliding windows). `draw` is
-    None where more of the prompt is still to come.
+    """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`. `blocks` is the
+    block table, at least up to the last position: token p lives in slot p % block_size of `blocks[p // block_size]`, -1
+    where no layer can reach the block any more (sliding windows). `draw` is None where more of the prompt is to come.
     """
 
     ids: Items[int]

@@ -32,27 +32,25 @@ class TenantCosts:
 
     def __init__(self, most: int = MOST_TENANTS) -> None:
         self._most = most
-        self._accounts = {name: TenantAccount() for name in (*FIRST, OTHER)}
+        self.accounts: Mapping[str, TenantAccount] = {name: TenantAccount() for name in (*FIRST, OTHER)}
 
     def of(self, tenant: str) -> TenantAccount:
         """Whose costs are counted there; that of all others once there are too many."""
-        account = self._accounts.get(tenant)
+        account = self.accounts.get(tenant)
         if account is None:
-            if len(self._accounts) > self._most:
-                return self._accounts[OTHER]
-            self._accounts = self._accounts | {tenant: (account := TenantAccount())}  # who reads it has the old one
+            if len(self.accounts) > self._most:
+                return self.accounts[OTHER]
+            account = TenantAccount()
+            self.accounts = {**self.accounts, tenant: account}  # who reads it has the old one
         return account
 
     def share(self, seconds: float) -> None:
         """A step has ended that took so long."""
-        total = sum(account.step_tokens for account in self._accounts.values())
-        for account in self._accounts.values():
+        total = sum(account.step_tokens for account in self.accounts.values())
+        for account in self.accounts.values():
             if account.step_tokens:
                 account.engine_seconds += account.step_tokens * (seconds / total)
                 account.step_tokens = 0
-
-    def accounts(self) -> Mapping[str, TenantAccount]:
-        return self._accounts
 
 
 @dataclass(slots=True)
@@ -64,13 +62,12 @@ class TenantShare:
 
 
 class TenantShares:
-    """Tenants with sequences in the scheduler, and those that left with more than their share.
+    """A virtual token counter per tenant (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each
+    token that the model is run on for a tenant counts one, once; cached tokens and those computed again count nothing.
 
-    A virtual token counter per tenant (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each
-    token that the model is run on for a tenant counts one, once. Cached tokens and those computed again after a
-    preemption count nothing. Among equals the tenant served least goes next: two tenants that both want more than they
-    get are thus served alike. Nobody saves up: a tenant that comes back after a silence starts level with the least
-    served of those that are busy, and when nobody is left all is forgotten.
+    Among equals the tenant served least goes next, so two tenants that both want more than they get are served alike.
+    No tenant saves up: one that comes back starts level with the least served of those that are busy, and when no
+    tenant is left all is forgotten.
     """
 
     def __init__(self) -> None:
@@ -89,7 +86,6 @@ class TenantShares:
         return share
 
     def leave(self, tenant: str) -> None:
-        """A sequence of `tenant` neither waits nor runs any more."""
         self._shares[tenant].sequences -= 1
         if not any(share.sequences for share in self._shares.values()):
             self._shares.clear()

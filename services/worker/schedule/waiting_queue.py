@@ -27,22 +27,22 @@ class Group:
     """Those of one (priority, tenant). The ones with a deadline own `places` together, by arrival."""
 
     def __init__(self) -> None:
-        self._plain: list[Sequence] = []  # by arrival
-        self._dated: list[Sequence] = []  # by deadline
-        self._places: list[int] = []
+        self.plain: list[Sequence] = []  # by arrival
+        self.dated: list[Sequence] = []  # by deadline
+        self.places: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._plain) + len(self._dated)
+        return len(self.plain) + len(self.dated)
 
     def __iter__(self) -> Iterator[Sequence]:
         """In the order of service. Sequences may leave meanwhile; those that are not come to cost nothing."""
         plain_after, dated_after = -1, (float("-inf"), -1)
         while True:
-            at = bisect_right(self._plain, plain_after, key=_arrival)
-            dated_at = bisect_right(self._dated, dated_after, key=_deadline)
-            plain = self._plain[at] if at < len(self._plain) else None
-            if dated_at < len(self._dated) and (plain is None or self._places[dated_at] < plain.arrival):
-                dated = self._dated[dated_at]
+            at = bisect_right(self.plain, plain_after, key=_arrival)
+            dated_at = bisect_right(self.dated, dated_after, key=_deadline)
+            plain = self.plain[at] if at < len(self.plain) else None
+            if dated_at < len(self.dated) and (plain is None or self.places[dated_at] < plain.arrival):
+                dated = self.dated[dated_at]
                 dated_after = _deadline(dated)
                 yield dated
             elif plain is not None:
@@ -53,31 +53,24 @@ class Group:
 
     def add(self, sequence: Sequence) -> None:
         if sequence.spec.deadline is None:
-            insort(self._plain, sequence, key=_arrival)
+            insort(self.plain, sequence, key=_arrival)
         else:
-            insort(self._dated, sequence, key=_deadline)
-            insort(self._places, sequence.arrival)
+            insort(self.dated, sequence, key=_deadline)
+            insort(self.places, sequence.arrival)
 
     def remove(self, sequence: Sequence) -> None:
         """A place goes with who leaves: the next in the order of deadlines has the next place, not the same again."""
         dated = sequence.spec.deadline is not None
-        queue, key = (self._dated, _deadline) if dated else (self._plain, _arrival)
+        queue, key = (self.dated, _deadline) if dated else (self.plain, _arrival)
         at = bisect_left(queue, key(sequence), key=key)
         assert queue[at] is sequence
         del queue[at]
         if dated:
-            del self._places[at]
-
-    def check_integrity(self) -> None:
-        assert self._plain == sorted(self._plain, key=_arrival)
-        assert self._dated == sorted(self._dated, key=_deadline)
-        assert self._places == sorted(self._places)
-        assert len(self._places) == len(self._dated)
-        assert all(sequence.state is SequenceState.WAITING for sequence in chain(self._plain, self._dated))
+            del self.places[at]
 
 
 class WaitingQueue:
-    """Adding and removing cost a search in one group; owned by the scheduler."""
+    """Owned by the scheduler."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, str], Group] = {}
@@ -94,11 +87,11 @@ class WaitingQueue:
         self._count += 1
 
     def remove(self, sequence: Sequence) -> None:
-        group = self._groups[_group_of(sequence)]
-        group.remove(sequence)
+        key = _group_of(sequence)
+        self._groups[key].remove(sequence)
         self._count -= 1
-        if not group:
-            del self._groups[_group_of(sequence)]
+        if not self._groups[key]:
+            del self._groups[key]
 
     @property
     def highest_priority(self) -> int:
@@ -113,16 +106,17 @@ class WaitingQueue:
         assert self._count == sum(map(len, self._groups.values()))
         for key, group in self._groups.items():
             assert group
-            assert all(_group_of(sequence) == key for sequence in group)
-            group.check_integrity()
+            assert all(_group_of(one) == key and one.state is SequenceState.WAITING for one in group)
+            assert group.plain == sorted(group.plain, key=_arrival)
+            assert group.dated == sorted(group.dated, key=_deadline)
+            assert group.places == sorted(group.places)
+            assert len(group.places) == len(group.dated)
 
 
 class ServiceOrder:
     """One step's candidates for prompt tokens, best first: prompts `begun`, and each group of waiting ones in turn.
-
-    Counters only grow while a step is planned, so keys only get worse, and it is enough to look again at a candidate
-    that comes to the top.
-    """
+    While a step is planned counters only grow, so keys only get worse: only a candidate that comes to the top is looked
+    at."""
 
     def __init__(self, begun: Iterable[Sequence], waiting: Iterable[Iterable[Sequence]], now: float) -> None:
         self._now = now
@@ -134,7 +128,6 @@ class ServiceOrder:
         heapify(self._heap)
 
     def pop(self) -> Sequence | None:
-        """The best candidate that is left."""
         while self._heap:
             key, sequence, rest = heappop(self._heap)
             if (current := self._key(sequence)) != key:
@@ -157,12 +150,11 @@ class ServiceOrder:
 
 
 class PromptLeaders:
-    """Who is computing what others need next, so that no prefix is computed twice at the same time; lives for a step.
+    """Who computes what others need next, so that no prefix is computed twice at the same time; lives for a step.
 
-    A sequence whose next block a running one is at does better to wait for it. It gives its turn to that one, its
-    leader: so a request of high priority never waits for one that nobody serves. Choices of one prompt follow the first
-    of them to the last token of the prompt, everybody else follows by the hash of the next full block. `begun` are the
-    running sequences that need more than one token.
+    A sequence whose next block a running one is at gives its turn to that one, its leader, and waits for it: so a
+    request of high priority never waits for one that is not served. Choices of one prompt follow the first of them to
+    the prompt's last token, all others follow by the hash of the next full block. `begun` need more than one token.
     """
 
     def __init__(self, begun: Iterable[Sequence], block_size: int) -> None:

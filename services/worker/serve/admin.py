@@ -14,27 +14,16 @@ import hashlib
 import logging
 from array import array
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvfleet.worker.blocks.chain_location import names_of
-from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvproto import codec
-from kvproto.block_hash import Root, TenantRoots, chain
+from kvproto.block_hash import Root, chain
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PayloadTooLarge, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
-from kvproto.messages import (
-    AdminCommand,
-    AdminReply,
-    AdminRequest,
-    Heartbeat,
-    Inspection,
-    SnapshotRequest,
-    Tier,
-    WorkerStats,
-)
+from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Inspection, SnapshotRequest, Tier, WorkerStats
 from kvproto.nats_message import Message
 from kvproto.subjects import is_inbox
 
@@ -72,29 +61,19 @@ class LongAdminQuestions:
         return None if request.more_ids else tuple(known)
 
 
+@dataclass(eq=False)
 class AdminDesk:
     """Owned by the worker's event loop. Each question is answered in a task of its own; callbacks never wait."""
 
-    def __init__(
-        self,
-        parts: WorkerParts,
-        roots: TenantRoots,
-        broadcast: Broadcast,
-        heartbeat: Callable[[], Heartbeat],
-        begin_drain: Callable[[], None],
-    ) -> None:
-        self._connection = parts.connection
-        self._engine = parts.engine
-        self._remote = parts.remote
-        self._bundle = codec.encode(parts.bundle)
-        self._record = parts.record
-        self._roots = roots
-        self._broadcast = broadcast
-        self._heartbeat = heartbeat
-        self._begin_drain = begin_drain
-        self._kept: dict[str, tuple[float, bytes]] = {}
-        self._long_questions = LongAdminQuestions()
-        self._tasks: set[asyncio.Task[None]] = set()
+    parts: WorkerParts
+    stats: Callable[[], WorkerStats]
+    begin_drain: Callable[[], None]
+    _kept: dict[str, tuple[float, bytes]] = field(default_factory=dict)
+    _long_questions: LongAdminQuestions = field(default_factory=LongAdminQuestions)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._bundle = codec.encode(self.parts.bundle)
 
     async def on_admin(self, message: Message, among: Collection[AdminCommand] = tuple(AdminCommand)) -> None:
         if is_inbox(message.reply):
@@ -127,7 +106,7 @@ class AdminDesk:
 
     async def _publish(self, subject: str, data: bytes) -> None:
         try:
-            await self._connection.publish(subject, data)
+            await self.parts.connection.publish(subject, data)
         except KvfleetError as error:
             log.debug("an answer was not sent: %s", error)
 
@@ -135,9 +114,9 @@ class AdminDesk:
         if request.command is AdminCommand.BUNDLE:
             return self._bundle
         if request.command is AdminCommand.STATS:
-            return codec.encode(WorkerStats(self._record, self._heartbeat()))
+            return codec.encode(self.stats())
         if request.command is AdminCommand.DRAIN:
-            self._begin_drain()
+            self.begin_drain()
             return b""
         tenant = request.tenant or DEFAULT_TENANT
         if not is_token(tenant):
@@ -145,9 +124,9 @@ class AdminDesk:
         ids = self._long_questions.ids_of(request, asyncio.get_running_loop().time())
         if ids is None:
             return b""
-        root = self._roots.of(tenant, ids)
+        root = self.parts.roots.of(tenant, ids)
         if request.command is AdminCommand.INSPECT:
-            inspection = await self._engine.call(lambda engine: _inspect(engine, root, ids))
+            inspection = await self.parts.engine.call(lambda engine: engine.kv.inspect(root, ids))
             return codec.encode(await self._with_vaults(inspection, root, ids))
         if request.command is AdminCommand.ERASE:
             await self._erase(request, tenant, ids)
@@ -156,30 +135,32 @@ class AdminDesk:
 
     async def _erase(self, request: AdminRequest, tenant: str, ids: tuple[int, ...]) -> None:
         """Each sequence goes up to where others continue it, so whichever comes last takes what they share."""
+
+        async def erase(one: tuple[int, ...]) -> None:
+            root = self.parts.roots.of(tenant, one)
+            await self.parts.engine.call(lambda engine: engine.kv.erase(root, one, request.keep))
+
         chains = [ids]
         for stray in request.strays:
             if stray.start > len(ids):
                 raise InvalidRequest(f"begins behind {stray.start} ids, there are {len(ids)}", field="strays")
             chains.append(ids[: stray.start] + stray.ids)
         for one in chains:
-            await self._erase_one(self._roots.of(tenant, one), one, request.keep)
-
-    async def _erase_one(self, root: Root, ids: tuple[int, ...], keep: int) -> None:
-        await self._engine.call(lambda engine: engine.kv.erase(root, ids, keep))
+            await erase(one)
 
     async def _with_vaults(self, inspection: Inspection, root: Root, ids: Sequence[int]) -> Inspection:
         """Also what vaults have of it, as far as they say in time."""
-        if self._remote is None:
+        if self.parts.remote is None:
             return inspection
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        size = self._record.block_size
+        size = self.parts.record.block_size
         names = names_of(root, chain(root, ids, size), ids, size)
 
         def on_ready() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(answered.set)
 
-        finding = self._remote.look(names, exact=False, peer="", on_ready=on_ready)
+        finding = self.parts.remote.look(names, exact=False, peer="", on_ready=on_ready)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(answered.wait(), VAULT_LIMIT_S)
         if not finding.vault:
@@ -196,7 +177,7 @@ class AdminDesk:
         if request.part and key in self._kept:
             return self._kept[key][1]
         try:
-            k, v = await self._engine.call(lambda engine: engine.kv.read_kv(root, request.ids, request.layer))
+            k, v = await self.parts.engine.call(lambda engine: engine.kv.read_kv(root, request.ids, request.layer))
         except IndexError:
             raise NotFound(f"there is no layer {request.layer}", field="layer") from None
         data = await asyncio.get_running_loop().run_in_executor(None, _to_safetensors, k, v)
@@ -205,21 +186,14 @@ class AdminDesk:
         return data
 
     async def _snapshot(self, message: Message) -> None:
-        """What this worker holds, raw, in parts under the size of a NATS message."""
         try:
             asked = codec.decode(SnapshotRequest, message.data).tier
-            parts = await self._broadcast.snapshot(self._engine, asked)
+            parts = await self.parts.broadcast.snapshot(self.parts.engine, asked)
         except KvfleetError as error:
             log.debug("snapshot: %s", error)
             return
         for part in parts:
             await self._publish(message.reply, codec.encode(part))
-
-
-def _inspect(engine: Engine, root: Root, ids: tuple[int, ...]) -> Inspection:
-    cached, blocks = engine.kv.locate(root, ids)
-    tiers = {tier.value: tokens for tier, tokens in engine.kv.depths(root, ids).items()}
-    return Inspection(cached, tuple(blocks), tiers)
 
 
 def _to_safetensors(k: Any, v: Any) -> bytes:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.engine.outputs import KvPublisher, StepResult
@@ -25,55 +27,43 @@ UNSURE_S = 10.0  # longer than it takes to notice that a server is gone: what wa
 ALL_BACK_S = 5.0  # after this connection all others should be back
 
 
+@dataclass(eq=False)
 class Broadcast:
     """Owned by the worker's event loop. Never waits: what it sends goes through the outbox."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        outbox: Outbox,
-        subjects: Subjects,
-        worker: str,
-        publisher: KvPublisher,
-        milestones: MilestoneLog,
-    ) -> None:
-        self._connection = connection
-        self._outbox = outbox
-        self._events_subject = subjects.events(worker)
-        self._milestones_subject = subjects.milestones(worker)
-        self._publisher = publisher
-        self._milestones = milestones
-        self._milestones_at = 0.0  # when the next message of them may leave
-        self._unsure_since: float | None = None  # after an outage, until everybody is back
-        self._settling: asyncio.TimerHandle | None = None
-        self._timer: asyncio.Handle | None = None
-        self._timer_at = 0.0  # uvloop's handles do not tell
-        self._snapshots = 0  # being taken
+    connection: Connection
+    outbox: Outbox
+    subjects: Subjects
+    worker: str
+    publisher: KvPublisher
+    milestones: MilestoneLog
+    _milestones_at: float = 0.0  # when the next message of them may leave
+    _unsure_since: float | None = None  # after an outage, until everybody is back
+    _settling: asyncio.TimerHandle | None = None
+    _timer: asyncio.Handle | None = None
+    _timer_at: float = 0.0  # uvloop's handles do not tell
+    _snapshots: int = 0  # being taken
 
     def changes(self, results: Sequence[StepResult]) -> None:
-        """What the cache became by these steps, and what their attempts came to."""
         now = asyncio.get_running_loop().time()
-        self._send_events(self._publisher.batch(results, now, hold=not self._snapshots))
+        self._send_events(self.publisher.batch(results, now, hold=not self._snapshots))
         self.wake()
 
     async def snapshot(self, engine: EngineThread, asked: Tier | None) -> list[Snapshot]:
-        """All parts of what the engine holds now. Raises EngineFailure if it is gone.
-
-        Its answer comes when the steps before it have been told. While it is awaited no change is held back, so the
-        digest it names is always that of an event.
-        """
+        """All parts of what the engine holds now. Its answer comes when the steps before it have been told; while it is
+        awaited no change is held back, so the digest it names is always that of an event. Raises EngineFailure."""
         self._snapshots += 1
         try:
-            self._send_events(self._publisher.flush(asyncio.get_running_loop().time()))
+            self._send_events(self.publisher.flush(asyncio.get_running_loop().time()))
             held, digest = await engine.call(lambda engine: (engine.kv.holdings(), engine.kv.digest))
         finally:
             self._snapshots -= 1
-        return self._publisher.snapshot(held, digest, asked)
+        return self.publisher.snapshot(held, digest, asked)
 
     def wake(self) -> None:
         """Something may be there to say: set the timer to its time, if it is not set to an earlier one."""
-        due = self._publisher.due
-        if self._milestones and self._connection.is_connected:
+        due = self.publisher.due
+        if self.milestones and self.connection.is_connected:
             due = self._milestones_at if due is None else min(due, self._milestones_at)
         if due is None or (self._timer is not None and self._timer_at <= due):
             return
@@ -90,18 +80,15 @@ class Broadcast:
             self._unsure_since = asyncio.get_running_loop().time() - UNSURE_S
 
     async def back(self) -> None:
-        """There is a connection again."""
         self._say_again()
-        self._settling = asyncio.get_running_loop().call_later(ALL_BACK_S, self._settle)
+        self._settling = asyncio.get_running_loop().call_later(ALL_BACK_S, partial(self._say_again, is_over=True))
 
-    def _settle(self) -> None:
-        self._say_again()
-        self._unsure_since = None
-
-    def _say_again(self) -> None:
+    def _say_again(self, *, is_over: bool = False) -> None:
         if self._unsure_since is not None:
-            self._milestones.take_back(self._unsure_since)
+            self.milestones.take_back(self._unsure_since)
             self.wake()
+        if is_over:
+            self._unsure_since = None
 
     def flush(self) -> None:
         """Hand everything to the outbox: the process is about to end."""
@@ -110,27 +97,27 @@ class Broadcast:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._send_events(self._publisher.flush(asyncio.get_running_loop().time()))
-        while self._milestones:
+        self._send_events(self.publisher.flush(asyncio.get_running_loop().time()))
+        while self.milestones:
             self._send_milestones()
 
     def _ring(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
-        if (due := self._publisher.due) is not None and due <= now:
-            self._send_events(self._publisher.flush(now))
-        if now >= self._milestones_at and self._connection.is_connected:
+        if (due := self.publisher.due) is not None and due <= now:
+            self._send_events(self.publisher.flush(now))
+        if now >= self._milestones_at and self.connection.is_connected:
             self._milestones_at = now + MILESTONE_PERIOD_S
             self._send_milestones()
         self.wake()
 
     def _send_events(self, events: KvEvents | None) -> None:
         if events is not None:
-            self._outbox.send(self._events_subject, codec.encode_events(events))
+            self.outbox.send(self.subjects.events(self.worker), codec.encode_events(events))
 
     def _send_milestones(self) -> None:
         now = asyncio.get_running_loop().time()
         sure_until = now - UNSURE_S if self._unsure_since is None else self._unsure_since
-        message = self._milestones.take(now, sure_until)
+        message = self.milestones.take(now, sure_until)
         if message is not None:
-            self._outbox.send(self._milestones_subject, codec.encode(message))
+            self.outbox.send(self.subjects.milestones(self.worker), codec.encode(message))

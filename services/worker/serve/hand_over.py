@@ -14,30 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.network.preloading import read_chain
-from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.worker_parts import WorkerParts
-from kvfleet.worker.streams.frames import FrameBook
-from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.records import AttemptRecord, Reader
 from kvfleet.worker.tiers.offloader import Chain
 from kvproto import codec
 from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
-from kvproto.messages import (
-    Capsule,
-    Continuation,
-    Encoding,
-    Frame,
-    GenerateRequest,
-    Moved,
-    PreloadPlan,
-    PreloadRequest,
-    Tier,
-)
+from kvproto.messages import Capsule, Continuation, Frame, GenerateRequest, Moved, PreloadPlan, PreloadRequest, Tier
 from kvservice.tracing import work_for
 
 log = logging.getLogger(__name__)
@@ -53,19 +40,13 @@ MOST_CHAINS = 512
 POLL_S = 0.02
 
 
+@dataclass(eq=False)
 class HandOver:
     """`moved_total` counts requests that went elsewhere."""
 
-    def __init__(self, parts: WorkerParts, frames: FrameBook, outbox: Outbox, broadcast: Broadcast) -> None:
-        self.moved_total = 0
-        self._parts = parts
-        self._worker = parts.record.id
-        self._engine = parts.engine
-        self._somebody_is_ready = parts.somebody_is_ready
-        self._frames = frames
-        self._outbox = outbox
-        self._broadcast = broadcast
-        self._awaited: set[tuple[str, int]] = set()  # moved, and their blocks still wanted
+    parts: WorkerParts
+    moved_total: int = 0
+    _awaited: set[tuple[str, int]] = field(default_factory=set)  # moved, and their blocks still wanted
 
     def let_go(self, request: str, attempt: int) -> None:
         """All readers of a moved request, or placement, say that it goes on elsewhere, or that nobody wants it."""
@@ -80,47 +61,47 @@ class HandOver:
             while condition() and loop.time() < end:
                 await asyncio.sleep(POLL_S)
 
-        await wait(lambda: self._frames.running, loop.time() + min(FINISH_S, limit_s / 4))
+        await wait(lambda: self.parts.frames.running, loop.time() + min(FINISH_S, limit_s / 4))
         alone = max(loop.time(), until - LAST_S)
-        await wait(lambda: self._frames.running and not self._somebody_is_ready(), alone)
-        if not self._frames.running:
+        await wait(lambda: self.parts.frames.running and not self.parts.somebody_is_ready(), alone)
+        if not self.parts.frames.running:
             return
         await self._move(until)
         await wait(lambda: self._awaited, until)
-        await wait(lambda: self._engine.is_lending, until)
+        await wait(lambda: self.parts.engine.is_lending, until)
 
     async def _move(self, until: float) -> None:
         clock = asyncio.get_running_loop().time
-        to_vaults = not self._somebody_is_ready()
+        to_vaults = not self.parts.somebody_is_ready()
         settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # a step that hangs keeps nobody from being told
-        keys = [(record.request, record.attempt) for record in self._frames.running]
-        for record in self._frames.running:
+        keys = [record.key for record in self.parts.frames.running]
+        for record in self.parts.frames.running:
             if record.trace is not None:
                 record.trace.moving()
         try:
             async with asyncio.timeout_at(settled_by):
-                await self._engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
-                while to_vaults and not await self._engine.call(lambda engine: engine.is_settled):
-                    await asyncio.sleep(POLL_S)
+                await self.parts.engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
+                if to_vaults:
+                    await self.parts.engine.settled()
         except TimeoutError:
             log.warning("the engine has not let go of all blocks in time")
         except KvfleetError as error:  # the engine is gone: what it told until now is all there is
             log.warning("blocks are not handed over: %s", error)
-        self._broadcast.flush()  # who decides where they go on should know what is here
-        watched = [record for record in self._frames.running if _needs_placement(record)]
-        moved = [record for record in self._frames.running if not _needs_placement(record)]
+        self.parts.broadcast.flush()  # who decides where they go on should know what is here
+        watched = [record for record in self.parts.frames.running if _needs_placement(record)]
+        moved = [record for record in self.parts.frames.running if not _needs_placement(record)]
         now = clock()
-        self._outbox.send_frames([self._end(record, now) for record in moved])
+        self.parts.outbox.send_frames([self._end(record, now) for record in moved])
         await asyncio.gather(*(self._send(record, until) for record in watched))
         log.info("moved %d requests, %d of them as capsules", len(moved) + len(watched), len(watched))
 
     def _end(self, record: AttemptRecord, now: float) -> tuple[AttemptRecord, Frame]:
         """`Moved`, unless its last reader left after the engine had let go of it: nobody else would say so then."""
         if record.is_left:
-            return self._frames.end(record, record.failed(Cancelled("the request was cancelled")), now)
+            return self.parts.frames.end(record, record.failed(Cancelled("the request was cancelled")), now)
         self.moved_total += 1
-        self._awaited.add((record.request, record.attempt))
-        return self._frames.end(record, Moved(record.request, record.attempt, record.output_tokens), now)
+        self._awaited.add(record.key)
+        return self.parts.frames.end(record, Moved(*record.key, record.output_tokens), now)
 
     async def _send(self, record: AttemptRecord, until: float) -> None:
         """Have a placement carry on a bare producer's request; without one the producer is told to ask again."""
@@ -130,24 +111,24 @@ class HandOver:
         if record.terminal is not None or record.asked is None or carried is None:
             return  # it ended, a moment ago
         asked = replace(record.asked, inbox=carried.inbox, encoding=carried.encoding)
-        capsule = Capsule(record.tenant, self._worker, _carried(record, asked, self._worker, clock()))
+        capsule = Capsule(record.tenant, self.parts.record.id, _carried(record, asked, self.parts.record.id, clock()))
         limit_s = min(CAPSULE_S, max(until - clock(), LEAST_S))
         refusal: Draining | None = None
         request, about = record.request, {"request": record.request}
+        placements = self.parts.subjects.placement_capsules()
         try:
-            placements = self._parts.subjects.placement_capsules()
-            await self._parts.connection.request(placements, codec.encode(capsule), limit_s)
+            await self.parts.connection.request(placements, codec.encode(capsule), limit_s)
         except (KvfleetError, TimeoutError) as error:
             why = "no placement is there to move it" if isinstance(error, WorkerLost) else str(error)
             log.warning("request %s is not moved: %s", request, why, extra=about)
-            refusal = Draining(f"worker {self._worker} is going, and the request could not be moved: {why}")
+            refusal = Draining(f"worker {self.parts.record.id} is going, and the request could not be moved: {why}")
         if record.terminal is not None:
             log.info("request %s ended here while it was offered to placement", request, extra=about)
         elif record.is_left:  # where it goes on is placement's to know; who left is sent nothing from here
             log.info("request %s was cancelled while it was offered to placement", request, extra=about)
-            self._outbox.send_frames([self._end(record, clock())])
+            self.parts.outbox.send_frames([self._end(record, clock())])
         elif refusal is not None:
-            self._outbox.send_frames([self._frames.end(record, record.failed(refusal), clock())])
+            self.parts.outbox.send_frames([self.parts.frames.end(record, record.failed(refusal), clock())])
         else:
             self._tell_moved(record, carried, clock())
 
@@ -155,23 +136,21 @@ class HandOver:
         """A placement has it: all but the producer hear of it."""
         _, moved = self._end(record, now)
         for watcher in record.watchers:
-            self._outbox.send(watcher, codec.encode_frames([moved]))
-        late = record.failed(Draining(f"worker {self._worker} is going, and the request goes on for another reader"))
+            self.parts.outbox.send(watcher, codec.encode_frames([moved]))
+        late = record.failed(
+            Draining(f"worker {self.parts.record.id} is going, and the request goes on for another reader")
+        )
         for reader in record.readers:
             if reader != carried:
-                self._outbox.send_to(reader, [moved if reader.encoding is Encoding.FRAMES else late])
+                self.parts.outbox.send_to(reader, [moved if reader.reads_batches else late])
         # A plain reader that was told to ask again will not say that it goes on.
-        record.readers = [one for one in record.readers if one == carried or one.encoding is Encoding.FRAMES]
+        record.readers = [one for one in record.readers if one == carried or one.reads_batches]
 
 
 async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
-    """The blocks in demand that only this worker has go to vaults. Returns when these have what they take of it, after
-    `limit_s` at the latest. Never raises.
-
-        handed over ──▶ placement names such prefixes, hottest first ──▶ device ─▶ host ─▶ vaults
-
-    Only if somebody stays: where all go at once nobody will ask for them.
-    """
+    """The blocks in demand that only this worker has go to vaults: placement names such prefixes, hottest first.
+    Returns when vaults have what they take of it, after `limit_s` at the latest. Never raises. Where all workers go at
+    once nothing is left behind: nobody will ask for it."""
     somebody_is_ready = parts.somebody_is_ready
     if limit_s < LEAST_DEMAND_S:
         return
@@ -182,7 +161,8 @@ async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
             if not somebody_is_ready():
                 return
             await asyncio.sleep(ANNOUNCED_S)
-            if somebody_is_ready() and await parts.engine.call(_has_vaults):
+            rates = await parts.engine.call(lambda engine: engine.tiers.rates())
+            if somebody_is_ready() and Tier.VAULT.value in rates:
                 await _leave_behind(parts)
     except TimeoutError:
         log.warning("not all blocks in demand are in vaults: the time to drain is over")
@@ -200,26 +180,20 @@ async def _leave_behind(parts: WorkerParts) -> None:
     if not chains:
         return
     await engine.call(lambda engine: _offer(engine, chains))
-    while not await engine.call(lambda engine: engine.is_settled):
-        await asyncio.sleep(POLL_S)
+    await engine.settled()
     offered = sum(chain.end for chain in chains)
     log.info("%d blocks of %d prefixes in demand were left to vaults", offered, len(chains))
 
 
-def _has_vaults(engine: Engine) -> bool:
-    remote = engine.tiers.remote if engine.tiers is not None else None
-    return remote is not None and remote.speed(Tier.VAULT) is not None
-
-
 def _offer(engine: Engine, chains: list[Chain]) -> None:
-    if engine.tiers is not None and engine.tiers.offloader is not None:
+    if engine.tiers.offloader is not None:
         for chain in chains:
             engine.tiers.offloader.offer_chain(chain)
 
 
 def _plain(record: AttemptRecord) -> Reader | None:
     """Whom a capsule is for: a bare producer. Readers of batches go on by themselves."""
-    return next((reader for reader in record.readers if reader.encoding is not Encoding.FRAMES), None)
+    return next((reader for reader in record.readers if not reader.reads_batches), None)
 
 
 def _needs_placement(record: AttemptRecord) -> bool:
@@ -227,13 +201,12 @@ def _needs_placement(record: AttemptRecord) -> bool:
     return bool(record.watchers) and _plain(record) is not None and not record.is_left
 
 
-def _hand_over(engine: Engine, keys: Iterable[tuple[str, int]], *, keep: bool) -> None:
-    for request, attempt in keys:
-        engine.hand_over(request, attempt, keep=keep)
+def _hand_over(engine: Engine, keys: list[tuple[str, int]], *, keep: bool) -> None:
+    for key in keys:
+        engine.hand_over(*key, keep=keep)
 
 
 def _carried(record: AttemptRecord, asked: GenerateRequest, worker: str, now: float) -> GenerateRequest:
-    """The request as another worker is to go on with it. Pure."""
     choices = []
     for number, track in enumerate(record.tracks):
         before = asked.continuation(number)

@@ -14,20 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvfleet.worker.engine.outputs import KvPublisher, SequenceFailed, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import REGION_COMMANDS, AdminDesk
-from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.hand_over import HandOver, leave_demand_behind
 from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.worker_parts import WorkerParts
-from kvfleet.worker.streams.frames import FrameBook
-from kvfleet.worker.streams.milestones import MilestoneLog
-from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
-from kvproto.block_hash import TenantRoots
 from kvproto.errors import DeadlineExceeded, KvfleetError
-from kvproto.messages import Frame, Heartbeat, Load, Rates, State
+from kvproto.messages import Frame, Heartbeat, Load, Rates, State, WorkerStats
 from kvproto.nats_message import Subscription
 from kvproto.subjects import receipt_inboxes
 from kvproto.tasks import end
@@ -44,67 +39,47 @@ class WorkerLoop:
         self, parts: WorkerParts, on_fatal: Callable[[str], None], on_drain: Callable[[], None] = lambda: None
     ) -> None:
         """`on_drain` is called when an operator asks for it: the process then drains this loop and ends."""
-        self._parts = parts
+        self.parts = parts
+        self.record, self.milestones = parts.record, parts.milestones
+        self.frames, self.outbox = parts.frames, parts.outbox
         self._on_fatal = on_fatal
         self._on_drain = on_drain
-        self._connection = parts.connection
-        self._subjects = parts.subjects
-        self._engine = parts.engine
-        self._lease = parts.lease
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._state = State.READY
         self._load = Load()
         self._rates = Rates()
-        self.record = record = parts.record
-        self._publisher = KvPublisher(record.epoch)
-        self.milestones = MilestoneLog(record.id, record.epoch)
-        self.frames = frames = FrameBook(record.id, self.milestones)
-        self.outbox = outbox = Outbox(parts.connection, frames.leases)
-        self._broadcast = broadcast = Broadcast(
-            parts.connection, outbox, parts.subjects, record.id, self._publisher, self.milestones
-        )
-        fleet_key = parts.settings.fleet_key.encode()
-        roots = TenantRoots(record.model_revision, record.block_size, record.public_prefixes, fleet_key)
-        self.hand_over = HandOver(parts, frames, outbox, broadcast)
-        self.requests = RequestDesk(
-            parts, frames, outbox, broadcast, roots, self.hand_over.let_go, lambda: self._state, self._spawn
-        )
-        self.admin = AdminDesk(parts, roots, broadcast, self.heartbeat, self._asked_to_drain)
+        self.hand_over = HandOver(parts)
+        self.requests = RequestDesk(parts, self.hand_over.let_go, lambda: self._state, self._spawn)
+        self.admin = AdminDesk(parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain)
 
     async def start(self) -> None:
         """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
-        me, names, desk = self.record.id, self._subjects, self.requests
-        self._connection.on_disconnect.append(self._broadcast.away)
-        self._connection.on_reconnect.append(self._broadcast.back)
-        verbs = (
-            ("generate.*", desk.on_generate),
-            ("cancel", desk.on_cancel),
-            ("cancel.*", desk.on_cancel),
-            ("resend", desk.on_resend),
-            ("resend.*", desk.on_resend),
-            ("pause", desk.on_pause),
-            ("pause.*", desk.on_pause),
-            ("admin", partial(self.admin.on_admin, among=REGION_COMMANDS)),
-        )
-        from_regions = [(names.region_worker(me, verb), callback) for verb, callback in verbs] if names.region else []
+        me, names, desk = self.record.id, self.parts.subjects, self.requests
+        self.parts.connection.on_disconnect.append(self.parts.broadcast.away)
+        self.parts.connection.on_reconnect.append(self.parts.broadcast.back)
+        own = {
+            "generate.*": (names.worker_generate_all(me), desk.on_generate),
+            "cancel": (names.worker_cancel(me), desk.on_cancel),
+            "cancel.*": (names.worker_cancel_all(me), desk.on_cancel),
+            "resend": (names.worker_resend(me), desk.on_resend),
+            "resend.*": (names.worker_resend_all(me), desk.on_resend),
+            "pause": (names.worker_pause(me), desk.on_pause),
+            "pause.*": (names.worker_pause_all(me), desk.on_pause),
+        }
+        for_regions = {verb: callback for verb, (_, callback) in own.items()}
+        for_regions["admin"] = partial(self.admin.on_admin, among=REGION_COMMANDS)
         for subject, callback in (
-            *from_regions,
-            (names.worker_generate_all(me), desk.on_generate),
-            (names.worker_cancel(me), desk.on_cancel),
-            (names.worker_cancel_all(me), desk.on_cancel),
-            (names.worker_resend(me), desk.on_resend),
-            (names.worker_resend_all(me), desk.on_resend),
-            (names.worker_pause(me), desk.on_pause),
-            (names.worker_pause_all(me), desk.on_pause),
-            (receipt_inboxes(self._connection.inbox_prefix), desk.on_unheard),
+            *((names.region_worker(me, verb), callback) for verb, callback in for_regions.items() if names.region),
+            *own.values(),
+            (receipt_inboxes(self.parts.connection.inbox_prefix), desk.on_unheard),
             (names.worker_admin(me), self.admin.on_admin),
             (names.blocks(me), self.admin.on_snapshot),
         ):
-            self._subscriptions.append(await self._connection.subscribe(subject, callback))
-        await self._connection.synced()
-        await self._lease.set(replace(self.record, state=State.READY))
-        self._spawn(self._lease.run(lambda error: self._on_fatal(str(error))))
+            self._subscriptions.append(await self.parts.connection.subscribe(subject, callback))
+        await self.parts.connection.synced()
+        await self.parts.lease.set(replace(self.record, state=State.READY))
+        self._spawn(self.parts.lease.run(lambda error: self._on_fatal(str(error))))
         self._spawn(self.outbox.run())
         self._spawn(self._beat())
 
@@ -132,30 +107,30 @@ class WorkerLoop:
     async def _announce_drain(self) -> None:
         await self._publish_heartbeat()
         try:
-            await self._lease.set(replace(self.record, state=State.DRAINING))
+            await self.parts.lease.set(replace(self.record, state=State.DRAINING))
         except KvfleetError as error:
             log.warning("the record does not say draining yet: %s", error)
 
     async def drain(self) -> None:
         """Take no new work, hand over what runs, and leave behind what others will ask for, for a bounded time."""
-        clock, limit_s = asyncio.get_running_loop().time, self._parts.settings.drain_s
+        clock, limit_s = asyncio.get_running_loop().time, self.parts.settings.drain_s
         until = clock() + limit_s
         self.begin_drain()
         await self.hand_over.run(limit_s)
-        await leave_demand_behind(self._parts, until - clock())
-        self._broadcast.flush()
+        await leave_demand_behind(self.parts, until - clock())
+        self.parts.broadcast.flush()
         await self.outbox.drain()
 
     async def stop(self) -> None:
         """Release the lease, so that everybody knows at once, and let go of everything."""
         if self.milestones:  # not drained before
-            self._broadcast.flush()
+            self.parts.broadcast.flush()
             await self.outbox.drain()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         self.requests.close()
-        await self._lease.release()
+        await self.parts.lease.release()
         for subscription in self._subscriptions:
             try:
                 await subscription.unsubscribe()
@@ -170,12 +145,11 @@ class WorkerLoop:
         self._spawn(self._end_after_crash(error))
 
     async def _end_after_crash(self, error: BaseException) -> None:
-        self._broadcast.flush()
+        self.parts.broadcast.flush()
         await self.outbox.drain()
         self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
 
     def on_results(self, results: list[StepResult]) -> None:
-        """Called on the loop with the results of one or more steps, in order."""
         now = asyncio.get_running_loop().time()
         framed: list[tuple[AttemptRecord, Frame]] = []
         for result in results:
@@ -183,10 +157,10 @@ class WorkerLoop:
                 sent = self.frames.add(output, now)
                 framed += sent
                 if sent and type(output) is SequenceFailed and len(sent[0][0].tracks) > 1:
-                    self._engine.cancel(output.request, output.attempt)  # its other choices
+                    self.parts.engine.cancel(output.request, output.attempt)  # its other choices
         if framed:
             self.outbox.send_frames(framed)
-        self._broadcast.changes(results)
+        self.parts.broadcast.changes(results)
 
     async def _beat(self) -> None:
         while True:
@@ -195,21 +169,21 @@ class WorkerLoop:
             self._end_overdue(now)
             self.requests.maintain_readers(now)
             self.frames.sweep(now)
-            self._broadcast.wake()  # for those that ended, and for what waited for NATS
+            self.parts.broadcast.wake()  # for those that ended, and for what waited for NATS
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     def _end_overdue(self, now: float) -> None:
         ended: list[tuple[AttemptRecord, Frame]] = []
         for record in self.frames.overdue(now):
-            self._engine.cancel(record.request, record.attempt)
+            self.parts.engine.cancel(*record.key)
             late = DeadlineExceeded("the request's deadline passed, or it was paused and nobody came back")
             ended.append(self.frames.end(record, record.failed(late), now))
         self.outbox.send_frames(ended)
 
     async def _publish_heartbeat(self) -> None:
-        self._load, self._rates = self._engine.measure()
-        if self._connection.is_connected:
-            self.outbox.send(self._subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
+        self._load, self._rates = self.parts.engine.measured
+        if self.parts.connection.is_connected:
+            self.outbox.send(self.parts.subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
@@ -218,9 +192,9 @@ class WorkerLoop:
             state=self._state,
             load=self._load,
             rates=self._rates,
-            event_seq=self._publisher.seq,
-            digest=self._publisher.plain_digest,
+            event_seq=self.parts.broadcast.publisher.seq,
+            digest=self.parts.broadcast.publisher.plain_digest,
             held=self._load.blocks_addressed,
-            step_age_s=self._engine.step_age_s,
-            tier_digest=self._publisher.digest,
+            step_age_s=self.parts.engine.step_age_s,
+            tier_digest=self.parts.broadcast.publisher.digest,
         )

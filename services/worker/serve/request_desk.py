@@ -12,23 +12,21 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvfleet.worker.network.chain_lookup import ChainLookup, Hashed
 from kvfleet.worker.schedule.giving_way import Attempt, Departures
-from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.request_intake import check_capacity, check_request, content_of, of_its_asker, sequences_of
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams import request_trace
-from kvfleet.worker.streams.frames import FrameBook
-from kvfleet.worker.streams.outbox import Outbox
-from kvfleet.worker.streams.records import AttemptRecord, Reader
+from kvfleet.worker.streams.records import AttemptRecord, Reader, failure
 from kvproto import codec
-from kvproto.block_hash import Root, TenantRoots
+from kvproto.block_hash import Root
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
-from kvproto.messages import Accepted, CancelRequest, Failed, GenerateRequest, PauseRequest, ResendRequest, State
+from kvproto.fleet_view import RECONNECT_GRACE_S
+from kvproto.messages import Accepted, CancelRequest, GenerateRequest, PauseRequest, ResendRequest, State
 from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.trace_context import in_headers, sampled
@@ -54,42 +52,27 @@ class Asked(NamedTuple):
         return self.request.request, self.request.attempt, self.request.inbox, self.tenant
 
 
+@dataclass(eq=False)
 class RequestDesk:
     """`state` is the worker's, as it is now; tasks are `spawn`'s to end. `on_let_go` hears of attempts that were
     handed over and that all readers have cancelled here: it is the word that they go on elsewhere."""
 
-    def __init__(
-        self,
-        parts: WorkerParts,
-        frames: FrameBook,
-        outbox: Outbox,
-        broadcast: Broadcast,
-        roots: TenantRoots,
-        on_let_go: Callable[[str, int], None],
-        state: Callable[[], State],
-        spawn: Spawn,
-    ) -> None:
-        self.requests_total = 0
-        self.refused_total = 0
-        self.malformed_total = 0
-        self._record = record = parts.record
-        self._engine = parts.engine
-        self._encode_prompt = parts.encode_prompt
-        self._settings = parts.settings
+    parts: WorkerParts
+    on_let_go: Callable[[str, int], None]
+    state: Callable[[], State]
+    spawn: Spawn
+    requests_total: int = 0
+    refused_total: int = 0
+    malformed_total: int = 0
+    _departures: Departures = field(default_factory=Departures)
+    _preparing: set[tuple[str, int, str, str]] = field(default_factory=set)  # keys of those that were asked
+    _preparers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="prepare"))
+
+    def __post_init__(self) -> None:
+        parts = self.parts
         self._fleet_key = parts.settings.fleet_key.encode()
-        self._meet = parts.meet
-        self._tracer = parts.tracer
-        self._on_let_go = on_let_go
-        self._frames = frames
-        self._outbox = outbox
-        self._broadcast = broadcast
-        self._roots = roots
-        self._state = state
-        self._spawn = spawn
-        self._chain_lookup = ChainLookup(parts.remote, parts.engine, record.block_size, self._fleet_key)
-        self._departures = Departures()
-        self._preparing: set[tuple[str, int, str, str]] = set()  # keys of those that were asked
-        self._preparers = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+        self._chain_lookup = ChainLookup(parts.remote, parts.engine, parts.record.block_size, self._fleet_key)
+        self._engine, self._frames, self._outbox = parts.engine, parts.frames, parts.outbox
 
     def close(self) -> None:
         self._preparers.shutdown(wait=False, cancel_futures=True)
@@ -97,7 +80,6 @@ class RequestDesk:
     # ------------------------------------------------------------------ generate
 
     async def on_generate(self, message: Message) -> None:
-        """Accept one attempt and hand it to the engine, or say why not to the one who waits for the acknowledgement."""
         tenant = message.subject.rsplit(".", 1)[-1]
         if not may_read(message.reply, tenant):
             self.refused_total += 1  # not even that is told there
@@ -107,7 +89,7 @@ class RequestDesk:
             request = codec.decode(GenerateRequest, message.data)
             if message.headers and (given := sampled(in_headers(message.headers))) is not None:
                 request = replace(request, traceparent=given)
-            highest = self._settings.max_producer_priority
+            highest = self.parts.settings.max_producer_priority
             request = of_its_asker(request, message.reply, self._fleet_key, highest)
             give_way = self._check(request, len(self._preparing))
             if not may_read(request.inbox, tenant):
@@ -115,29 +97,28 @@ class RequestDesk:
             asked = Asked(request, tenant, message.reply)
             if asked.key in self._preparing:
                 return
-            meeting = self._meet(request.source)
+            meeting = self.parts.meet(request.source)
             known = len(request.prompt_ids) + _generated(request)
             if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
                 self._preparing.add(asked.key)  # from now on a cancel finds it
-                self._spawn(self._prepare_aside(asked, meeting))
+                self.spawn(self._prepare_aside(asked, meeting))
                 return
-            ids = request.prompt_ids or tuple(self._encode_prompt(request.prompt or ""))
-            self._take(asked, ids, self._roots.of(tenant, ids), give_way, {})
+            ids = request.prompt_ids or tuple(self.parts.encode_prompt(request.prompt or ""))
+            self._take(asked, ids, self.parts.roots.of(tenant, ids), give_way, {})
         except KvfleetError as error:
             if isinstance(error, CodecError):
                 self.malformed_total += 1
             self._refuse(message.reply, request, error)
 
     async def _prepare_aside(self, asked: Asked, meeting: Awaitable[None] | None) -> None:
-        """A long prompt takes long to be tokenised and hashed: on a thread, so that leases and other streams do not
-        wait for it."""
+        """Tokenise and hash a long prompt on a thread, so that leases and other streams do not wait for it."""
         request = asked.request
         on_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
         try:
             if meeting is not None:
                 await meeting
-            ids = request.prompt_ids or tuple(await on_thread(self._encode_prompt, request.prompt or ""))
-            root = self._roots.of(asked.tenant, ids)
+            ids = request.prompt_ids or tuple(await on_thread(self.parts.encode_prompt, request.prompt or ""))
+            root = self.parts.roots.of(asked.tenant, ids)
             hashed: Hashed = {}
             if self._chain_lookup.would_look(request, len(ids) + _generated(request)):
                 hashed = await on_thread(self._chain_lookup.hash, request, root, ids)
@@ -173,7 +154,7 @@ class RequestDesk:
 
     def _acknowledge(self, request: GenerateRequest, reply: str) -> None:
         if is_inbox(reply):
-            accepted = Accepted(request.request, request.attempt, self._record.id, self._record.epoch)
+            accepted = Accepted(request.request, request.attempt, self.parts.record.id, self.parts.record.epoch)
             self._outbox.send(reply, codec.encode_frames([accepted]))
 
     def _accept(self, asked: Asked, ids: tuple[int, ...], root: Root, content: bytes, hashed: Hashed) -> None:
@@ -183,8 +164,8 @@ class RequestDesk:
         log.debug("request %s: attempt %d is taken", request.request, request.attempt, extra=about)
         now = asyncio.get_running_loop().time()
         record = self._frames.open(request, reply, tenant, now, content)
-        record.trace = trace = request_trace.begin(self._tracer, self._record.id, request, tenant)
-        self._broadcast.wake()
+        record.trace = trace = request_trace.begin(self.parts.tracer, self.parts.record.id, request, tenant)
+        self.parts.broadcast.wake()
         self._acknowledge(request, reply)
         deadline = None
         if request.deadline_ms is not None:
@@ -211,21 +192,21 @@ class RequestDesk:
             failed = answer.cancelled() or answer.exception() is not None  # the engine is gone, and all sequences
             self._departures.answered(count, () if failed else answer.result())
 
-        self._departures.ask(count)
+        self._departures.asked += count
         key = request.request, request.attempt
         self._engine.call(lambda engine: engine.make_room(*key, count)).add_done_callback(answered)
 
     def _check(self, request: GenerateRequest, before: int = 0) -> int:
         """`before` it, so many are still to be accepted. Returns how many sequences have to give way to it."""
-        new = self._frames.known(request.request, request.attempt) is None
-        draining = new and self._state() is State.DRAINING
-        check_request(request, model=self._record.model, draining=draining, unix_ms=time.time() * 1000)
+        new, me = self._frames.known(request.request, request.attempt) is None, self.parts.record
+        draining = new and self.state() is State.DRAINING
+        check_request(request, model=me.model, draining=draining, unix_ms=time.time() * 1000)
         if not new:
             return 0  # one more reader is no more work
-        limit = self._settings.waiting + self._record.slots
+        limit = self.parts.settings.waiting + me.slots
         taken = self._frames.pending_sequences + before
         leaving = self._departures.count(self._frames.pending_of)
-        load, rates = self._engine.measure()
+        load, rates = self._engine.measured
         return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates, leaving=leaving)
 
     def _refuse(self, reply: str, request: GenerateRequest | None, error: KvfleetError) -> None:
@@ -237,10 +218,8 @@ class RequestDesk:
         attempt = int(number) if number.isdigit() else 0
         if request is not None:
             name, attempt = request.request, request.attempt
-        what = error.code, error.message, error.retryable, error.field
         log.debug("request %s: refused: %s", name, error, extra={"request": name})
-        failed = Failed(name, attempt, *what, retry_after_s=error.retry_after_s)
-        self._outbox.send(reply, codec.encode_frames([failed]))
+        self._outbox.send(reply, codec.encode_frames([failure(name, attempt, error)]))
 
     # ------------------------------------------------------------------ what runs
 
@@ -257,13 +236,13 @@ class RequestDesk:
             and (not cancel.inbox or cancel.inbox == inbox)
         }
         for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker):
-            self._on_let_go(cancel.request, attempt)
+            self.on_let_go(cancel.request, attempt)
         for attempt in self._frames.attempts(cancel.request, asker):
             if cancel.attempt in (None, attempt):
                 self._leave(cancel.request, attempt, cancel.inbox, cancel.received)
 
     def _leave(self, request: str, attempt: int, inbox: str, received: Sequence[int] = ()) -> None:
-        """A reader leaves, all of them without `inbox`; with the last one, who has `received` so many tokens of each
+        """A reader leaves, all of them without `inbox`. With the last one, who has `received` so many tokens of each
         choice, the attempt ends."""
         record = self._frames.find(request, attempt)
         if record is None or (inbox and not record.is_read_at(inbox)):
@@ -274,17 +253,17 @@ class RequestDesk:
             self._park(record)
 
     async def on_unheard(self, message: Message) -> None:
-        """NATS has nobody to give a reader's frames to."""
         number = message.subject.rsplit(".", 1)[-1]
         if is_no_responders(message) and number.isdecimal():
             self._frames.leases.on_notice(int(number), asyncio.get_running_loop().time())
 
     def maintain_readers(self, now: float) -> None:
         """Call about twice a second: who is gone leaves, and the others are asked whether they are there."""
-        for inbox in self._frames.leases.gone(now, steady=self._outbox.is_steady):
+        steady = self.parts.connection.is_settled(RECONNECT_GRACE_S)  # others have had the time to come back too
+        for inbox in self._frames.leases.gone(now, steady=steady):
             log.info("nobody listens at %s any more: what is read there alone ends", inbox)
             for record in self._frames.read_at(inbox):
-                self._leave(record.request, record.attempt, inbox)
+                self._leave(*record.key, inbox)
         self._outbox.ask_for_receipts(now)
 
     async def on_pause(self, message: Message) -> None:
@@ -299,7 +278,7 @@ class RequestDesk:
 
     def _park(self, record: AttemptRecord, *, again: bool = False) -> None:
         """Parked while all its readers want that. `again`: they have just said so."""
-        key, parked = (record.request, record.attempt), record.paused_at is not None
+        key, parked = record.key, record.paused_at is not None
         if record.wants_pause and (again or not parked):
             record.paused_at = asyncio.get_running_loop().time()
             if not parked:
@@ -325,8 +304,8 @@ class RequestDesk:
             asked.request, asked.attempt, asked.from_index, asked.from_indices, step_age_s=self._engine.step_age_s
         )
         if not frames:
-            lost = WorkerLost(f"worker {self._record.id} does not know this attempt")
-            frames = [Failed(asked.request, asked.attempt, lost.code, lost.message, retryable=True)]
+            lost = WorkerLost(f"worker {self.parts.record.id} does not know this attempt")
+            frames = [failure(asked.request, asked.attempt, lost)]
         for frame in frames:
             self._outbox.send(asked.inbox, codec.encode_frames([frame]))
 

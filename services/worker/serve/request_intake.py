@@ -55,12 +55,9 @@ def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> b
 def check_capacity(
     request: GenerateRequest, *, taken: int, limit: int, load: Load, rates: Rates, leaving: int = 0
 ) -> int:
-    """Every choice is a sequence of its own, waiting or running. Raises InvalidRequest, or Overloaded for now.
-
-    `leaving` of those taken were asked to give way, and are still counted. Returns how many sequences of lower
-    priority have to give way to it. What goes on, after an earlier attempt, is not judged by how long it will wait: it
-    may be served late, and nobody else will be asked then.
-    """
+    """Every choice is a sequence of its own; `leaving` of those `taken` were asked to give way, and are still counted.
+    Returns how many sequences of lower priority have to give way. What goes on after an earlier attempt is not judged
+    by how long it will wait: nobody else will be asked. Raises InvalidRequest, or Overloaded for now."""
     if request.sampling.n > limit:
         raise InvalidRequest(f"this worker takes at most {limit} choices, waiting and running", field="n")
     wait_s = until_served(load, rates, request.priority)

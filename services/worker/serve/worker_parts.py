@@ -1,14 +1,20 @@
-"""What a worker's loop is made of, as its wiring makes it; its desks share it. Plain values."""
+"""What a worker's loop is made of, as its wiring makes it, and what its desks share. The event loop owns it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.engine.outputs import KvPublisher
 from kvfleet.worker.network.peers import Meet
+from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.streams.frames import FrameBook
+from kvfleet.worker.streams.milestones import MilestoneLog
+from kvfleet.worker.streams.outbox import Outbox
 from kvfleet.worker.tiers.remote import RemoteTiers
+from kvproto.block_hash import TenantRoots
 from kvproto.connection import Connection
 from kvproto.members import Lease
 from kvproto.messages import Bundle, WorkerRecord
@@ -17,7 +23,7 @@ from kvservice import tracing
 from kvservice.tracing import Tracer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class WorkerParts:
     """`record` is the lease's as this life begins. `encode_prompt` raises InvalidRequest.
 
@@ -37,3 +43,16 @@ class WorkerParts:
     remote: RemoteTiers | None = None
     somebody_is_ready: Callable[[], bool | None] = lambda: False
     meet: Meet = lambda worker: None
+    roots: TenantRoots = field(init=False)
+    milestones: MilestoneLog = field(init=False)
+    frames: FrameBook = field(init=False)
+    outbox: Outbox = field(init=False)
+    broadcast: Broadcast = field(init=False)
+
+    def __post_init__(self) -> None:
+        me, publisher = self.record, KvPublisher(self.record.epoch)
+        self.roots = TenantRoots(me.model_revision, me.block_size, me.public_prefixes, self.settings.fleet_key.encode())
+        self.milestones = MilestoneLog(me.id, me.epoch)
+        self.frames = FrameBook(me.id, self.milestones)
+        self.outbox = Outbox(self.connection, self.frames.leases)
+        self.broadcast = Broadcast(self.connection, self.outbox, self.subjects, me.id, publisher, self.milestones)

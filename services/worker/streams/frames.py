@@ -10,26 +10,14 @@ leave; it runs for as long as there is one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
-from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, tracks_of
+from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, Terminal, tracks_of
 from kvproto.errors import Unavailable
-from kvproto.messages import (
-    ChoiceFinished,
-    Failed,
-    Finished,
-    Frame,
-    GenerateRequest,
-    Milestone,
-    Moved,
-    Passed,
-    Progress,
-    Started,
-    Tier,
-    Tokens,
-)
+from kvproto.messages import ChoiceFinished, Finished, Frame, GenerateRequest, Moved, Passed, Progress, Started, Tokens
 from kvproto.subjects import is_inbox
 
 KEEP_FINISHED_S = 30.0
@@ -40,26 +28,24 @@ PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
 SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each: far below a message's limit
 
-MOVED = "moved"
-
 Key = tuple[str, int]
 
 
+@dataclass(eq=False)
 class FrameBook:
     """Owned by the worker's event loop. One record per attempt; exactly one terminal frame each.
 
     Every attempt's way in and out leads through here, so this is what notes its milestones.
     """
 
-    def __init__(self, worker: str, milestones: MilestoneLog) -> None:
-        self.recomputed_total = 0  # tokens of continued attempts
-        self._worker = worker
-        self._milestones = milestones
-        self._records: dict[Key, AttemptRecord] = {}
-        self._finished: OrderedDict[Key, int] = OrderedDict()  # and the tokens kept of each
-        self._kept = 0
-        self._running: dict[Key, AttemptRecord] = {}
-        self.leases = Leases()
+    worker: str
+    milestones: MilestoneLog
+    recomputed_total: int = 0  # tokens of continued attempts
+    leases: Leases = field(default_factory=Leases)
+    _records: dict[Key, AttemptRecord] = field(default_factory=dict)
+    _running: dict[Key, AttemptRecord] = field(default_factory=dict)
+    _finished: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # and the tokens kept of each
+    _kept: int = 0
 
     @property
     def running(self) -> list[AttemptRecord]:
@@ -67,7 +53,7 @@ class FrameBook:
 
     @property
     def pending_sequences(self) -> int:
-        """What the engine has to do with: choices of running attempts that have not ended."""
+        """Choices of running attempts that have not ended: what the engine has to do with."""
         return sum(len(record.pending) for record in self._running.values())
 
     def pending_of(self, key: Key) -> int:
@@ -79,42 +65,34 @@ class FrameBook:
         return self._running.get((request, attempt))
 
     def known(self, request: str, attempt: int) -> AttemptRecord | None:
-        """A running attempt, or one that ended a short while ago."""
+        """A running attempt, or one that ended a moment ago."""
         return self._records.get((request, attempt))
 
     def attempts(self, request: str, tenant: str | None = None) -> list[int]:
         """Running attempts of a request, which is the tenant's, if one is named."""
-        return [
-            attempt for (name, attempt), record in self._running.items() if name == request and record.is_of(tenant)
-        ]
+        mine = (record for record in self._running.values() if record.is_of(tenant))
+        return [record.attempt for record in mine if record.request == request]
 
     def open(
         self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b""
     ) -> AttemptRecord:
         reader = Reader(request.inbox, request.encoding)
         self.leases.hold(reader)
+        watchers = [reply] if request.watcher and is_inbox(reply) else []
+        name, attempt = request.request, request.attempt
         record = AttemptRecord(
-            request.request,
-            request.attempt,
-            [reader],
-            [reply] if request.watcher and is_inbox(reply) else [],
-            *tracks_of(request),
-            tenant,
-            request,
-            content,
-            now,
+            name, attempt, [reader], watchers, *tracks_of(request), tenant, request, content, accepted_at=now
         )
-        self._note(record, Passed.ACCEPTED, now)
-        self._records[request.request, request.attempt] = record
-        self._running[request.request, request.attempt] = record
+        self.milestones.note(record, Passed.ACCEPTED, now)
+        self._records[record.key] = self._running[record.key] = record
         return record
 
     def join(self, record: AttemptRecord, request: GenerateRequest, reply: str) -> list[Frame]:
         """One more reader of a known attempt; all that it is to be sent now, from the first token that it lacks.
 
-        What an inbox that reads already asks for once more was delivered twice, or only its acknowledgement was lost:
-        there is nothing to send. Of an attempt that has ended everybody gets everything. Raises Unavailable if the
-        attempt was continued, from further on than this reader is, or has all the readers that it may have.
+        Where an inbox that reads already asks once more there is nothing to send: it was delivered twice, or its
+        acknowledgement was lost. Of an attempt that has ended everybody gets everything. Raises Unavailable if the
+        attempt goes on from further than this reader is, or has all the readers that it may have.
         """
         here = [len(request.continuation(choice).output_ids) for choice in range(len(record.tracks))]
         if any(track.first_index > count for track, count in zip(record.tracks, here, strict=True)):
@@ -133,7 +111,7 @@ class FrameBook:
             self.leases.hold(reader)
         elif request.again and record.is_read_at(request.inbox):
             return []  # all of it was sent there
-        return self.repeat(record.request, record.attempt, 0, here)[1:]
+        return self.repeat(*record.key, 0, here)[1:]
 
     def leave(self, record: AttemptRecord, inbox: str = "") -> bool:
         """A reader leaves a running attempt (all of them, without `inbox`). Whether it was the last: the attempt is to
@@ -161,7 +139,7 @@ class FrameBook:
         numbers = [attempt] if attempt is not None else [number for name, number in self._records if name == request]
         free = []
         for number in numbers:
-            record = self._records.get((request, number))
+            record = self.known(request, number)
             if record is None or not record.is_of(tenant):
                 continue
             if not isinstance(record.terminal, Moved) or (inbox and not record.is_read_at(inbox)):
@@ -187,16 +165,14 @@ class FrameBook:
                 track.logprobs.extend(output.logprobs)
             if not record.has_spoken:  # tokens come thousands a second, and a flag is all they pay
                 record.has_spoken = True
-                self._note(record, Passed.FIRST_TOKEN, now)
+                self.milestones.note(record, Passed.FIRST_TOKEN, now)
             return [(record, output)]
         if isinstance(output, SequenceStarted):
             self.recomputed_total += output.recomputed_tokens
             if record.started is not None:
                 return []  # another choice of the same prompt: what it found is what the first one left
-            # A continued attempt may find its own earlier output cached as well: of the prompt it is at most all.
-            cached = _by_tier(min(output.cached_tokens, output.prompt_tokens), output.restored)
-            key, prompt, again = (output.request, output.attempt), output.prompt_tokens, output.recomputed_tokens
-            started = Started(*key, self._worker, prompt, cached, output.queue_seconds, again)
+            waited, again = output.queue_seconds, output.recomputed_tokens
+            started = Started(*record.key, self.worker, output.prompt_tokens, output.cached_by_tier, waited, again)
             return [self._start(record, started, now)]
         if isinstance(output, SequenceFinished):
             return self._finish(record, output, now)
@@ -204,9 +180,7 @@ class FrameBook:
         return [self.end(record, record.failed(output.error), now)]
 
     def _finish(self, record: AttemptRecord, output: SequenceFinished, now: float) -> list[tuple[AttemptRecord, Frame]]:
-        """A choice has ended; the attempt with it, if it was the last."""
-        key = record.request, record.attempt
-        ended = ChoiceFinished(*key, output.choice, output.reason, output.output_tokens)
+        ended = ChoiceFinished(*record.key, output.choice, output.reason, output.output_tokens)
         record.tracks[output.choice].ended = ended
         record.pending.discard(output.choice)
         several = len(record.tracks) > 1
@@ -216,43 +190,25 @@ class FrameBook:
         cached = min(output.cached_tokens, output.prompt_tokens)
         if several and record.started is not None:
             cached = record.started.cached_tokens  # later choices find what the first one computed
-        ends = [track.ended for track in record.tracks if track.ended is not None]
-        total = sum(end.output_tokens for end in ends)
-        finished = Finished(*key, ends[0].reason, output.prompt_tokens, total, cached, self._worker)
-        return [*out, self.end(record, finished, now)]
+        total = sum(end.output_tokens for end in record.ends)
+        reason, prompt = record.ends[0].reason, output.prompt_tokens
+        return [*out, self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker), now)]
 
     def conclude(self, record: AttemptRecord, prompt_tokens: int, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """An attempt all of whose choices had ended before: nothing was lost but its end, so nothing is generated."""
-        key = record.request, record.attempt
-        ends = [track.ended for track in record.tracks if track.ended is not None]
-        started = self._start(record, Started(*key, self._worker, prompt_tokens, {}), now)
-        finished = Finished(*key, ends[0].reason, prompt_tokens, record.output_tokens, 0, self._worker)
+        started = self._start(record, Started(*record.key, self.worker, prompt_tokens, {}), now)
+        reason, total = record.ends[0].reason, record.output_tokens
+        finished = Finished(*record.key, reason, prompt_tokens, total, 0, self.worker)
         return [started, self.end(record, finished, now)]
 
     def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:
         """As of when it left the queue: the word comes with the outputs of its first step, a prefill later."""
         record.started = started
         left_at = min(record.accepted_at + started.queue_s, now)
-        self._note(record, Passed.STARTED, left_at, started.prompt_tokens, started.cached)
+        self.milestones.note(record, Passed.STARTED, left_at, started.prompt_tokens, dict(started.cached))
         return record, started
 
-    def _note(
-        self,
-        record: AttemptRecord,
-        passed: Passed,
-        now: float,
-        prompt_tokens: int = 0,
-        cached: Mapping[str, int] = {},
-        output_tokens: int = 0,
-        code: str | None = None,
-    ) -> None:
-        """Say to placements what an attempt came to."""
-        who, seconds = (record.tenant, record.request, record.attempt), max(0.0, now - record.accepted_at)
-        self._milestones.add(Milestone(*who, passed, seconds, prompt_tokens, dict(cached), output_tokens, code))
-
-    def end(
-        self, record: AttemptRecord, terminal: Finished | Failed | Moved, now: float
-    ) -> tuple[AttemptRecord, Frame]:
+    def end(self, record: AttemptRecord, terminal: Terminal, now: float) -> tuple[AttemptRecord, Frame]:
         """Close an attempt with its one terminal frame: the first that is given."""
         if record.terminal is not None:
             return record, record.terminal
@@ -262,11 +218,10 @@ class FrameBook:
         for reader in record.readers:
             self.leases.release(reader)
         kept = LEAST_TOKENS + sum(track.weight for track in record.tracks)
-        self._finished[record.request, record.attempt] = kept
+        self._finished[record.key] = kept
         self._kept += kept
-        self._running.pop((record.request, record.attempt), None)
-        code = terminal.code if isinstance(terminal, Failed) else MOVED if isinstance(terminal, Moved) else None
-        self._note(record, Passed.ENDED, now, 0, {}, terminal.output_tokens, code)
+        self._running.pop(record.key, None)
+        self.milestones.note(record, Passed.ENDED, now, 0, {}, terminal.output_tokens, record.code)
         if record.trace is not None:
             record.trace.end(record.started, record.output_tokens, terminal)
         while self._kept > KEEP_FINISHED_TOKENS and len(self._finished) > 1:
@@ -280,8 +235,7 @@ class FrameBook:
 
         Choices that `from_indices` has an entry for are repeated from there.
         """
-        record = self._records.get((request, attempt))
-        if record is None:
+        if (record := self.known(request, attempt)) is None:
             return []
         frames: list[Frame] = [Progress(request, attempt, record.output_tokens, step_age_s)]
         if record.started is not None:
@@ -308,7 +262,6 @@ class FrameBook:
         ]
 
     def sweep(self, now: float) -> None:
-        """Forget what finished more than 30 s ago."""
         while self._finished and now - self._records[next(iter(self._finished))].finished_at >= KEEP_FINISHED_S:
             self._forget()
 
@@ -316,13 +269,3 @@ class FrameBook:
         key, kept = self._finished.popitem(last=False)
         self._kept -= kept
         del self._records[key]
-
-
-def _by_tier(hit: int, restored: Mapping[Tier, int]) -> dict[str, int]:
-    """Cached tokens by the tier they came from; what was not brought from below was on the device."""
-    cached: dict[str, int] = {}
-    for tier, tokens in restored.items():
-        if count := min(tokens, hit):
-            cached[tier.value] = count
-            hit -= count
-    return {Tier.DEVICE.value: hit} | cached if hit else cached

@@ -10,12 +10,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Unavailable
-from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.messages import TERMINAL, Encoding, Failed, Frame
 from kvproto.subjects import receipt_inbox
 
@@ -26,15 +26,15 @@ NO_FRAMES = codec.encode_frames([])
 LARGEST_BATCH = 512 * 1024  # bytes; a NATS server takes 1 MiB unless told otherwise
 
 
+@dataclass(eq=False)
 class Outbox:
     """Owned by the worker's event loop. `send` never blocks; `run` is the one task that publishes."""
 
-    def __init__(self, connection: Connection, leases: Leases) -> None:
-        self._connection = connection
-        self._leases = leases
-        self._backlog: deque[tuple[str, bytes]] = deque()
-        self._wake = asyncio.Event()
-        self.dropped_total = 0
+    connection: Connection
+    leases: Leases
+    dropped_total: int = 0
+    _backlog: deque[tuple[str, bytes]] = field(default_factory=deque)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, subject: str, data: bytes) -> None:
         if len(self._backlog) >= MAX_BACKLOG:
@@ -49,7 +49,7 @@ class Outbox:
         for record, frame in framed:
             for reader in record.readers:
                 # Of a cancel plain readers hear nothing: placement cancels what runs elsewhere, or says why not itself.
-                if reader.encoding is Encoding.FRAMES:
+                if reader.reads_batches:
                     batches.setdefault(reader.inbox, []).append(frame)
                 elif not (isinstance(frame, Failed) and frame.code == Cancelled.code):
                     self._send_plain(reader, frame)
@@ -60,21 +60,15 @@ class Outbox:
             self._send_batch(inbox, frames)
 
     def send_to(self, reader: Reader, frames: list[Frame]) -> None:
-        if reader.encoding is Encoding.FRAMES:
+        if reader.reads_batches:
             self._send_batch(reader.inbox, frames)
         else:
             for frame in frames:
                 self._send_plain(reader, frame)
 
     def ask_for_receipts(self, now: float) -> None:
-        """Where nothing was sent of late."""
-        for inbox in self._leases.due(now):
+        for inbox in self.leases.due(now):
             self.send(inbox, NO_FRAMES)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether this connection is so old that others have had the time to come back to NATS too."""
-        return self._connection.is_settled(RECONNECT_GRACE_S)
 
     def _send_plain(self, reader: Reader, frame: Frame) -> None:
         self.send(reader.inbox, codec.encode_plain_frame(frame, as_json=reader.encoding is Encoding.JSON))
@@ -99,15 +93,14 @@ class Outbox:
         clock = asyncio.get_running_loop().time
         while self._backlog:
             subject, data = self._backlog.popleft()
-            number = self._leases.receipt(subject, clock())
-            reply = "" if number is None else receipt_inbox(self._connection.inbox_prefix, number)
+            number = self.leases.receipt(subject, clock())
+            reply = "" if number is None else receipt_inbox(self.connection.inbox_prefix, number)
             try:
-                await self._connection.publish(subject, data, reply=reply)
+                await self.connection.publish(subject, data, reply=reply)
             except Unavailable as error:
                 self.dropped_total += 1
                 log.debug("frame for %s dropped: %s", subject, error)
 
     async def drain(self) -> None:
-        """Send what is left, before the process ends."""
         await self._flush()
-        await self._connection.synced(1.0)
+        await self.connection.synced(1.0)

@@ -29,12 +29,19 @@ GONE_S = 2.5  # a client that lost its server is back by then
 GONE_NOTICES = 3
 
 
+MOVED = "moved"
+
+Terminal = Finished | Failed | Moved
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Where frames of an attempt go, and how they are written."""
-
     inbox: str
     encoding: Encoding
+
+    @property
+    def reads_batches(self) -> bool:
+        return self.encoding is Encoding.FRAMES
 
 
 @dataclass(slots=True)
@@ -57,13 +64,13 @@ class _Lease:
         return now - self.unheard_since >= GONE_S and self.noticed_at >= self.asked_at  # the last was not taken either
 
 
+@dataclass(eq=False)
 class Leases:
     """One per inbox, held by the attempts that are read there."""
 
-    def __init__(self) -> None:
-        self._leases: dict[str, _Lease] = {}
-        self._by_number: dict[int, _Lease] = {}
-        self._numbers = 0
+    _leases: dict[str, _Lease] = field(default_factory=dict)
+    _by_number: dict[int, _Lease] = field(default_factory=dict)
+    _numbers: int = 0
 
     def hold(self, reader: Reader) -> None:
         lease = self._leases.get(reader.inbox)
@@ -71,7 +78,7 @@ class Leases:
             self._numbers += 1
             lease = _Lease(reader.inbox, self._numbers, batches=True)
             self._leases[reader.inbox] = self._by_number[lease.number] = lease
-        lease.batches = lease.batches and reader.encoding is Encoding.FRAMES
+        lease.batches = lease.batches and reader.reads_batches
         lease.attempts += 1
 
     def release(self, reader: Reader) -> None:
@@ -152,7 +159,7 @@ class AttemptRecord:
     accepted_at: float
     has_spoken: bool = False  # its first token has come
     started: Started | None = None
-    terminal: Finished | Failed | Moved | None = None
+    terminal: Terminal | None = None
     finished_at: float = 0.0
     deadline: float = float("inf")  # of the event loop's clock
     paused_at: float | None = None
@@ -161,16 +168,28 @@ class AttemptRecord:
     trace: AttemptTrace | None = None
 
     @property
+    def key(self) -> tuple[str, int]:
+        return self.request, self.attempt
+
+    @property
+    def ends(self) -> list[ChoiceFinished]:
+        return [track.ended for track in self.tracks if track.ended is not None]
+
+    @property
     def output_tokens(self) -> int:
         """Of all choices together, those of earlier attempts included."""
         return sum(track.next_index for track in self.tracks)
 
+    @property
+    def code(self) -> str | None:
+        """Why it ended, if not because all was generated."""
+        return MOVED if isinstance(self.terminal, Moved) else getattr(self.terminal, "code", None)
+
     def failed(self, error: KvfleetError) -> Failed:
-        what = error.code, error.message, error.retryable, error.field
-        return Failed(self.request, self.attempt, *what, self.output_tokens, error.retry_after_s)
+        return failure(self.request, self.attempt, error, self.output_tokens)
 
     def is_of(self, tenant: str | None) -> bool:
-        """None: the asker may ask for any tenant."""
+        """None: of any."""
         return tenant is None or tenant == self.tenant
 
     def is_read_at(self, inbox: str) -> bool:
@@ -180,6 +199,11 @@ class AttemptRecord:
     def wants_pause(self) -> bool:
         """Whether no reader wants more for now."""
         return "" in self.paused_by or all(reader.inbox in self.paused_by for reader in self.readers)
+
+
+def failure(request: str, attempt: int, error: KvfleetError, output_tokens: int = 0) -> Failed:
+    what = error.code, error.message, error.retryable, error.field
+    return Failed(request, attempt, *what, output_tokens, error.retry_after_s)
 
 
 def tracks_of(request: GenerateRequest) -> tuple[list[Track], set[int]]:

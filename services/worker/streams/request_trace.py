@@ -54,7 +54,6 @@ class AttemptTrace:
         self._moving_since: int | None = None
 
     def moving(self) -> None:
-        """The worker lets go of it."""
         self._moving_since = time.time_ns()
 
     def end(self, started: Started | None, output_tokens: int, terminal: Finished | Failed | Moved) -> None:

@@ -17,34 +17,28 @@ CONTEXT_TOKENS = 4  # of the prompt, so that its continuation keeps a leading sp
 MAX_UNSETTLED = 16  # ids; a character has at most 4 bytes, so this many are not text
 
 
-class TokenizerDetokenizer:
+class Detokenizer:
     """Text by a Hugging Face `tokenizers.Tokenizer`; special tokens have none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(
-            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
-        )
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special = frozenset(token for token, one in added if one.special)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def is_special(self, token: int) -> bool:
-        return token in self._special
-
-    def stream(self, prompt_ids: Sequence[int]) -> TokenizerStream:
-        context = [token for token in prompt_ids[-CONTEXT_TOKENS:] if token not in self._special]
-        return TokenizerStream(self, context)
+    def stream(self, prompt_ids: Sequence[int]) -> DetokenizerStream:
+        context = [token for token in prompt_ids[-CONTEXT_TOKENS:] if token not in self.special]
+        return DetokenizerStream(self, context)
 
 
-class TokenizerStream:
-    """Text of one growing sequence. `pending`: ids pushed so far have text that is not given out yet.
+class DetokenizerStream:
+    """Text of one growing sequence. `pending`: ids pushed so far have text that is not given out yet. `_window`: a few
+    ids whose text `_settled` is given out (or was the prompt's), then the unsettled ones."""
 
-    `_window` = a few ids whose text `_settled` is given out (or was the prompt's), then the unsettled ones.
-    """
-
-    def __init__(self, detokenizer: TokenizerDetokenizer, context: list[int]) -> None:
+    def __init__(self, detokenizer: Detokenizer, context: list[int]) -> None:
         self._detokenizer = detokenizer
         self._window = context
         self._settled = detokenizer.decode(context)
@@ -54,8 +48,7 @@ class TokenizerStream:
         self.pending = False
 
     def push(self, token: int) -> str:
-        """Text that became final with `token`; may be empty."""
-        if self._detokenizer.is_special(token):
+        if token in self._detokenizer.special:
             return ""
         self._window.append(token)
         self._unsettled += 1
@@ -75,9 +68,9 @@ class TokenizerStream:
         return piece
 
     def skip(self, ids: Sequence[int]) -> str | None:
-        """As a `push` of each to a new stream, but much faster: the text of them all. None, and nothing happens, if it
+        """The text that a `push` of each to a new stream would give, but much faster. None, and nothing happens, if it
         ends within a character there, or holds what is no text."""
-        new = [token for token in ids if not self._detokenizer.is_special(token)]
+        new = [token for token in ids if token not in self._detokenizer.special]
         skipped = self._detokenizer.decode([*self._window, *new])[len(self._settled) :]
         if REPLACEMENT in skipped:  # bytes that are no text are spelt otherwise among others than one by one
             return None
@@ -100,27 +93,3 @@ class TokenizerStream:
         self._window = self._window[-keep:] if keep else []
         self._settled = self._detokenizer.decode(self._window)
         self._unsettled = 0
-
-
-class IdDetokenizer:
-    """Text without a tokenizer, for simulated fleets: each id is its decimal number and a space."""
-
-    def stream(self, prompt_ids: Sequence[int]) -> IdStream:
-        return IdStream()
-
-
-class IdStream:
-    pending = False
-
-    def push(self, token: int) -> str:
-        return f"{token} "
-
-    def skip(self, ids: Sequence[int]) -> str:
-        return "".join(map(self.push, ids))
-
-    def flush(self) -> str:
-        return ""
-
-
-Detokenizer = TokenizerDetokenizer | IdDetokenizer
-DetokenizerStream = TokenizerStream | IdStream

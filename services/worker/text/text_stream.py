@@ -8,6 +8,7 @@ that another worker can go on from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvfleet.worker.text.detokenizer import DetokenizerStream
@@ -35,48 +36,45 @@ class StopStrings:
     it may have been sent by then. Empty strings are ignored."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
-        self._strings = tuple(dict.fromkeys(s for s in strings if s))
-        self.longest = max(map(len, self._strings), default=0)  # characters
+        self.strings = tuple(dict.fromkeys(s for s in strings if s))
+        self.longest = max(map(len, self.strings), default=0)  # characters
 
     def find(self, text: str) -> int:
         """Where the earliest stop string in `text` begins, -1 if there is none."""
-        found = [at for at in (text.find(s) for s in self._strings) if at >= 0]
+        found = [at for at in (text.find(s) for s in self.strings) if at >= 0]
         return min(found, default=-1)
 
     def held(self, text: str) -> int:
         """Length of the longest end of `text`, which has no whole stop string, that more text could turn into one."""
         for length in range(min(self.longest - 1, len(text)), 0, -1):
             end = text[-length:]
-            if any(s.startswith(end) for s in self._strings):
+            if any(s.startswith(end) for s in self.strings):
                 return length
         return 0
 
 
+@dataclass(eq=False, slots=True)
 class TextStream:
     """Text of one sequence. `stopped` once a stop string was found: the text ends before it."""
 
-    def __init__(self, decoder: DetokenizerStream, stops: StopStrings) -> None:
-        self.stopped = False
-        self.next_index = 0  # generated index of the next id to leave
-        self._decoder = decoder
-        self._stops = stops
-        self._watches = stops.longest > 0
-        self._ids: list[int] = []
-        self._pieces: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []  # of the held ids, where the request asks for them
-        self._known_ids = 0  # ids, from the first held one on, that the client has
-        self._known_text = 0  # characters of the coming pieces that the client has
-        self._owed = ""  # text of known ids that the client lacks: travels with the next id
+    decoder: DetokenizerStream
+    stops: StopStrings
+    stopped: bool = False
+    next_index: int = 0  # generated index of the next id to leave
+    _ids: list[int] = field(default_factory=list)
+    _pieces: list[str] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the held ids, where the request asks for them
+    _known_ids: int = 0  # ids, from the first held one on, that the client has
+    _known_text: int = 0  # characters of the coming pieces that the client has
+    _owed: str = ""  # text of known ids that the client lacks: travels with the next id
 
     def replay(self, ids: Sequence[int], text_sent: int) -> None:
-        """Rebuild the state from what an earlier attempt generated; `ids` themselves never leave.
-
-        `text_sent` characters are with the client: what follows continues exactly there.
-        """
+        """Rebuild the state from what an earlier attempt generated. `ids` never leave; `text_sent` characters are with
+        the client: what follows continues exactly there."""
         count, text = self._skip(ids)
-        if (end := self._stops.find(text)) >= 0:
+        if (end := self.stops.find(text)) >= 0:
             self.stopped, text = True, text[:end]
-        elif count and (watched := self._stops.longest - 1) > 0:  # a stop string may begin there
+        elif count and (watched := self.stops.longest - 1) > 0:  # a stop string may begin there
             self._ids.append(ids[count - 1])
             self._pieces.append(text[-watched:])
             text = text[:-watched]
@@ -90,18 +88,17 @@ class TextStream:
         self._owed = text[text_sent:]
 
     def _skip(self, ids: Sequence[int]) -> tuple[int, str]:
-        """Leading ids that are settled, and their text: all but the last ones, and those of a character that ends
-        there."""
+        """How many leading ids are settled, and their text: not the last ones, nor those of a character there."""
         most = len(ids) - REPLAYED_IDS
         for count in range(most, max(most - CHARACTER_IDS, 0), -1):
-            if (text := self._decoder.skip(ids[:count])) is not None:
+            if (text := self.decoder.skip(ids[:count])) is not None:
                 return count, text
         return 0, ""
 
     def push(self, token: int, logprobs: TokenLogprobs | None = None) -> Released:
         """A generated id. Returns what may leave now."""
-        piece = self._decoder.push(token)
-        if not self._ids and not self._watches and not self._decoder.pending:
+        piece = self.decoder.push(token)
+        if not self._ids and not self.stops.longest and not self.decoder.pending:
             return self._give((token,), (piece,), () if logprobs is None else (logprobs,))
         self._ids.append(token)
         self._pieces.append(piece)
@@ -113,7 +110,7 @@ class TextStream:
         """Generation has ended without a stop string: all that is held leaves, a stop string completed by it aside."""
         if self.stopped or not self._ids:
             return NOTHING
-        self._pieces[-1] += self._decoder.flush()
+        self._pieces[-1] += self.decoder.flush()
         self._cut()
         return self._pop(len(self._ids))
 
@@ -121,9 +118,9 @@ class TextStream:
         if self._cut():
             return self._pop(len(self._ids))
         text = "".join(self._pieces)
-        safe = len(text) - self._stops.held(text)
+        safe = len(text) - self.stops.held(text)
         count, end = 0, 0
-        for piece in self._pieces[: len(self._pieces) - self._decoder.pending]:
+        for piece in self._pieces[: len(self._pieces) - self.decoder.pending]:
             end += len(piece)
             if end > safe:
                 break
@@ -131,7 +128,7 @@ class TextStream:
         return self._pop(count)
 
     def _cut(self) -> bool:
-        end = self._stops.find("".join(self._pieces)) if self._watches else -1
+        end = self.stops.find("".join(self._pieces)) if self.stops.longest else -1
         if end < 0:
             return False
         self.stopped = True

@@ -61,7 +61,7 @@ class CopyJob:
 
 
 class Copier:
-    """`submit` from any thread; `close` when nobody submits any more."""
+    """Jobs come from one thread; `close` when nobody has any more."""
 
     def __init__(self) -> None:
         self.speed_in = CopySpeed()  # to the device
@@ -72,17 +72,21 @@ class Copier:
         self._behind: deque[CopyJob] = deque()
         self._wake = threading.Semaphore(0)
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="copier", daemon=True)  # starts with the first job
 
     def bring(self, job: CopyJob) -> None:
         """To the device: somebody waits."""
         self._urgent.append(job)
-        self._wake.release()
+        self._begin()
 
     def offload(self, job: CopyJob) -> None:
         """From the device, when there is time."""
         self._behind.append(job)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
         self._wake.release()
 
     def measure(self, out: Sequence[Callable[[], None]], back: Sequence[Callable[[], None]], block_bytes: int) -> None:
@@ -98,7 +102,8 @@ class Copier:
         for job in (*self._urgent, *self._behind):
             job.close()
         self._wake.release()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:

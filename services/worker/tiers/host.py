@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvproto.block_hash import Root
-from kvproto.messages import BlockRun, Tier, TierEvents
+from kvproto.messages import Tier, TierEvents
 
 
 class HostTier:
@@ -42,12 +42,7 @@ class HostTier:
 
     def depth(self, hashes: Sequence[bytes], start: int, end: int, *, exact: bool = False) -> int:
         """How far the chain is here without a gap, from `start` on, to `end` at most; `exact`: nothing lossy."""
-        depth = 0
-        for block in self.pool.chain_to(hashes[:end]):
-            if exact and self.pool.content(block).lossy:
-                break
-            depth += 1
-        return max(depth, start)
+        return max(len(self.pool.chain_to(hashes[:end], exact=exact)), start)
 
     def fill(
         self, slots: Sequence[int], root: Root, hashes: Sequence[bytes], start: int, ids: Sequence[tuple[int, ...]],
@@ -74,9 +69,4 @@ class HostTier:
 
     def _note_changes(self) -> None:
         """The pool tells removals before stores: before blocks are taken again, what was stored is to be noted."""
-        changes = self.pool.take_changes()
-        if changes.removed:
-            self._changes.append(TierEvents(Tier.HOST, True, (BlockRun(b"", tuple(changes.removed)),)))
-        if changes.stored:
-            runs = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in changes.stored)
-            self._changes.append(TierEvents(Tier.HOST, False, runs))
+        self._changes += self.pool.take_changes(Tier.HOST)

@@ -188,14 +188,14 @@ async def settled(worker: Any) -> None:
 
 
 def _busy(worker: Any) -> int:
-    load = worker.thread._engine.load()
+    load = worker.thread.engine.load()
     return int(load.running + load.waiting)
 
 
 async def test_a_choice_that_fails_ends_the_request_and_its_other_choices(fleet: FakeFleet, client: Client) -> None:
     worker = await fleet.start("w0", fake_tokens_per_s=300)
     await ready(client, 1)
-    runner: Any = worker.thread._engine.runner
+    runner: Any = worker.thread.engine.runner
     real = runner._token
 
     def broken(part: Any, draw: Any) -> Any:

@@ -194,7 +194,7 @@ async def test_a_slow_reader_is_paused_and_misses_nothing(fleet: FakeFleet, clie
     async with asyncio.timeout(LIMIT_S):
         while stream.paused_since is None:
             await asyncio.sleep(0.01)
-    await until(lambda: not worker.thread._engine.load().running)
+    await until(lambda: not worker.thread.engine.load().running)
     load = await worker.thread.call(lambda engine: engine.load())
     assert load.running == 0, "a paused sequence takes part in no step"
     ids: list[int] = []
@@ -387,10 +387,10 @@ async def test_a_listener_that_fails_does_not_blind_the_client(fleet: FakeFleet,
 async def test_a_released_lease_stays_released(fleet: FakeFleet, client: Client) -> None:
     worker = await fleet.start("w0")
     await ready(client, 1)
-    await worker.loop._lease.release()
-    await worker.loop._lease.renew()
+    await worker.loop.parts.lease.release()
+    await worker.loop.parts.lease.renew()
     await asyncio.sleep(0.3)  # in which it could be written again
-    entry = await worker.loop._lease.bucket.get("worker.w0")
+    entry = await worker.loop.parts.lease.bucket.get("worker.w0")
     assert entry.value is None
 
 

@@ -131,7 +131,7 @@ async def readers(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Any]:
 
 async def until_idle(worker: FakeWorker, seconds: float = FREED_S) -> None:
     async with asyncio.timeout(seconds):
-        while len(worker.loop.frames.running) or worker.thread._engine.load().blocks_used:
+        while len(worker.loop.frames.running) or worker.thread.engine.load().blocks_used:
             await asyncio.sleep(0.02)
 
 
@@ -401,7 +401,7 @@ async def test_readers_that_vanish_free_their_blocks(
     """A client that is killed, readers of batches (one's request runs, one's is parked) and of single frames whose
     connection ends: all at once. One that stays is not disturbed, nor is one whose connection breaks and comes back."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CLIENT, nats_url, worker.loop._subjects.namespace, stdout=subprocess.PIPE
+        sys.executable, "-c", CLIENT, nats_url, worker.loop.parts.subjects.namespace, stdout=subprocess.PIPE
     )
     try:
         assert process.stdout is not None
@@ -428,7 +428,7 @@ async def test_readers_that_vanish_free_their_blocks(
         for reader in (batch, parked, plain):
             reader.vanish()
         async with asyncio.timeout(FREED_S):
-            while len(worker.loop.frames.running) > 2 or worker.thread._engine.load().running > 2:
+            while len(worker.loop.frames.running) > 2 or worker.thread.engine.load().running > 2:
                 await asyncio.sleep(0.02)
         had = len(stays.ids)
         await until(lambda: len(stays.ids) > had)

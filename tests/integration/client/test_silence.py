@@ -68,7 +68,7 @@ async def test_workers_that_stop_or_hang_in_a_step_cost_a_gap(fleet: FakeFleet, 
     let_go = threading.Event()
 
     async def hang(worker: FakeWorker) -> None:
-        runner: Any = worker.thread._engine.runner
+        runner: Any = worker.thread.engine.runner
         runner._sleep = lambda _: let_go.wait(2 * LIMIT_S)
 
     asked = [Generation("demo", SAMPLING, PROMPT, worker=worker) for worker in ("w0", "w1")]

@@ -32,7 +32,7 @@ class Reader:
 async def worker(fleet: FakeFleet) -> FakeWorker:
     """A prompt token takes 50 ms: the long one's step 20 s."""
     worker = await fleet.start("w0", blocks=128)
-    runner = worker.thread._engine.runner
+    runner = worker.thread.engine.runner
     assert isinstance(runner, FakeRunner)
     runner._prefill_seconds = 0.05
     return worker

@@ -176,7 +176,7 @@ async def test_requests_of_an_engine_that_crashes(worker: FakeWorker, placement:
 
     await send("r1", sampling=ENDLESS)
     await placement.until("r1", Passed.FIRST_TOKEN)
-    worker.thread._engine.runner.run = crash  # type: ignore[method-assign, assignment]
+    worker.thread.engine.runner.run = crash  # type: ignore[method-assign, assignment]
     said = await placement.until("r1")
     assert (said[-1].passed, said[-1].code) == (Passed.ENDED, "engine_failure")
     assert worker.fatal == ["the engine failed: RuntimeError: broken kernel"]
@@ -229,7 +229,7 @@ async def test_many_requests_are_told_in_few_messages(worker: FakeWorker, placem
     took = asyncio.get_running_loop().time() - began
     assert len(placement.messages) <= took / 0.02 + 1
     await asyncio.sleep(0.05)
-    assert worker.loop._broadcast._timer is None, "nothing runs while there is nothing to say"
+    assert worker.loop.parts.broadcast._timer is None, "nothing runs while there is nothing to say"
 
 
 async def test_a_snapshot_of_all_tiers_and_what_a_record_says_of_blocks(

@@ -240,7 +240,7 @@ async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, 
         def encode(self, text: str, add_special_tokens: bool) -> None:
             raise RuntimeError("a tokenizer's fault")
 
-    worker.loop.requests._encode_prompt = prompt_encoder_of(Broken())
+    worker.loop.parts.encode_prompt = prompt_encoder_of(Broken())
     for text in ("short", LONG_TEXT):
         receiver = Receiver(client)
         await send(client, request(client, prompt_ids=(), prompt=text))
@@ -300,7 +300,7 @@ async def test_many_of_high_priority_at_once_send_no_more_away_than_they_are(
 
         await come("low", 16, 0)
         async with asyncio.timeout(LIMIT_S):
-            while worker.thread.measure()[0].waiting < 15:
+            while worker.thread.measured[0].waiting < 15:
                 await asyncio.sleep(0.02)
         gate = threading.Event()
         worker.thread.post(lambda engine: gate.wait(2 * LIMIT_S) and None)

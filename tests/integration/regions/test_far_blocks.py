@@ -72,7 +72,7 @@ async def test_blocks_cross_where_that_is_quicker(
             remote.introduce(SOURCE, addresses)
             await until(lambda: remote.speed_of(SOURCE))
         await finished(regions, request)
-        fetched = far.thread.measure()[0].tiers["peer"].hit_tokens_total
+        fetched = far.thread.measured[0].tiers["peer"].hit_tokens_total
         speed = remote.speed_of(SOURCE)
         if link == "fast":
             assert fetched >= len(PROMPT) - 16

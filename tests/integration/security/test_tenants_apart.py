@@ -136,7 +136,7 @@ async def test_the_time_a_prompt_takes_tells_nothing_of_another_tenants_cache(
     model's own time, so that it is exact; benchmarks/ingress/tenant_timing.py takes a real model's, over HTTP."""
     worker = await fleet.start("w0", fleet_key="k", blocks=4096)
     time = ModelTime()
-    runner: Any = worker.thread._engine.runner
+    runner: Any = worker.thread.engine.runner
     runner._prefill_seconds, runner._clock, runner._sleep = 1e-4, time.now, time.sleep
     for client in tenants.values():
         await ready(client, 1)
@@ -286,7 +286,7 @@ async def test_with_a_requests_id_another_tenant_can_do_nothing(
     worker: FakeWorker, tenants: dict[str, Client], stranger: Stranger
 ) -> None:
     """Cancel, park, read along, read again, attach: on the subjects that NATS lets it publish on."""
-    names, victim = worker.loop._subjects, Victim(tenants["a"])
+    names, victim = worker.loop.parts.subjects, Victim(tenants["a"])
     await victim.begun()
     request, before = victim.request, worker.loop.requests.refused_total
     for inbox in ("", victim.inbox, stranger.inbox):
@@ -314,7 +314,7 @@ async def test_nothing_can_be_written_into_another_tenants_inbox(
     worker: FakeWorker, tenants: dict[str, Client], stranger: Stranger
 ) -> None:
     """Frames of an own request, under the victim's id and sent to its inbox, would be taken for its worker's."""
-    names, victim = worker.loop._subjects, Victim(tenants["a"])
+    names, victim = worker.loop.parts.subjects, Victim(tenants["a"])
     await victim.begun()
     answers = f"{tenants['a'].connection.inbox_prefix}.r.{victim.request}.0"
     other_ids = tuple(reversed(PROMPT))
@@ -368,7 +368,7 @@ async def test_its_own_requests_a_producer_can_cancel_park_and_read_again(
     worker: FakeWorker, tenants: dict[str, Client], stranger: Stranger
 ) -> None:
     """The control: the same words, of the tenant whose request it is."""
-    names = worker.loop._subjects
+    names = worker.loop.parts.subjects
     request = new_request_id()
     body = GenerateRequest(request, 0, "demo", LONG, stranger.inbox, prompt_ids=PROMPT)
     await stranger.say(names.worker_generate("w0", "b"), body, reply=f"{stranger.connection.inbox_prefix}.r.x.0")
@@ -388,7 +388,7 @@ async def test_the_fleets_own_roles_speak_for_anybody(
     """Ingress and placement: NATS lets nobody else publish there."""
     victim = Victim(tenants["a"])
     await victim.begun()
-    await stranger.say(worker.loop._subjects.worker_cancel("w0"), CancelRequest(victim.request, 0))
+    await stranger.say(worker.loop.parts.subjects.worker_cancel("w0"), CancelRequest(victim.request, 0))
     assert worker.loop.frames.find(victim.request, 0) is None
     victim._reading.cancel()
     await asyncio.gather(victim._reading, return_exceptions=True)

@@ -15,7 +15,6 @@ from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvfleet.worker.tiers.block_codec import BlockShape
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
@@ -24,6 +23,7 @@ from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
 from kvproto.messages import Sampling, Tier, Tokens
 from tests.integration.worker_tiers.rig import BLOCK_SIZE, HOST, KEYS, ROOT
+from tests.support.id_detokenizer import IdDetokenizer
 
 BLOCKS = 128
 PREFILL_TOKENS_PER_S = 1000.0

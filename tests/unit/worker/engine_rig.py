@@ -14,9 +14,10 @@ from kvfleet.worker.model.fake import FakeRunner, _value
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.schedule.step_plan import Draw, Slice
-from kvfleet.worker.text.detokenizer import Detokenizer, IdDetokenizer
+from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.errors import KvfleetError
 from kvproto.messages import FinishReason, Overflow, Sampling, TokenLogprobs, Tokens
+from tests.support.id_detokenizer import IdDetokenizer
 
 ROOT = b"tenant root 16 b"
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other processes share the cores

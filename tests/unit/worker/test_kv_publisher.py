@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from engine_rig import Transcript, make_engine, spec
@@ -18,12 +19,19 @@ from kvservice.event_log import HASHES_PER_PART, IDLE_PERIOD_S
 A, B, C, P = (bytes([letter]) * 16 for letter in b"abcp")
 
 
-def ran(**changes: object) -> StepResult:
-    return StepResult(sequences=1, **changes)  # type: ignore[arg-type]
+def changed(removed: Sequence[bytes] = (), stored: Sequence[tuple[bytes, Sequence[bytes]]] = ()) -> list[TierEvents]:
+    """As a pool tells it: removals first."""
+    runs = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in stored)
+    gone = [TierEvents(Tier.DEVICE, True, (BlockRun(b"", tuple(removed)),))] if removed else []
+    return gone + ([TierEvents(Tier.DEVICE, False, runs)] if runs else [])
 
 
-def idle(**changes: object) -> StepResult:
-    return StepResult(**changes)  # type: ignore[arg-type]
+def ran(**changes: Any) -> StepResult:
+    return StepResult(sequences=1, changes=changed(**changes))
+
+
+def idle(**changes: Any) -> StepResult:
+    return StepResult(changes=changed(**changes))
 
 
 def test_removals_come_before_stores_and_results_stay_in_order() -> None:
@@ -153,16 +161,16 @@ def test_steps_of_an_engine_that_run_nothing_do_not_become_a_message_each() -> N
     engine.runner = FullRunner(num_blocks=4, block_size=4, vocab_size=1000, context_length=512)
     publisher = KvPublisher("e1")
     publisher.batch([ran(stored=[(P, [P])])], 0.0)
-    changed = steps = 0
+    removals = steps = 0
     for at in range(8):
         engine.add(spec(f"f{at}", range(100 + 8 * at, 112 + 8 * at)))
         while engine.has_work:
             result = engine.step()
             steps += 1
-            changed += bool(result.removed)
+            removals += any(change.removed for change in result.changes)
             assert result.sequences == 0
             assert publisher.batch([result], steps * 1e-3) is None
-    assert changed > 0
+    assert removals > 0
     assert publisher.flush(0.05) is not None
     assert publisher.seq == 2
 

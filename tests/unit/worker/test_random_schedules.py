@@ -19,7 +19,7 @@ from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
 from kvproto.errors import Cancelled, ContextLengthExceeded, DeadlineExceeded, KvfleetError, OutOfMemory
-from kvproto.messages import FinishReason, Overflow, Sampling
+from kvproto.messages import FinishReason, Overflow, Sampling, Tier
 
 SCHEDULES = 2000
 MOST_STEPS = 3000
@@ -186,15 +186,22 @@ class Schedule:
 
     def check_announced(self, result: StepResult) -> None:
         """Who follows the events knows what is in the index, and all that comes before it."""
-        for block_hash in result.removed:
-            del self.parents[block_hash]
-        for parent, run in result.stored:
-            for block_hash in run:
-                assert block_hash not in self.parents
-                self.parents[block_hash] = parent
-                parent = block_hash
+        self.follow(result, Tier.DEVICE, self.parents)
         assert set(self.engine.pool.hashes()) == set(self.parents)
         assert all(parent == ROOT or parent in self.parents for parent in self.parents.values())
+
+    def follow(self, result: StepResult, tier: Tier, known: dict[bytes, bytes]) -> None:
+        """`known`: the parent of each block that the tier has."""
+        for change in result.changes:
+            for run in change.runs if change.tier is tier else ():
+                parent = run.parent
+                for block_hash in run.hashes:
+                    if change.removed:
+                        del known[block_hash]
+                    else:
+                        assert block_hash not in known
+                        known[block_hash] = parent
+                        parent = block_hash
 
     def blocks_at_once(self, asked: SequenceSpec, generated: int) -> int:
         tokens = len(asked.prompt_ids) + len(asked.output_ids) + generated

@@ -16,11 +16,11 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import Root, chain
 from kvproto.messages import Tier
+from tests.support.id_detokenizer import IdDetokenizer
 from tests.support.waiting import LIMIT_S
 
 SIZE = 4

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.pool_integrity import check_integrity
 from kvproto import block_hash
+from kvproto.messages import Tier
 
 ROOT = b"r" * 16
 SIZE = 3
@@ -212,12 +213,14 @@ class Pair:
             block_hash.parent_of(root_of(own, PUBLIC), last_public, len(last_public)): last_public[-1]
             for own in TENANTS
         }
-        changes = self.pool.take_changes()
-        self.known -= set(changes.removed)
-        for parent, run in changes.stored:
-            parent = forks.get(parent, parent)
-            assert parent in (*TENANTS, PUBLIC_ROOT) or parent in self.known, "a block is announced before its parent"
-            self.known.update(run)
+        for change in self.pool.take_changes(Tier.DEVICE):
+            for run in change.runs:
+                if change.removed:
+                    self.known.difference_update(run.hashes)
+                    continue
+                parent = forks.get(run.parent, run.parent)
+                assert parent in (*TENANTS, PUBLIC_ROOT) or parent in self.known, "announced before its parent"
+                self.known.update(run.hashes)
         assert self.known == expected, "events do not add up to the index"
 
 
@@ -319,9 +322,8 @@ def test_digest_covers_every_operation() -> None:
     pool = BlockPool(2, 2)
     pool.release(fill_chain(pool, [1, 2, 3, 4]))
     pool.release(pool.allocate(2))
-    changes = pool.take_changes()
-    stored = [h for _, run in changes.stored for h in run]
-    assert sorted(stored) == sorted(changes.removed)
+    removed, stored = ([h for run in change.runs for h in run.hashes] for change in pool.take_changes(Tier.DEVICE))
+    assert sorted(stored) == sorted(removed)
     assert pool.digest == 0  # each came and went
     assert pool.evictions == 2
 

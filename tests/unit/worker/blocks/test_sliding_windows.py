@@ -10,10 +10,10 @@ from kvfleet.worker.blocks.pool_integrity import check_integrity
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.text.detokenizer import IdDetokenizer
 from kvproto import block_hash
 from kvproto.errors import OutOfMemory
-from kvproto.messages import Sampling
+from kvproto.messages import Sampling, Tier
+from tests.support.id_detokenizer import IdDetokenizer
 
 
 def windowed_engine(window: int, blocks: int, block_size: int = 4, budget: int = 64, slots: int = 8) -> Engine:
@@ -135,7 +135,7 @@ def test_what_hangs_idle_behind_an_evicted_block_is_free() -> None:
     check_integrity(pool, [[b], [a]])
     assert pool.available == 1
     assert pool.hashes() == []
-    assert len(pool.take_changes().removed) == 3
+    assert len(pool.take_changes(Tier.DEVICE)[0].runs[0].hashes) == 3
 
 
 def test_a_block_is_no_leaf_again_once_what_continues_it_is_idle() -> None:

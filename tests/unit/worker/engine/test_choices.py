@@ -10,9 +10,9 @@ from engine_rig import Transcript, expected_tokens, make_engine, spec
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
-from kvfleet.worker.text.detokenizer import IdDetokenizer, IdStream
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
+from tests.support.id_detokenizer import IdDetokenizer, IdStream
 
 PROMPT = tuple(range(100, 121))
 

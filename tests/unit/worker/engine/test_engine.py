@@ -13,7 +13,6 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
-from kvfleet.worker.text.detokenizer import IdDetokenizer, IdStream
 from kvproto.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -23,6 +22,7 @@ from kvproto.errors import (
     OutOfMemory,
 )
 from kvproto.messages import FinishReason, Sampling
+from tests.support.id_detokenizer import IdDetokenizer, IdStream
 
 GREEDY8 = Sampling(8, temperature=0.0)
 

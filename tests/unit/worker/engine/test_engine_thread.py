@@ -99,7 +99,7 @@ async def test_measure_follows(desk: Desk) -> None:
     desk.thread.submit(spec("r", [1, 2, 3]))
     await desk.ends(1)
     async with asyncio.timeout(LIMIT_S):
-        while desk.thread.measure()[0].generated_tokens_total != 8:
+        while desk.thread.measured[0].generated_tokens_total != 8:
             await asyncio.sleep(0.005)
 
 
@@ -209,7 +209,7 @@ async def test_results_that_cannot_be_taken_are_a_crash() -> None:
         if taken == 3:
             raise RuntimeError("broken frames")
 
-    desk.thread._on_result = take
+    desk.thread.on_result = take
     desk.thread.start()
     desk.thread.submit(spec("r", [1], max_tokens=1_900))
     async with asyncio.timeout(LIMIT_S):

@@ -134,7 +134,7 @@ def test_who_was_asked_to_go_is_not_counted_again() -> None:
             check_capacity(newcomer, taken=len(pending), limit=limit, load=load, rates=Rates(), leaving=leaving)
         )
         pending[newcomer.request, 0] = 1
-        departures.ask(asked[-1])
+        departures.asked += asked[-1]
         if number >= 5:  # the engine has answered; what it ended comes with its next results
             departures.answered(1, [(f"low{number - 5}", 0)])
         if number >= 8:

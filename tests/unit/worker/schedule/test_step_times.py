@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.schedule.step_times import RECENT_S, RECENT_STEPS, LongestStep, StepTimes
+from kvfleet.worker.schedule.step_pacer import RECENT_S, RECENT_STEPS, LongestStep, StepTimes
 
 
 def test_mixed_step_counts_as_prefill_beyond_a_decode_step() -> None:

@@ -27,8 +27,8 @@ def test_too_many_tenants_are_one() -> None:
     late, later = costs.of("d"), costs.of("e")
     assert late is later is costs.of(OTHER)
     assert costs.of("a") is first[0]
-    assert set(costs.accounts()) == {"public", OTHER, "a", "b", "c"}
+    assert set(costs.accounts) == {"public", OTHER, "a", "b", "c"}
 
 
 def test_the_default_tenant_and_the_others_are_there_from_the_start() -> None:
-    assert {name: one.engine_seconds for name, one in TenantCosts().accounts().items()} == {"public": 0.0, OTHER: 0.0}
+    assert {name: one.engine_seconds for name, one in TenantCosts().accounts.items()} == {"public": 0.0, OTHER: 0.0}

@@ -11,12 +11,17 @@ from kvfleet.worker.serve import broadcast
 from kvfleet.worker.serve.broadcast import MILESTONE_PERIOD_S, Broadcast
 from kvfleet.worker.streams.milestones import PER_MESSAGE, MilestoneLog
 from kvproto import codec
-from kvproto.messages import KvEvents, Milestone, Milestones, Passed
+from kvproto.messages import BlockRun, KvEvents, Milestone, Milestones, Passed, Tier, TierEvents
 from kvproto.subjects import Subjects
 from kvservice.event_log import IDLE_PERIOD_S
 from tests.support.waiting import LIMIT_S
 
 S = Subjects()
+
+
+def stored(block: bytes, sequences: int = 0) -> StepResult:
+    event = TierEvents(Tier.DEVICE, False, (BlockRun(b"p" * 16, (block,)),))
+    return StepResult(changes=[event], sequences=sequences)
 
 
 class Rig:
@@ -110,7 +115,7 @@ async def test_milestones_wait_for_nats_and_no_timer_runs_meanwhile(rig: Rig) ->
 
 async def test_flush_leaves_nothing_and_no_timer(rig: Rig) -> None:
     for turn in range(2):
-        rig.broadcast.changes([StepResult(stored=[(b"p" * 16, [bytes([turn]) * 16])])])
+        rig.broadcast.changes([stored(bytes([turn]) * 16)])
         for at in range(PER_MESSAGE + 1):
             rig.log.add(Milestone("acme", f"r{at}", turn, Passed.ACCEPTED))
         rig.broadcast.wake()
@@ -125,7 +130,7 @@ async def test_idle_changes_leave_on_the_timer_beside_milestones(rig: Rig) -> No
     clock = asyncio.get_running_loop().time
     began, at = clock(), 0
     while clock() < began + 0.2:
-        rig.broadcast.changes([StepResult(stored=[(b"p" * 16, [at.to_bytes(16, "big")])])])
+        rig.broadcast.changes([stored(at.to_bytes(16, "big"))])
         rig.accept(f"r{at}")
         at += 1
         await asyncio.sleep(0.002)
@@ -141,7 +146,7 @@ async def test_idle_changes_leave_on_the_timer_beside_milestones(rig: Rig) -> No
 
 async def test_a_step_that_ran_is_told_at_once(rig: Rig) -> None:
     for at in range(5):
-        rig.broadcast.changes([StepResult(stored=[(b"p" * 16, [bytes([at]) * 16])], sequences=1)])
+        rig.broadcast.changes([stored(bytes([at]) * 16, sequences=1)])
         assert len(rig.events) == at + 1
 
 
@@ -152,7 +157,7 @@ async def test_a_snapshot_is_of_an_event_even_if_changes_were_held_back(rig: Rig
     def change(block: bytes) -> None:
         nonlocal digest
         digest ^= int.from_bytes(block[:8], "little")
-        rig.broadcast.changes([StepResult(stored=[(b"p" * 16, [block])])])
+        rig.broadcast.changes([stored(block)])
 
     class Engine:
         """Its thread between two steps."""

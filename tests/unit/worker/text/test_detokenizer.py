@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvfleet.worker.text.detokenizer import IdDetokenizer, TokenizerDetokenizer
+from kvfleet.worker.text.detokenizer import Detokenizer
+from tests.support.id_detokenizer import IdDetokenizer
 
 
 def byte_level() -> Tokenizer:
@@ -33,10 +34,10 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-BYTE_LEVEL, BYTE_FALLBACK = TokenizerDetokenizer(byte_level()), TokenizerDetokenizer(byte_fallback())
+BYTE_LEVEL, BYTE_FALLBACK = Detokenizer(byte_level()), Detokenizer(byte_fallback())
 
 
-def pieces_of(detokenizer: TokenizerDetokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
+def pieces_of(detokenizer: Detokenizer, ids: list[int], prompt: list[int] | None = None) -> list[str]:
     stream = detokenizer.stream(prompt or [])
     pieces = [stream.push(token) for token in ids]
     pieces.append(stream.flush())
@@ -108,7 +109,7 @@ def test_ids_as_text() -> None:
     st.lists(st.integers(0, 260), max_size=40),
     st.integers(0, 40),
 )
-def test_skipping_is_pushing(detokenizer: TokenizerDetokenizer, prompt: list[int], ids: list[int], cut: int) -> None:
+def test_skipping_is_pushing(detokenizer: Detokenizer, prompt: list[int], ids: list[int], cut: int) -> None:
     """Whatever comes after, the text of all is the same, where the first ids do not end within a character."""
     one, other = detokenizer.stream(prompt), detokenizer.stream(prompt)
     head, tail = ids[:cut], ids[cut:]

@@ -94,17 +94,7 @@ class TieredSchedule(Schedule):
 
     def check_announced(self, result: StepResult) -> None:
         super().check_announced(result)
-        for change in result.below:
-            assert change.tier is Tier.HOST
-            for run in change.runs:
-                parent = run.parent
-                for block_hash in run.hashes:
-                    if change.removed:
-                        del self.below[block_hash]
-                    else:
-                        assert block_hash not in self.below
-                        self.below[block_hash] = parent
-                        parent = block_hash
+        self.follow(result, Tier.HOST, self.below)
         held = self.tiers.host.pool.hashes() if self.tiers.host else []
         assert set(held) == set(self.below)
 

@@ -443,7 +443,7 @@ class TestEvents:
         rig.settle()
         held: set[bytes] = set()
         for result in rig.results:
-            for change in result.below:
+            for change in (one for one in result.changes if one.tier is Tier.HOST):
                 hashes = {block_hash for run in change.runs for block_hash in run.hashes}
                 assert hashes <= held if change.removed else not hashes & held
                 held = held - hashes if change.removed else held | hashes
@@ -631,17 +631,17 @@ class TestPreload:
         assert rig.remote is not None
         rig.remote.kept[Tier.VAULT] = other.remote.kept[Tier.VAULT]
         hashes = chain(ROOT, PROMPT, SIZE)
-        assert rig.engine.preload(ROOT, hashes, Tier.VAULT, "", 5.0) == 10
-        rig.until(lambda: not rig.engine.preloading)
-        assert rig.engine.preload(ROOT, hashes, Tier.VAULT, "", 5.0) == 0
+        assert rig.tiers.restorer.preload(ROOT, hashes, Tier.VAULT, "", 5.0) == 10
+        rig.until(lambda: not rig.tiers.restorer.preloading)
+        assert rig.tiers.restorer.preload(ROOT, hashes, Tier.VAULT, "", 5.0) == 0
         rig.remote.kept[Tier.VAULT] = {}
         assert rig.run("b", PROMPT) == expected_tokens(PROMPT, GREEDY)
         assert rig.cached("b") == {"device": 40}
 
     def test_what_does_not_come_is_given_up(self, make_rig: MakeRig) -> None:
         rig = make_rig(remote=True)
-        assert rig.engine.preload(ROOT, chain(ROOT, PROMPT, SIZE), Tier.VAULT, "", 5.0) == 10
-        rig.until(lambda: not rig.engine.preloading)
+        assert rig.tiers.restorer.preload(ROOT, chain(ROOT, PROMPT, SIZE), Tier.VAULT, "", 5.0) == 10
+        rig.until(lambda: not rig.tiers.restorer.preloading)
         assert rig.pool.used == 0
         assert rig.pool.addressed == 0
 
