@@ -67,10 +67,8 @@ class TieredOurs(Ours):
         memory, pool = self.runner.memory, self.engine.pool
         self.codec = codec
         self.woken = threading.Event()
-        self.host: HostTier | None = None
         self.remote: RemoteTiers | None = None
-        if host_blocks:
-            self.host = HostTier(host_memory(host_blocks * memory.block_bytes), memory.block_bytes, BLOCK)
+        self.host = HostTier(host_memory(host_blocks * memory.block_bytes), memory.block_bytes, BLOCK)
         if vault is not None:
             warm_up()
             settings = RemoteSettings("bench", "here", memory.kv_format, BlockShape(*memory.rows), codec)
@@ -146,15 +144,14 @@ class TieredOurs(Ours):
     def settle(self) -> None:
         """Until nothing is on its way down."""
         offloader = self.tiers.offloader
-        while offloader is not None and (offloader.has_work or offloader.held_on_host()):
+        while offloader.has_work or offloader.held_on_host():
             self.turn()
 
     def flush(self, *tiers: Tier) -> None:
         """Others need all blocks of these tiers, as if they had come."""
         self.settle()
-        pools = {Tier.DEVICE: self.engine.pool, Tier.HOST: self.host.pool if self.host is not None else None}
+        pools = {Tier.DEVICE: self.engine.pool, Tier.HOST: self.host.pool}
         for tier in tiers:
             pool = pools[tier]
-            if pool is not None:
-                pool.release(pool.allocate(pool.available))
+            pool.release(pool.allocate(pool.available))
         self.engine.maintain()

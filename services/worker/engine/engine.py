@@ -129,7 +129,7 @@ class Engine:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is on its way to lower tiers."""
-        return self.tiers is None or self.tiers.is_settled
+        return self.tiers is None or self.tiers.offloader.is_settled
 
     def pause(self, request: str, attempt: int | None = None) -> None:
         """Park a request: its blocks become evictable until `resume`, which finds again what survived."""
@@ -169,7 +169,7 @@ class Engine:
             self.scheduler.requeue(sequence)
         if self.tiers.protector is not None:
             self.tiers.protector.maintain(self._clock(), self.sequences, self._times.prefill_tokens_per_s)
-        device, below = self.pool.take_changes(), self.tiers.take_changes()
+        device, below = self.pool.take_changes(), self.tiers.host.take_changes()
         if not (below or device.stored or device.removed):
             return None
         return StepResult([], device.stored, device.removed, below=below)
@@ -192,7 +192,7 @@ class Engine:
     @property
     def due_in(self) -> float | None:
         """Seconds until `maintain` is needed though nothing happened."""
-        return self.tiers.due_in() if self.tiers is not None else None
+        return self.tiers.restorer.due_in() if self.tiers is not None else None
 
     def step(self) -> StepResult:
         now = self._clock()
@@ -333,7 +333,7 @@ class Engine:
         self.scheduler.pacer.observe(plan.decodes, prefill, positions, seconds, now)
         if self._traced.undrawn:
             self._traced.note(now)
-        below = self.tiers.take_changes() if self.tiers is not None else []
+        below = self.tiers.host.take_changes() if self.tiers is not None else []
         return StepResult(outputs, changes.stored, changes.removed, fed, prefill, count, seconds, below)
 
     def load(self) -> Load:

@@ -49,7 +49,7 @@ class EngineCounters:
     def load(self, scheduler: Scheduler, tiers: Tiers | None, now: float) -> Load:
         """Requests, blocks and tokens now; `*_total` count since the start."""
         pool, queued = scheduler.pool, scheduler.queued()
-        restoring = tiers.waiting if tiers is not None else 0
+        restoring = tiers.restorer.waiting if tiers is not None else 0
         return Load(
             waiting=len(scheduler.waiting) + restoring,
             running=len(scheduler.running),

@@ -115,7 +115,7 @@ class EngineThread:
     def copied_bytes(self) -> tuple[int, int]:
         """From the host to the device, and from the device to the host."""
         tiers = self._engine.tiers
-        return (0, 0) if tiers is None else (tiers.copier.bytes_in_total, tiers.copier.bytes_out_total)
+        return (0, 0) if tiers is None else (tiers.copier.speed_in.bytes_total, tiers.copier.speed_out.bytes_total)
 
     @property
     def step_age_s(self) -> float:

@@ -34,7 +34,7 @@ class KvHoldings:
     def depths(self, root: Root, ids: Sequence[int]) -> dict[Tier, int]:
         """How many leading tokens of `ids` are cached, by tier of this worker: there or in a faster one."""
         on_device = self.locate(root, ids)[0]
-        if self._tiers is None or self._tiers.host is None:
+        if self._tiers is None or not self._tiers.host.blocks:
             return {Tier.DEVICE: on_device}
         hashes = chain(root, ids, self._pool.block_size)
         below = self._tiers.host.depth(hashes, 0, len(hashes)) * self._pool.block_size

@@ -212,7 +212,7 @@ def _has_vaults(engine: Engine) -> bool:
 
 
 def _offer(engine: Engine, chains: list[Chain]) -> None:
-    if engine.tiers is not None and engine.tiers.offloader is not None:
+    if engine.tiers is not None:
         for chain in chains:
             engine.tiers.offloader.offer_chain(chain)
 

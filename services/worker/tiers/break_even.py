@@ -58,8 +58,7 @@ class RestoredPart(NamedTuple):
 def cheapest(offers: Sequence[Offer], start: int, *, block_bytes: int, compute_s: ComputeSeconds) -> list[RestoredPart]:
     """Parts to restore, in the order of the chain; empty if computing everything costs less.
 
-    `start`: blocks that are on the device. `offers`: fastest tier first. `compute_s`: seconds to compute blocks from
-    the first number to the second.
+    `start`: blocks that are on the device. `offers`: fastest tier first.
     """
     parts: list[RestoredPart] = []
     best, saved, best_saved, at = 0, -HANDLING_S, 0.0, start
@@ -106,11 +105,9 @@ def answer_limit_s(location: ChainLocation) -> float:
     return FAR_ANSWER_S if location.far else HANDED_ANSWER_S if location.handed_over else ANSWER_LIMIT_S
 
 
-def host_offers(
-    host: HostTier | None, bytes_per_s: float, sequence: EngineSequence, start: int, usable: int
-) -> list[Offer]:
+def host_offers(host: HostTier, bytes_per_s: float, sequence: EngineSequence, start: int, usable: int) -> list[Offer]:
     """Of the blocks from `start` up to `usable`, copied at such a speed."""
-    if host is None or not bytes_per_s:
+    if not bytes_per_s:
         return []
     depth = host.depth(sequence.hashes, start, usable, exact=sequence.spec.exact)
     return [Offer(Tier.HOST, depth, LinkSpeed(0.0, bytes_per_s))]

@@ -10,6 +10,7 @@ the next one would be given up too, and the first probe after it likewise.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 WEIGHT = 0.3  # of the newest measurement
@@ -36,11 +37,12 @@ class LinkSpeed(NamedTuple):
     bytes_per_s: float
 
 
+@dataclass(slots=True)
 class CopySpeed:
-    """Copies in memory: no latency to speak of. 0 until measured."""
+    """Copies in memory in one direction: no latency to speak of. 0 until measured."""
 
-    def __init__(self) -> None:
-        self.bytes_per_s = 0.0
+    bytes_per_s: float = 0.0
+    bytes_total: int = 0
 
     def start(self, count: int, seconds: float) -> None:
         """The first measurement, whatever its size."""
@@ -48,6 +50,7 @@ class CopySpeed:
             self.bytes_per_s = count / seconds
 
     def observe(self, count: int, seconds: float) -> None:
+        self.bytes_total += count
         if count < LEAST_BYTES or seconds <= 0:
             return
         rate = count / seconds
@@ -58,21 +61,21 @@ class CopySpeed:
         return count / self.bytes_per_s if self.bytes_per_s else 0.0
 
 
+@dataclass(slots=True)
 class LinkSpeedMeter:
     """One vault's or peer's."""
 
-    __slots__ = (
-        "_latency", "_measured_at", "_n", "_nn", "_per_byte", "_probe_after", "_s", "_shrunk", "_sn", "_suspect", "_w"
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self._latency = 0.0
-        self._per_byte = 0.0  # 0: nothing is known
-        self._w = self._n = self._s = self._nn = self._sn = 0.0  # weights, bytes, seconds, bytes^2, bytes x seconds
-        self._measured_at = float("-inf")
-        self._probe_after = PROBE_AFTER_S
-        self._suspect = False
-        self._shrunk = 1.0  # bytes on the wire for a byte of blocks
+    _latency: float = 0.0
+    _per_byte: float = 0.0  # 0: nothing is known
+    _w: float = 0.0  # sums over measurements: weights,
+    _n: float = 0.0  # bytes,
+    _s: float = 0.0  # seconds,
+    _nn: float = 0.0  # bytes^2,
+    _sn: float = 0.0  # bytes x seconds
+    _measured_at: float = float("-inf")
+    _probe_after: float = PROBE_AFTER_S
+    _suspect: bool = False
+    _shrunk: float = 1.0  # bytes on the wire for a byte of blocks
 
     @property
     def speed(self) -> LinkSpeed | None:

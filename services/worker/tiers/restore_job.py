@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.break_even import RestoredPart
-from kvfleet.worker.tiers.copier import CopyJob
+from kvfleet.worker.tiers.host import CopyJob
 from kvfleet.worker.tiers.landing import Landing
 from kvproto.block_hash import Root
 from kvproto.messages import Tier
@@ -71,11 +71,11 @@ class RestoreJob:
     start: int
     end: int
     exact: bool
-    held: list[int]  # the chain before them, on the device
-    blocks: list[int]  # where they go
+    held: Sequence[int]  # the chain before them, on the device
     began: float
     deadline: float
     compute_s: float  # what computing them would take
+    blocks: list[int] = field(default_factory=list)  # where they go
     running: list[RunningPart] = field(default_factory=list)
     waiting: list[EngineSequence] = field(default_factory=list)
     ahead: bool = False  # nobody waits: it is brought for those to come

@@ -38,7 +38,7 @@ class Verifier:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._tiers.restorer.samples) and not self._tiers.waiting
+        return bool(self._tiers.restorer.samples) and not self._tiers.restorer.waiting
 
     def check_one(self) -> BlockVerdict:
         """Takes a step of one block."""

@@ -98,7 +98,6 @@ def _key(tenant: str) -> dict[str, str]:
 
 def _is_offloading(engine: Engine) -> bool:
     assert engine.tiers is not None
-    assert engine.tiers.offloader is not None
     return engine.tiers.offloader.has_work
 
 
