@@ -158,7 +158,7 @@ def vault_with_disk(folder: Path, ring: KeyRing, name: str, closing: list[Close]
     """What the folder holds is there again; what memory holds is written when it closes."""
     disk = DiskStore(folder / "disk", MEMORY)
     headers = disk.open()
-    thread = DiskThread(disk, MEMORY)
+    thread = DiskThread(disk)
     store = VaultStore(MEMORY, thread, on_disk=headers)
     thread.start(store)
     closing.append(lambda: thread.close(5.0))

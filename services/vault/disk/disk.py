@@ -73,6 +73,7 @@ class _Segment:
     hashes: set[bytes] = field(default_factory=set)
 
 
+@dataclass(eq=False)
 class DiskStore:
     """Blocks by hash. `open` before anything else, `close` at the end.
 
@@ -80,28 +81,25 @@ class DiskStore:
     smaller than `segment_bytes` where fewer than 8 would fit.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
-        if max_bytes < 1 or segment_bytes < 1:
+    folder: Path
+    max_bytes: int
+    segment_bytes: int = SEGMENT_BYTES
+    counts: DiskCounts = field(default_factory=DiskCounts)
+    bytes_used: int = 0  # by all files; never more than `max_bytes`
+    _lock: int | None = None
+    _places: dict[bytes, _Place] = field(default_factory=dict)
+    _segments: dict[int, _Segment] = field(default_factory=dict)  # oldest first
+    _next: int = 0
+    _active: tuple[int, int] | None = None  # the segment that is appended to, and its file
+    _lost: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1 or self.segment_bytes < 1:
             raise ValueError("a disk tier needs room")
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._segment_bytes = min(segment_bytes, max(max_bytes // LEAST_SEGMENTS, 1))
-        self._lock: int | None = None
-        self._places: dict[bytes, _Place] = {}
-        self._segments: dict[int, _Segment] = {}  # oldest first
-        self._next = 0
-        self._bytes = 0
-        self._active: tuple[int, int] | None = None  # the segment that is appended to, and its file
-        self._lost: list[bytes] = []
-        self.counts = DiskCounts()
+        self.segment_bytes = min(self.segment_bytes, max(self.max_bytes // LEAST_SEGMENTS, 1))
 
     def __len__(self) -> int:
         return len(self._places)
-
-    @property
-    def bytes_used(self) -> int:
-        """By all files; never more than `max_bytes`."""
-        return self._bytes
 
     # -------------------------------------------------------------------------------------- opening
 
@@ -111,14 +109,14 @@ class DiskStore:
         Returns the blocks, each behind the one that it continues. Raises OSError: BlockingIOError if another store has
         the folder, others if it cannot be written.
         """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
             if error.errno == errno.EWOULDBLOCK:
-                raise BlockingIOError(error.errno, "used by another vault", str(self._folder)) from error
+                raise BlockingIOError(error.errno, "used by another vault", str(self.folder)) from error
             raise
         self._lock = lock
         try:
@@ -130,17 +128,17 @@ class DiskStore:
     def close(self) -> None:
         """Let go of the folder. A second call does nothing."""
         self._leave_active()
-        self._places, self._segments, self._lost, self._bytes = {}, {}, [], 0
+        self._places, self._segments, self._lost, self.bytes_used = {}, {}, [], 0
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _scan_all(self) -> list[BlockHeader]:
         headers: dict[bytes, BlockHeader] = {}
-        numbers = sorted(number for entry in self._folder.iterdir() if (number := number_of(entry.name)) is not None)
+        numbers = sorted(number for entry in self.folder.iterdir() if (number := number_of(entry.name)) is not None)
         for number in numbers:
             self._next = number + 1
-            segment = self._segments[number] = _Segment(self._folder / name_of(number))
+            segment = self._segments[number] = _Segment(self.folder / name_of(number))
             try:
                 with opened(segment.path, os.O_RDWR) as file:
                     headers.update(self._scan(number, segment, file))
@@ -211,11 +209,11 @@ class DiskStore:
         if header.hash in self._places:
             return
         if self._lock is None:
-            raise OSError(errno.EBADF, "the disk tier is not open", str(self._folder))
+            raise OSError(errno.EBADF, "the disk tier is not open", str(self.folder))
         start = record_start(header)
         prefix = read_prefix(start)
-        if prefix is None or len(MAGIC) + prefix.record_bytes > self._max_bytes:
-            raise OSError(errno.EFBIG, "a block too large for the disk tier", str(self._folder))
+        if prefix is None or len(MAGIC) + prefix.record_bytes > self.max_bytes:
+            raise OSError(errno.EFBIG, "a block too large for the disk tier", str(self.folder))
         number, file = self._segment_for(prefix.record_bytes)
         segment = self._segments[number]
         try:
@@ -268,10 +266,10 @@ class DiskStore:
         """What is counted is what is there. For tests."""
         assert {block for segment in self._segments.values() for block in segment.hashes} == set(self._places)
         assert all(block in self._segments[place.segment].hashes for block, place in self._places.items())
-        assert self._bytes == sum(segment.size for segment in self._segments.values()) <= self._max_bytes
+        assert self.bytes_used == sum(segment.size for segment in self._segments.values()) <= self.max_bytes
         for segment in self._segments.values():
             assert segment.path.stat().st_size == segment.size
-        files = {entry.name for entry in self._folder.iterdir()}
+        files = {entry.name for entry in self.folder.iterdir()}
         assert files == {LOCK} | {name_of(number) for number in self._segments}
 
     # -------------------------------------------------------------------------------------- records
@@ -316,7 +314,7 @@ class DiskStore:
         """One that has room for `more` bytes, and its file."""
         if self._active is None:
             self._resume_last()
-        if self._active is not None and self._segments[self._active[0]].size + more > self._segment_bytes:
+        if self._active is not None and self._segments[self._active[0]].size + more > self.segment_bytes:
             self._leave_active()
         self._make_room(more if self._active is not None else more + len(MAGIC))
         if self._active is None:
@@ -326,12 +324,12 @@ class DiskStore:
     def _resume_last(self) -> None:
         """Go on where an earlier process stopped."""
         number = next(reversed(self._segments), None)
-        if number is not None and self._segments[number].size < self._segment_bytes:
+        if number is not None and self._segments[number].size < self.segment_bytes:
             self._active = number, os.open(self._segments[number].path, os.O_RDWR | os.O_CLOEXEC)
 
     def _new_segment(self) -> tuple[int, int]:
         number, self._next = self._next, self._next + 1
-        path = self._folder / name_of(number)
+        path = self.folder / name_of(number)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             write(file, 0, MAGIC)
@@ -346,11 +344,11 @@ class DiskStore:
 
     def _grow(self, segment: _Segment, more: int) -> None:
         segment.size += more
-        self._bytes += more
+        self.bytes_used += more
 
     def _make_room(self, more: int) -> None:
         """Drop oldest segments until `more` bytes fit."""
-        while self._bytes + more > self._max_bytes and self._segments:
+        while self.bytes_used + more > self.max_bytes and self._segments:
             number = next(iter(self._segments))
             evicted = self._segments[number].hashes
             self.counts.evicted += len(evicted)
@@ -361,7 +359,7 @@ class DiskStore:
         if self._active is not None and self._active[0] == number:
             self._leave_active()
         segment = self._segments.pop(number)
-        self._bytes -= segment.size
+        self.bytes_used -= segment.size
         for block in segment.hashes:
             del self._places[block]
         segment.path.unlink(missing_ok=True)

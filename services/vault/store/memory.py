@@ -11,6 +11,8 @@ returned.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 MAPPED_BYTES = 256 * 1024  # from here on a mapping of its own: when it is let go the system has its memory again
@@ -35,21 +37,19 @@ def allocate(size: int) -> Raw:
     except OSError:  # a process has only so many mappings
         return bytearray(size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
-            pass
     return mapped
 
 
+@dataclass(eq=False, slots=True)
 class VaultMemory:
     """At most `max_bytes` of buffers, and of what is charged with each that is in use."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.used_bytes = 0  # of all buffers, free ones too, and what was charged
-        self.free_bytes = 0  # of buffers that are free
-        self._free: dict[int, list[Raw]] = {}  # by size
+    max_bytes: int
+    used_bytes: int = 0  # of all buffers, free ones too, and what was charged
+    free_bytes: int = 0  # of buffers that are free
+    _free: dict[int, list[Raw]] = field(default_factory=dict)  # by size
 
     def take(self, length: int, charge: int) -> Raw | None:
         """A buffer of at least `length` bytes, `charge` bytes being used beside it; None if there is no room."""

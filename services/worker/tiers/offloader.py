@@ -71,15 +71,15 @@ class _VaultHold:
     last: bytes
     slots: list[int]
     left: int  # blocks
-    on_last: Callable[[_VaultHold], None]
+    wake: Callable[[], None]
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def one_done(self) -> None:
+        """Called by any thread."""
         with self.lock:
             self.left -= 1
-            last = self.left == 0
-        if last:
-            self.on_last(self)
+        if not self.left:
+            self.wake()
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +98,6 @@ class Offloader:
     _batch: _Batch | None = None
     _vaulted: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _holds: set[_VaultHold] = field(default_factory=set)
-    _let_go: deque[_VaultHold] = field(default_factory=deque)
     _save_s: float = SAVE_LIMIT_S  # left in this step
     _holding: int = 0  # host blocks that wait for vaults
     _later: deque[Chain] = field(
@@ -154,7 +153,7 @@ class Offloader:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._batch or self._let_go)
+        return bool(self._queue or self._batch) or not all(hold.left for hold in self._holds)
 
     @property
     def is_settled(self) -> bool:
@@ -164,9 +163,8 @@ class Offloader:
     def maintain(self) -> None:
         """Before each step: take what has been done and begin what is next; at most one batch is being copied."""
         self._save_s = SAVE_LIMIT_S
-        while self._let_go:
-            hold = self._let_go.popleft()
-            self._holds.discard(hold)
+        for hold in [hold for hold in self._holds if not hold.left]:
+            self._holds.remove(hold)
             self._holding -= len(hold.slots)
             self.host.pool.release(hold.slots)
         if not self._holds:
@@ -246,7 +244,7 @@ class Offloader:
             self.host.pool.release(batch.host)
             self._later.append(replace(chain, end=batch.end, done=batch.start))
             return
-        hold = _VaultHold(chain.last, batch.host[: batch.end], batch.end - batch.start, self._on_hold_done)
+        hold = _VaultHold(chain.last, batch.host[: batch.end], batch.end - batch.start, self.wake)
         self._holds.add(hold)
         self._holding += len(hold.slots)
         self.host.pool.release(batch.host[batch.end :])
@@ -264,11 +262,6 @@ class Offloader:
             self._vaulted[name.hash] = None
             if len(self._vaulted) > KEPT_VAULTED:
                 self._vaulted.popitem(last=False)
-
-    def _on_hold_done(self, hold: _VaultHold) -> None:
-        """Any thread."""
-        self._let_go.append(hold)
-        self.wake()
 
     def missed(self, hashes: Sequence[bytes]) -> None:
         """Vaults do not have these, whatever they were given: they are offered again when their chain is."""

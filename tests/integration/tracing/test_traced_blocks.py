@@ -166,7 +166,7 @@ def test_what_a_vaults_disk_brought_is_counted(tmp_path: Path) -> None:
     for life in ("writes", "reads"):
         disk = DiskStore(tmp_path / "disk", 4 * 2**20)
         found = disk.open()
-        thread = DiskThread(disk, 4 * 2**20)
+        thread = DiskThread(disk)
         store = VaultStore(2**20, thread, on_disk=found)
         thread.start(store)
         server = DataPlaneServer(store, KEYS, "v0", unix_path=tmp_path / "v0.sock", on_traced=seen.append)
