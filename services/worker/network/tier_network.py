@@ -18,8 +18,9 @@ from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.network.peers import Peers
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.block_codec import BlockShape
+from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.lending import PeerStore
-from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress, vaults_of
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.buckets import Bucket

@@ -24,6 +24,10 @@ class RingShare(NamedTuple):
     at: list[int]
     owned: bool = True
 
+    def parts(self, size: int) -> Iterator[list[int]]:
+        """So many positions at a time."""
+        return (self.at[start : start + size] for start in range(0, len(self.at), size))
+
 
 class VaultRing:
     """Immutable: who joins or leaves makes a new one."""

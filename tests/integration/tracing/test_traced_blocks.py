@@ -14,8 +14,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
+from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.landing import Landing
-from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.dataplane import handshake_bytes, wire
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
