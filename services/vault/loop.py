@@ -88,7 +88,6 @@ class VaultLoop:
             self._spawn(work)
 
     async def stop(self) -> None:
-        """Say so, take nothing more, end connections, release the lease."""
         self._state = State.DRAINING
         await self._publish_heartbeat()
         try:

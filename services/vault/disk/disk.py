@@ -47,8 +47,6 @@ _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})  
 
 @dataclass(slots=True)
 class DiskCounts:
-    """Since the store was made. Blocks, but for the first three."""
-
     torn: int = 0  # segments cut off behind their last whole record
     torn_bytes: int = 0
     dropped: int = 0  # segments of which nothing could be read
@@ -59,8 +57,6 @@ class DiskCounts:
 
 
 class _Place(NamedTuple):
-    """Where a record is: its segment and offset there."""
-
     segment: int
     offset: int
     prefix: RecordPrefix
@@ -153,7 +149,6 @@ class DiskStore:
         return parents_first(headers[block] for block in self._places)
 
     def _scan(self, number: int, segment: _Segment, file: int) -> dict[bytes, BlockHeader]:
-        """Note a segment's blocks; cut it off where it cannot be read on."""
         found: dict[bytes, BlockHeader] = {}
         end = os.fstat(file).st_size
         if end < len(MAGIC):
@@ -311,7 +306,6 @@ class DiskStore:
     # -------------------------------------------------------------------------------------- segments
 
     def _segment_for(self, more: int) -> tuple[int, int]:
-        """One that has room for `more` bytes, and its file."""
         if self._active is None:
             self._resume_last()
         if self._active is not None and self._segments[self._active[0]].size + more > self.segment_bytes:
@@ -322,7 +316,6 @@ class DiskStore:
         return self._active
 
     def _resume_last(self) -> None:
-        """Go on where an earlier process stopped."""
         number = next(reversed(self._segments), None)
         if number is not None and self._segments[number].size < self.segment_bytes:
             self._active = number, os.open(self._segments[number].path, os.O_RDWR | os.O_CLOEXEC)
@@ -347,7 +340,6 @@ class DiskStore:
         self.bytes_used += more
 
     def _make_room(self, more: int) -> None:
-        """Drop oldest segments until `more` bytes fit."""
         while self.bytes_used + more > self.max_bytes and self._segments:
             number = next(iter(self._segments))
             evicted = self._segments[number].hashes
@@ -365,7 +357,6 @@ class DiskStore:
         segment.path.unlink(missing_ok=True)
 
     def _drop_empty(self) -> None:
-        """Segments in which no block is left, but for the one that is appended to."""
         active = self._active[0] if self._active is not None else None
         for number in [number for number, segment in self._segments.items() if not segment.hashes]:
             if number != active:

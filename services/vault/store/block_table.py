@@ -79,7 +79,6 @@ class BlockEntry:
 
 
 def bytes_for(header: BlockHeader) -> int:
-    """What a block takes of the memory."""
     return class_of(header.length) + ENTRY_BYTES
 
 
@@ -117,7 +116,6 @@ class BlockTable:
                 yield block_hash
 
     def versions(self, block_hash: bytes) -> list[BlockHeader]:
-        """Of a block, those there are; memory's first."""
         entry, on_disk = self.resident.get(block_hash), self.on_disk.get(block_hash)
         return [header for header in (entry.header if entry else None, on_disk) if header is not None]
 
@@ -125,7 +123,6 @@ class BlockTable:
         return any(header.lossy or not version.lossy for version in self.versions(header.hash))
 
     def is_on_disk(self, header: BlockHeader) -> bool:
-        """Just this version."""
         known = self.on_disk.get(header.hash)
         return known is not None and known.checksum == header.checksum
 
@@ -172,7 +169,6 @@ class BlockTable:
         self.memory.give(entry.raw, ENTRY_BYTES)
 
     def insert(self, entry: BlockEntry) -> None:
-        """A block that has arrived, better than what there is of it, if anything."""
         header = entry.header
         old = self.resident.get(header.hash)
         if old is not None:
@@ -224,7 +220,6 @@ class BlockTable:
         self.on_disk[header.hash] = header
 
     def remove_on_disk(self, block_hash: bytes) -> bool:
-        """Whether it was known to be there."""
         header = self.on_disk.pop(block_hash, None)
         if header is not None and block_hash not in self.resident:
             self._disappeared(header)
@@ -292,7 +287,6 @@ class BlockTable:
     # ------------------------------------------------------------------ tests
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         entries, arriving = list(self.resident.values()), list(self.arriving.values())
         for block_hash, entry in self.resident.items():
             assert entry.header.hash == block_hash

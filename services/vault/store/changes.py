@@ -11,8 +11,6 @@ BLOCKS_PER_EVENT = 16_000  # some 650 KB where no two follow one another: below 
 
 
 class StoredChange(NamedTuple):
-    """A block was stored, or is gone: from memory and from disk, if there is one."""
-
     removed: bool
     parent: bytes
     hash: bytes
@@ -34,7 +32,6 @@ def net(changes: Iterable[StoredChange]) -> list[StoredChange]:
 
 
 def pieces(changes: Sequence[StoredChange], size: int = BLOCKS_PER_EVENT) -> Iterator[Sequence[StoredChange]]:
-    """Of a size that one event takes."""
     return (changes[start : start + size] for start in range(0, len(changes), size))
 
 

@@ -23,7 +23,6 @@ Raw = Any  # bytearray or mmap.mmap: what a buffer really is
 
 
 def class_of(length: int) -> int:
-    """The buffer's size for a block of `length` bytes."""
     step = max(SMALLEST_STEP, (1 << (length - 1).bit_length()) // (2 * CLASSES_PER_DOUBLING))
     return -(-length // step) * step
 
@@ -44,8 +43,6 @@ def allocate(size: int) -> Raw:
 
 @dataclass(eq=False, slots=True)
 class VaultMemory:
-    """At most `max_bytes` of buffers, and of what is charged with each that is in use."""
-
     max_bytes: int
     used_bytes: int = 0  # of all buffers, free ones too, and what was charged
     free_bytes: int = 0  # of buffers that are free
@@ -82,7 +79,6 @@ class VaultMemory:
         self.used_bytes -= size
 
     def check_integrity(self, in_use: list[Raw], charged: int) -> None:
-        """`in_use` are all buffers that were taken and not given. Raises AssertionError."""
         free = [raw for buffers in self._free.values() for raw in buffers]
         assert all(len(raw) == size for size, buffers in self._free.items() for raw in buffers)
         assert self.free_bytes == sum(len(raw) for raw in free)

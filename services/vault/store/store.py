@@ -147,7 +147,6 @@ class VaultStore:
             return entry.view
 
     def commit(self, header: BlockHeader, buffer: memoryview) -> bool:
-        """The bytes of a reserved block are there, and right. False if it is not kept after all."""
         now = self._clock()
         with self._lock:
             entry = self.table.arrived(header, buffer)
@@ -164,7 +163,6 @@ class VaultStore:
             return True
 
     def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
-        """The bytes of a reserved block did not come, or are wrong."""
         with self._lock:
             self.table.give_back(self.table.arrived(header, buffer))
             self.counters.abandoned_total += 1
@@ -252,7 +250,6 @@ class VaultStore:
     # ------------------------------------------------------------------ what the loop calls
 
     def take_changes(self) -> list[StoredChange]:
-        """What happened since the last call, in order."""
         with self._lock:
             changes, self.table.changes = self.table.changes, []
             return changes
@@ -264,14 +261,12 @@ class VaultStore:
             return changes, list(self.table.held())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         with self._lock:
             self.table.check_integrity()
 
     # ------------------------------------------------------------------ inside
 
     def _expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
-        """Under the lock: a place for a block."""
         entry = self.table.expect(header, asked_for=asked_for)
         self._wake_disk()
         return entry
@@ -345,14 +340,12 @@ class VaultStore:
 
 
 def _why_not(header: BlockHeader, root: bytes, exact: bool) -> str:
-    """Why a block may not be shown to who asks so."""
     if header.root != root:
         return "wrong_root"
     return "lossy" if exact and header.lossy else ""
 
 
 def _why_wrong(header: BlockHeader) -> str:
-    """Why a block cannot be what it says."""
     if not header.is_genuine():
         return "not_genuine"
     whole = header.codec is BlockCodec.RAW

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.network.peers import Meet
+from kvfleet.worker.network.tier_network import Meet
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.connection import Connection

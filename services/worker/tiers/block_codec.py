@@ -73,8 +73,6 @@ def encoded_bytes(codec: BlockCodec, shape: BlockShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`snr_db` is 0 of a raw block."""
-
     codec: BlockCodec
     length: int
     snr_db: float
@@ -130,7 +128,6 @@ def choose(codec: BlockCodec, shape: BlockShape, source: memoryview, target: mem
 
 
 def snr_db(signal: float, noise: float) -> float:
-    """From sums of squares."""
     if noise <= 0:
         return LOSSLESS_DB
     return min(10 * math.log10(signal / noise), LOSSLESS_DB)

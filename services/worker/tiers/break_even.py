@@ -39,16 +39,12 @@ ComputeSeconds = Callable[[int, int], float]  # to compute blocks from the first
 
 
 class Offer(NamedTuple):
-    """A tier that has all blocks up to `end`, as far as it is needed for them."""
-
     tier: Tier
     end: int
     speed: LinkSpeed
 
 
 class RestoredPart(NamedTuple):
-    """Blocks `start` to `end` from a tier; `seconds` is what that is expected to take."""
-
     tier: Tier
     start: int
     end: int
@@ -81,7 +77,6 @@ def is_worth_going_on(missing: int, arrived: int, elapsed_s: float, *, block_s: 
 
 
 def location_of(sequence: EngineSequence) -> ChainLocation | None:
-    """What was found of its chain, if it still is its chain."""
     location = sequence.spec.location
     if location is None or not location.names or sequence.start or location.names[0].hash != sequence.hashes[0]:
         return None
@@ -101,12 +96,10 @@ def look_worth_s(location: ChainLocation) -> float:
 
 
 def answer_limit_s(location: ChainLocation) -> float:
-    """How long a sequence waits for what is found."""
     return FAR_ANSWER_S if location.far else HANDED_ANSWER_S if location.handed_over else ANSWER_LIMIT_S
 
 
 def host_offers(host: HostTier, bytes_per_s: float, sequence: EngineSequence, start: int, usable: int) -> list[Offer]:
-    """Of the blocks from `start` up to `usable`, copied at such a speed."""
     if not bytes_per_s:
         return []
     depth = host.depth(sequence.hashes, start, usable, exact=sequence.spec.exact)

@@ -51,7 +51,6 @@ class RemoteCounts:
             self._offloaded += blocks
 
     def quantised(self, snr_db: float, raw_bytes: int, nbytes: int) -> None:
-        """A block was encoded as it was meant to be."""
         with self._lock:
             self.snr_db.observe(snr_db)
             self.quantised_raw_bytes += raw_bytes
@@ -62,7 +61,6 @@ class RemoteCounts:
             self.kept_raw += 1
 
     def connected(self, tier: Tier, connection: DataPlaneClient) -> None:
-        """This worker made a connection."""
         with self._lock:
             self._count_ended()
             self._open.append((tier, connection))

@@ -166,8 +166,6 @@ class Fetch:
 
 @dataclass(eq=False)
 class FetchPart:
-    """What one source is to bring: a job of its fetch connection."""
-
     fetch: Fetch
     source: Source
     shares: list[RingShare]

@@ -44,12 +44,10 @@ class HostTier:
         return self.pool.allocate(min(count, self.pool.available, self.blocks))
 
     def drop(self, block_hash: bytes) -> int:
-        """See `BlockPool.drop`."""
         self._note_changes()
         return self.pool.drop(block_hash)
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
-        """See `BlockPool.erase`."""
         self._note_changes()
         return self.pool.erase(root, hashes, ids, keep)
 
@@ -77,7 +75,6 @@ class HostTier:
         return filled
 
     def take_changes(self) -> list[TierEvents]:
-        """What was removed and stored since the last call, in order."""
         self._note_changes()
         changes, self._changes = self._changes, []
         return changes
@@ -112,7 +109,6 @@ class CopyJob:
         return self.done
 
     def run(self) -> float:
-        """Seconds it took."""
         began = time.perf_counter()
         try:
             for move in self.moves:
@@ -150,7 +146,6 @@ class Copier:
         self._wake.release()
 
     def offload(self, job: CopyJob) -> None:
-        """From the device, when there is time."""
         self._behind.append(job)
         self._wake.release()
 

@@ -46,8 +46,6 @@ class BlockLease:
 
 
 class PeerStore(BlockStore):
-    """What the worker's DataPlaneServer serves."""
-
     def __init__(self, tiers: Tiers, post: Post) -> None:
         self._tiers = tiers
         self._post = post

@@ -63,8 +63,6 @@ class CopySpeed:
 
 @dataclass(slots=True)
 class LinkSpeedMeter:
-    """One vault's or peer's."""
-
     _latency: float = 0.0
     _per_byte: float = 0.0  # 0: nothing is known
     _w: float = 0.0  # sums over measurements: weights,
@@ -129,7 +127,6 @@ class LinkSpeedMeter:
             self._probe_after = PROBE_SOON_S
 
     def _believe(self, latency: float, per_byte: float) -> None:
-        """Nothing measured before counts any more."""
         self._w = self._n = self._s = self._nn = self._sn = 0.0
         self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
         self._note(0.0, latency)

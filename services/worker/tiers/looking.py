@@ -49,7 +49,6 @@ class Look:
         self._expected = Counter(tiers)
 
     def has(self, tier: Tier, source: str, at: Iterable[int], *, owned: bool) -> None:
-        """The source has these blocks."""
         with self._lock:
             for index in at:
                 if tier is Tier.PEER:
@@ -118,8 +117,6 @@ def asking(tracer: Tracer, parent: str, name: str, source: Source) -> Iterator[S
 
 @dataclass(eq=False, slots=True)
 class SourceQuestion:
-    """What one source has of a look's blocks: a job of its look connection."""
-
     look: Look
     source: Source
     shares: Sequence[RingShare]

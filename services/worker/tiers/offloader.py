@@ -75,7 +75,6 @@ class _VaultHold:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def one_done(self) -> None:
-        """Called by any thread."""
         with self.lock:
             self.left -= 1
         if not self.left:
@@ -291,7 +290,6 @@ class Offloader:
     # ------------------------------------------------------------------ queries
 
     def vaulted(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain vaults were given."""
         return depth_of(hashes, self._vaulted.__contains__)
 
     def carries(self, last: bytes) -> bool:

@@ -108,7 +108,6 @@ class Protector:
         self.offloader.offer_chain(chain)
 
     def _arrived(self) -> bool:
-        """Whether nothing is on its way any more."""
         if self._on_its_way is not None:
             chain, before = self._on_its_way
             if self.offloader.carries(chain.last):

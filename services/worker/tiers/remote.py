@@ -79,7 +79,6 @@ class RemoteTiers:
     # ------------------------------------------------------------------ who is there: the worker's loop
 
     def set_vaults(self, addresses: Iterable[SourceAddress]) -> None:
-        """All there are now."""
         with self._lock:
             if self._closed:
                 return
@@ -306,16 +305,6 @@ class RemoteTiers:
 
     def loads(self) -> dict[str, TierLoad]:
         return self.counts.loads()
-
-    def faults(self) -> dict[str, dict[str, int]]:
-        """Blocks that failed their checks, by source, then by reason."""
-        with self._lock:
-            return self._quarantine.faults()
-
-    def shut_out(self) -> dict[str, float]:
-        """Who is not asked, and for how many seconds yet."""
-        with self._lock:
-            return self._quarantine.shut_out(time.monotonic())
 
     # ------------------------------------------------------------------ under the lock, or on transfer threads
 

@@ -23,21 +23,10 @@ from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_o
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Restored
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.break_even import (
-    ComputeSeconds,
-    RestoredPart,
-    answer_limit_s,
-    cheapest,
-    host_offers,
-    is_worth_going_on,
-    location_of,
-    look_worth_s,
-    price_of_computing,
-    remote_offers,
-)
+from kvfleet.worker.tiers import break_even
+from kvfleet.worker.tiers.break_even import ComputeSeconds, RestoredPart
 from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier
 from kvfleet.worker.tiers.landing import Landing
-from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RestoreSample, RunningPart
 from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
 
@@ -50,6 +39,78 @@ MOST_RESTORES = 2  # for one sequence before it runs
 LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
 SLACK = 0.2  # of what computing would take
 GRACE_S = 0.005
+
+
+Arrived = tuple[bool, tuple[int, ...]]  # whether a block is lossy, and its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreSample:
+    """A restored chain of which the last block is to be computed again and compared. Blocks from `start` on came from
+    `source`: a vault's or peer's id, "" the host."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: tuple[int, ...]  # of the last block
+    start: int
+    tier: Tier
+    source: str
+
+
+@dataclass(slots=True)
+class RunningPart:
+    """A part under way: from the host by the copier, else through a landing."""
+
+    part: RestoredPart
+    slots: list[int] = field(default_factory=list)  # of the host, held: where it is copied from, or staged in
+    copy: CopyJob | None = None
+    landing: Landing | None = None
+
+    @property
+    def arrived(self) -> int:
+        """Blocks so far, gaps or not; of those staged on the host, once that copy has begun, those it has made."""
+        if self.copy is not None:
+            return self.copy.done
+        return 0 if self.landing is None else sum(header is not None for header in self.landing.headers)
+
+    @property
+    def ended(self) -> bool:
+        if self.copy is not None:
+            return self.copy.ended
+        return self.landing is not None and self.landing.ended and not self.slots
+
+
+@dataclass(slots=True)
+class RestoreJob:
+    root: Root
+    hashes: Sequence[bytes]
+    ids: list[tuple[int, ...]]  # of each block; empty where it is not known
+    start: int
+    end: int
+    exact: bool
+    held: Sequence[int]  # the chain before them, on the device
+    began: float
+    deadline: float
+    compute_s: float  # what computing them would take
+    blocks: list[int] = field(default_factory=list)  # where they go
+    running: list[RunningPart] = field(default_factory=list)
+    waiting: list[EngineSequence] = field(default_factory=list)
+    ahead: bool = False  # nobody waits: it is brought for those to come
+
+    def came_short(self, tier: Tier, depth: int) -> None:
+        """More than `depth` blocks were found there, and are not to be had: that is not tried again."""
+        for location in [sequence.spec.location for sequence in self.waiting]:
+            if location is not None and tier is Tier.VAULT:
+                location.finding.vault = min(location.finding.vault, depth)
+            elif location is not None and tier is Tier.PEER:
+                location.finding.peer = min(location.finding.peer, depth)
+
+    def sample(self, count: int) -> RestoreSample:
+        at = self.start + count - 1
+        last = next(running for running in self.running if running.part.start <= at < running.part.end)
+        source = last.landing.sources.get(at - last.part.start, "") if last.landing is not None else ""
+        hashes = list(self.hashes[: at + 1])
+        return RestoreSample(self.root, hashes, self.ids[count - 1], last.part.start, last.part.tier, source)
 
 
 @dataclass(eq=False, slots=True)
@@ -77,10 +138,8 @@ class Restorer:
     # ------------------------------------------------------------------ begin
 
     def claims(self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: ComputeSeconds) -> bool:
-        """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now.
-
-        `spare` blocks of the pool are left to those who run.
-        """
+        """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now. `spare` blocks are
+        left to those who run."""
         size = self.pool.block_size
         start, usable = len(match.blocks), (len(sequence.ids) - 1) // size
         if sequence.restores >= MOST_RESTORES or start >= usable:
@@ -91,21 +150,23 @@ class Restorer:
                 sequence.restores += 1
                 job.waiting.append(sequence)
                 return True
-        location = location_of(sequence)
-        compute_s = price_of_computing(location, compute_s)
-        price = partial(cheapest, start=start, block_bytes=self.memory.block_bytes, compute_s=compute_s)
-        offers = host_offers(self.host, self.copier.speed_in.bytes_per_s, sequence, start, usable)
+        location = break_even.location_of(sequence)
+        compute_s = break_even.price_of_computing(location, compute_s)
+        price = partial(break_even.cheapest, start=start, block_bytes=self.memory.block_bytes, compute_s=compute_s)
+        offers = break_even.host_offers(self.host, self.copier.speed_in.bytes_per_s, sequence, start, usable)
         if location is not None:
             assert self.remote is not None
             found = location.finding
             if found.ready:
-                offers += remote_offers(self.remote, location, min(found.vault, usable), min(found.peer, usable))
+                offers += break_even.remote_offers(
+                    self.remote, location, min(found.vault, usable), min(found.peer, usable)
+                )
             else:
                 left = max((offer.end for offer in offers), default=start)
-                best = price(offers + remote_offers(self.remote, location, usable, usable, hopes=True))
-                is_worth = compute_s(left, usable) > look_worth_s(location)
+                best = price(offers + break_even.remote_offers(self.remote, location, usable, usable, hopes=True))
+                is_worth = compute_s(left, usable) > break_even.look_worth_s(location)
                 if is_worth and best and best[-1].tier is not Tier.HOST:
-                    self._looking[id(sequence)] = sequence, self.clock() + answer_limit_s(location)
+                    self._looking[id(sequence)] = sequence, self.clock() + break_even.answer_limit_s(location)
                     return True
         parts = price(offers)
         room = self.pool.available - self.pool.idle_among(match.blocks) - spare
@@ -157,7 +218,6 @@ class Restorer:
         return count
 
     def _begin(self, job: RestoreJob, parts: list[RestoredPart], location: ChainLocation | None) -> None:
-        """Hold what the job needs, now; its parts begin with `start`."""
         self.pool.acquire(job.held)
         job.blocks = self.pool.allocate(job.end - job.start)
         self._jobs.append(job)
@@ -242,7 +302,7 @@ class Restorer:
                 arrived = sum(running.arrived for running in job.running)
                 missing, elapsed = job.end - job.start - arrived, now - job.began
                 block_s = job.compute_s / (job.end - job.start)
-                if wanted and is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
+                if wanted and break_even.is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
                     job.deadline = now + LATE * missing * elapsed / arrived
                     continue
                 for running in job.running:
@@ -258,25 +318,25 @@ class Restorer:
         return max(0.0, min(due) - self.clock()) if due else None
 
     def drop(self, sequence: EngineSequence) -> None:
-        """It does not wait any more."""
         self._looking.pop(id(sequence), None)
         for job in self._jobs:
             if sequence in job.waiting:
                 job.waiting.remove(sequence)
 
     def _finish(self, job: RestoreJob, now: float) -> list[EngineSequence]:
-        pool, size = self.pool, self.pool.block_size
+        pool = self.pool
         came: list[Arrived] = []  # block by block without a gap
-        by_tier: Counter[Tier] = Counter()
         for running in job.running:
             arrived = self._end(running)
             tier, wanted = running.part.tier, running.part.end - running.part.start
             self.seconds_total[tier] += now - job.began
             if len(came) == running.part.start - job.start:
                 came += arrived
+                tokens = len(arrived) * pool.block_size
                 self.restores_total[tier] += bool(arrived)
-                if arrived:
-                    by_tier[tier] += len(arrived)
+                self.tokens_total[tier] += tokens
+                for sequence in job.waiting[: bool(arrived)]:  # who came later found them
+                    sequence.restored[tier] = sequence.restored.get(tier, 0) + tokens
             if len(arrived) < wanted:
                 job.came_short(tier, running.part.start + len(arrived))
             failure = running.landing.failure if running.landing is not None and len(arrived) < wanted else ""
@@ -290,12 +350,12 @@ class Restorer:
         if job.held and not pool.lists_block(job.held[-1]):
             came = []  # what comes before them was thrown away meanwhile
         is_lossy = bool(came and job.held) and pool.content(job.held[-1]).lossy
-        for at, one in enumerate(came):
+        for at, (lossy, ids) in enumerate(came):
             block_hash = job.hashes[job.start + at]
             if job.exact and pool.is_lossy(block_hash):
                 break  # somebody computed it on lossy ones meanwhile: exact ones are not listed beside them
-            is_lossy = is_lossy or one.lossy
-            job.ids[at] = job.ids[at] or one.ids
+            is_lossy = is_lossy or lossy
+            job.ids[at] = job.ids[at] or ids
             job.blocks[at] = pool.fill(
                 job.blocks[at], job.root, job.hashes, job.start + at, job.ids[at], lossy=is_lossy
             )
@@ -305,26 +365,21 @@ class Restorer:
             self._exact_restores += 1
             if self._exact_restores % self.sampled == 0:
                 self.samples.append(job.sample(len(came)))
-        for tier, blocks in by_tier.items():
-            self.tokens_total[tier] += blocks * size
-            for sequence in job.waiting[:1]:  # who came later found them
-                sequence.restored[tier] = sequence.restored.get(tier, 0) + blocks * size
         return job.waiting
 
     def _end(self, running: RunningPart) -> list[Arrived]:
-        """Stop a part. Returns what came."""
         done = running.copy.close() if running.copy is not None else 0
         if running.landing is None:
             slots = running.slots[running.part.start : running.part.start + done]
             contents = [self.host.pool.content(slot) for slot in slots if self.host.pool.lists_block(slot)]
             self.host.pool.release(running.slots)
-            return [Arrived(content.lossy, content.ids) for content in contents]
+            return [(content.lossy, content.ids) for content in contents]
         arrived = running.landing.close()
-        if running.staged:
+        if running.slots:
             self.host.pool.release(running.slots)
             arrived = done
         headers = [header for header in running.landing.headers[:arrived] if header is not None]
-        return [Arrived(header.lossy, unpack_ids(header.ids)) for header in headers]
+        return [(header.lossy, unpack_ids(header.ids)) for header in headers]
 
     # ------------------------------------------------------------------ queries
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvfleet.worker.blocks.content_index import depth_of
 
@@ -18,11 +19,10 @@ MEMORY_BLOCKS = 4096.0  # asked blocks after which old experience counts half
 FEWEST_BLOCKS = 32.0  # less than that is no experience
 
 
+@dataclass(slots=True)
 class _Share:
-    __slots__ = ("again", "asked")
-
-    def __init__(self) -> None:
-        self.asked = self.again = 0.0
+    asked: float = 0.0
+    again: float = 0.0
 
     def add(self, asked: int, again: int) -> None:
         fade = 0.5 ** (asked / MEMORY_BLOCKS)
@@ -30,13 +30,13 @@ class _Share:
         self.again = self.again * fade + again
 
 
+@dataclass(eq=False)
 class ReuseWatch:
     """Per root, that is per model and tenant, as tenants differ in what they do."""
 
-    def __init__(self, kept_names: int = KEPT_NAMES) -> None:
-        self._kept_names = kept_names
-        self._names: OrderedDict[bytes, None] = OrderedDict()
-        self._shares: OrderedDict[bytes, _Share] = OrderedDict()
+    kept_names: int = KEPT_NAMES
+    _names: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _shares: OrderedDict[bytes, _Share] = field(default_factory=OrderedDict)
 
     def ask(self, root: bytes, hashes: Sequence[bytes]) -> int:
         """A request came with this chain. Returns how many of its blocks were asked for before."""
@@ -56,7 +56,7 @@ class ReuseWatch:
         for block_hash in reversed(hashes):  # so that what follows is forgotten before what it follows
             names[block_hash] = None
             names.move_to_end(block_hash)
-        while len(names) > self._kept_names:
+        while len(names) > self.kept_names:
             names.popitem(last=False)
         return seen
 

@@ -82,7 +82,6 @@ class Source:
         return self.address.id
 
     def start(self) -> None:
-        """Connect, and measure."""
         with self._lock:
             if self._closed or self._looks is not None:
                 return
@@ -106,7 +105,6 @@ class Source:
         return [one.thread for one in ending]
 
     def is_idle(self, since: float) -> bool:
-        """Whether it has connections that nobody has used since then."""
         with self._lock:
             threads = [one for one in (self._looks, self._fetches) if one is not None]
         return bool(threads) and all(one.used_at < since and one.busy_since is None for one in threads)

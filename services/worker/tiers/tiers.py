@@ -88,7 +88,6 @@ class Tiers:
     # ------------------------------------------------------------------ what happens to sequences
 
     def started(self, sequence: EngineSequence) -> None:
-        """A request runs for the first time."""
         self.reuse.ask(own_root(sequence.root), sequence.hashes)
 
     def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
@@ -177,14 +176,12 @@ class Tiers:
 
     @property
     def digest(self) -> int:
-        """The part of these tiers in that of all."""
         return in_tier(self.host.pool.digest, Tier.HOST.number)
 
     def holdings(self) -> dict[Tier, list[bytes]]:
         return {Tier.HOST: self.host.pool.hashes()} if self.host.blocks else {}
 
     def rates(self) -> dict[str, float]:
-        """Bytes per second to the device, by tier."""
         found = {Tier.HOST: self.copier.speed_in.bytes_per_s}
         for tier in (Tier.VAULT, Tier.PEER):
             speed = self.remote.speed(tier) if self.remote is not None else None
@@ -229,7 +226,6 @@ class Tiers:
         return view
 
     def held(self) -> list[list[int]]:
-        """Blocks of the device that are held here, by holder."""
         return [*self.restorer.held(), *self.offloader.held(), *self._lent_of(self.pool)]
 
     def _held_on_host(self) -> list[list[int]]:
@@ -241,9 +237,7 @@ class Tiers:
         return [chain for held in self.lent.values() for of, chain in held if of is pool]
 
     def audit(self) -> None:
-        """As `Engine.audit`, of the host."""
         self._audit.look(self._held_on_host())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the host's books do not balance."""
         check_integrity(self.host.pool, self._held_on_host())

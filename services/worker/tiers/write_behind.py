@@ -191,8 +191,6 @@ class WriteBehind:
             self._asked_to_drain = False  # `_maintain` asks again
 
     def _erase(self, names: Sequence[BlockName], *, last: bool) -> None:
-        """Tried twice."""
-
         def run(client: DataPlaneClient) -> None:
             for share in by_root(names):
                 for at in share.parts(MAX_BLOCKS):
