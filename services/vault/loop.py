@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvfleet.vault.store.changes import StoredChange, net, pieces, tier_events
+from kvfleet.vault.store.block_table import StoredChange, net, pieces, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.connection import Connection
@@ -65,8 +65,6 @@ class VaultLoop:
         assert isinstance(self.lease.record, MemberRecord)
         self.record = self.lease.record
         self.log = EventLog(self.record.epoch)
-
-    # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Listen, subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable."""
@@ -122,8 +120,6 @@ class VaultLoop:
             log.error("a task of the vault failed", exc_info=error)
             self.on_fatal(f"{type(error).__name__}: {error}")
 
-    # ------------------------------------------------------------------ what is held
-
     async def _tell(self) -> None:
         """The first change leaves at once, those of the next 50 ms together."""
         while True:
@@ -170,8 +166,6 @@ class VaultLoop:
         except Unavailable as error:
             self.unsent_total += 1
             log.debug("not sent: %s", error)
-
-    # ------------------------------------------------------------------ how it is
 
     async def _beat(self) -> None:
         while True:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvfleet.vault.store.changes import StoredChange
 from kvfleet.vault.store.memory import Raw, VaultMemory, class_of
 from kvproto.dataplane.block import BlockHeader
+from kvproto.messages import BlockRun, Tier, TierEvents
 
 REFUSALS = (
     "not_genuine",  # the hash is not that of these tokens
@@ -37,6 +38,13 @@ MISSES = (
 ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
 
 SLACK = 64
+BLOCKS_PER_EVENT = 16_000  # some 650 KB where no two follow one another: below what one NATS message takes
+
+
+class StoredChange(NamedTuple):
+    removed: bool
+    parent: bytes
+    hash: bytes
 
 
 @dataclass(slots=True)
@@ -107,8 +115,6 @@ class BlockTable:
     _tidy_at: int = SLACK
     _tick: int = 0
 
-    # ------------------------------------------------------------------ questions
-
     def held(self) -> Iterator[bytes]:
         yield from self.resident
         for block_hash in self.on_disk:
@@ -131,13 +137,9 @@ class BlockTable:
         """Bytes that can be had without evicting anything."""
         return self.memory.max_bytes - self.memory.used_bytes + self.memory.free_bytes
 
-    # ------------------------------------------------------------------ blocks arrive
-
     def expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
-        """A place for a block's bytes, for which others may have to go. None if nothing may.
-
-        The one that it continues goes for it only where somebody asked for just this block.
-        """
+        """A place for a block's bytes, for which others may have to go. None if nothing may. The one that it continues
+        goes for it only where somebody asked for just this block."""
         if self.locked_bytes + bytes_for(header) > self.memory.max_bytes:
             return None  # not even if all that may ever go went
         if not asked_for:
@@ -180,8 +182,6 @@ class BlockTable:
         self.resident[header.hash] = entry
         self._continued_here[header.parent] += 1
         self.touch(entry)
-
-    # ------------------------------------------------------------------ and go
 
     def pop_oldest(self) -> BlockEntry | None:
         """The next to go: the least recently used, of blocks that nothing in memory continues. A chain goes from its
@@ -240,8 +240,6 @@ class BlockTable:
         if len(self.changes) == 1:
             self.on_change()
 
-    # ------------------------------------------------------------------ are used
-
     def touch(self, entry: BlockEntry) -> None:
         self._tick += 1
         entry.tick = self._tick
@@ -284,8 +282,6 @@ class BlockTable:
             return None
         return entry.tick
 
-    # ------------------------------------------------------------------ tests
-
     def check_integrity(self) -> None:
         entries, arriving = list(self.resident.values()), list(self.arriving.values())
         for block_hash, entry in self.resident.items():
@@ -310,3 +306,49 @@ def _count_down(counts: Counter[bytes], key: bytes) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
+
+
+def net(changes: Iterable[StoredChange]) -> list[StoredChange]:
+    """What is different after all of them: a block that came and went meanwhile is not told of. Removals first. Of one
+    block, stored and removed take turns."""
+    first: dict[bytes, bool] = {}
+    last: dict[bytes, StoredChange] = {}
+    for change in changes:
+        first.setdefault(change.hash, change.removed)
+        last.pop(change.hash, None)  # its place is that of its last change
+        last[change.hash] = change
+    different = [change for change in last.values() if change.removed == first[change.hash]]
+    return sorted(different, key=lambda change: not change.removed)  # stable
+
+
+def pieces(changes: Sequence[StoredChange], size: int = BLOCKS_PER_EVENT) -> Iterator[Sequence[StoredChange]]:
+    return (changes[start : start + size] for start in range(0, len(changes), size))
+
+
+def tier_events(changes: Iterable[StoredChange]) -> list[TierEvents]:
+    """In their order; blocks that follow one another make one run."""
+    events: list[TierEvents] = []
+    runs: list[tuple[bytes, list[bytes]]] = []
+    removed = False
+
+    def close() -> None:
+        if runs:
+            told = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in runs)
+            events.append(TierEvents(Tier.VAULT, removed, told))
+            runs.clear()
+
+    for change in changes:
+        if change.removed != removed:
+            close()
+            removed = change.removed
+        if removed:  # as workers write it: one run without a parent
+            if runs:
+                runs[0][1].append(change.hash)
+            else:
+                runs.append((b"", [change.hash]))
+        elif runs and runs[-1][1][-1] == change.parent:
+            runs[-1][1].append(change.hash)
+        else:
+            runs.append((change.parent, [change.hash]))
+    close()
+    return events

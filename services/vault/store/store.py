@@ -8,15 +8,12 @@ What the bytes mean it does not know; state of another kind would get a store, a
 
 * Nobody sees a block before its commit. Of two commits of one hash the first wins; but an exact block takes the place
   of a lossy one.
-* A block belongs to the root that its header names; asked for under another one it is not there.
 * Least recently used first, and of a chain its end first: a block stays while another one in memory, or on its way
   there, continues it. Of what is used together the first of the chain is the youngest. What is being sent stays; if
   all ends of chains are, the last block before one of them goes.
 * Bytes that have lain for a minute are checked before they are sent: memory errs, too. Damaged, the block is gone.
 * With a disk, blocks that are about to be evicted are written to it beforehand, while there is still some room
-  (`next_spill`): `put` never waits for it. If writing cannot keep pace, blocks are evicted unwritten
-  (`dropped`).
-* What changed is kept, in order, for the loop (`take_changes`), which tells the fleet.
+  (`next_spill`): `put` never waits for it. If writing cannot keep pace, blocks are evicted unwritten (`dropped`).
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from kvfleet.vault.store.block_table import BlockEntry, BlockTable, StoreCounters, bytes_for
-from kvfleet.vault.store.changes import StoredChange
+from kvfleet.vault.store.block_table import BlockEntry, BlockTable, StoreCounters, StoredChange, bytes_for
 from kvfleet.vault.store.memory import VaultMemory
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 
@@ -62,11 +58,8 @@ class ServedBlocks:
 
 
 class VaultStore:
-    """At most `max_bytes` of memory, and what a disk has, of which `on_disk` is known at the start.
-
-    `on_change` is called when `take_changes` has something after it had nothing: on any thread and under the lock, so
-    it only passes that on.
-    """
+    """At most `max_bytes` of memory, and what a disk has, of which `on_disk` is known at the start. The table's
+    `on_change` is called on any thread and under the lock, so it only passes that on."""
 
     def __init__(
         self,
@@ -204,9 +197,7 @@ class VaultStore:
 
     def next_spill(self) -> BlockEntry | None:
         """The next block to be written to disk, pinned, while there is little room; None if there is nothing to do.
-
-        What is on disk already is evicted on the way: also what was given last, unless it was used meanwhile.
-        """
+        What is on disk already is evicted on the way: also what was given last, unless it was used meanwhile."""
         with self._lock:
             while self.table.room < self._spare_bytes:
                 entry = self.table.pop_oldest()

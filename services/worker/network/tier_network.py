@@ -98,9 +98,8 @@ class Peers:
 @dataclass(eq=False)
 class TierNetwork:
     """Made before the model is loaded, as the engine is built around `remote`; `listen` once there is an engine,
-    `follow` once NATS is to be asked. `stop` from the loop that started it. `folder` is for the Unix socket.
-
-    Raises InvalidRequest or Unavailable for TLS files of no use."""
+    `follow` once NATS is to be asked. `stop` from the loop that started it. `folder` is for the Unix socket. Raises
+    InvalidRequest or Unavailable for TLS files of no use."""
 
     settings: WorkerSettings
     worker: str

@@ -52,10 +52,8 @@ class RestoredPart(NamedTuple):
 
 
 def cheapest(offers: Sequence[Offer], start: int, *, block_bytes: int, compute_s: ComputeSeconds) -> list[RestoredPart]:
-    """Parts to restore, in the order of the chain; empty if computing everything costs less.
-
-    `start`: blocks that are on the device. `offers`: fastest tier first.
-    """
+    """Parts to restore, in the order of the chain; empty if computing everything costs less. `start`: blocks that are
+    on the device. `offers`: fastest tier first."""
     parts: list[RestoredPart] = []
     best, saved, best_saved, at = 0, -HANDLING_S, 0.0, start
     for tier, end, (latency_s, bytes_per_s) in offers:

@@ -42,11 +42,9 @@ LONGEST_S = 60.0
 
 
 def fault_of(header: BlockHeader, name: BlockName, settings: RemoteSettings, *, exact: bool) -> str:
-    """ "" if there is none, else a metric's label. The checksum is the data plane's to check.
-
-    The hash of `name` is that of its ids after its parent, so a header with the same fields is genuine. A name without
-    ids is of a block whose tokens are not known here: then the header has to prove them.
-    """
+    """ "" if there is none, else a metric's label. The checksum is the data plane's to check. The hash of `name` is
+    that of its ids after its parent, so a header with the same fields is genuine. A name without ids is of a block
+    whose tokens are not known here: then the header has to prove them."""
     if (header.root, header.hash, header.parent) != (name.root, name.hash, name.parent):
         return "other"
     if header.ids != name.ids and (name.ids or not header.is_genuine()):

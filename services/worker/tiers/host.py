@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers.link_speed import CopySpeed
 from kvproto.block_hash import Root
 from kvproto.messages import BlockRun, Tier, TierEvents
@@ -58,19 +59,16 @@ class HostTier:
         return max(next(lossy, len(chain)), start)
 
     def fill(
-        self, slots: Sequence[int], root: Root, hashes: Sequence[bytes], start: int, ids: Sequence[tuple[int, ...]],
-        lossy: Sequence[bool],
-    ) -> list[int]:  # fmt: skip
+        self, slots: Sequence[int], root: Root, hashes: Sequence[bytes], start: int, contents: Sequence[Content]
+    ) -> list[int]:
         """Blocks `start` and on of a chain have been copied to `slots`, which the caller holds and goes on holding.
-
-        Returns the slots to hold from now on: where a block is here already, that one.
-        """
+        Returns the slots to hold from now on: where a block is here already, that one."""
         before = self.pool.find(hashes[start - 1]) if start else None
         after_lossy = before is not None and self.pool.content(before).lossy
         filled = []
-        for at, (slot, tokens, is_lossy) in enumerate(zip(slots, ids, lossy, strict=True), start):
-            after_lossy = after_lossy or is_lossy  # what follows a lossy block counts as lossy too
-            filled.append(self.pool.fill(slot, root, hashes, at, tokens, lossy=after_lossy))
+        for at, (slot, content) in enumerate(zip(slots, contents, strict=True), start):
+            after_lossy = after_lossy or content.lossy  # what follows a lossy block counts as lossy too
+            filled.append(self.pool.fill(slot, root, hashes, at, content.ids, lossy=after_lossy))
             after_lossy = after_lossy or self.pool.is_lossy(hashes[at])
         return filled
 

@@ -92,7 +92,7 @@ class LinkSpeedMeter:
         self._probe_after = PROBE_AFTER_S
         self._shrunk += SHRINK_WEIGHT * (wire_bytes / nbytes - self._shrunk)
         self._note(nbytes, seconds)
-        self._fit()
+        self._set(*self._fitted())
 
     def given_up(self, nbytes: int, seconds: float, now: float) -> None:
         """A fetch failed, or nobody wanted to wait any longer: so much it had brought by then. Says nothing if no more
@@ -116,7 +116,7 @@ class LinkSpeedMeter:
         else:
             self._note(0.0, small_s)
             self._note(blocks, seconds)
-            self._fit()
+            self._set(*self._fitted())
         self._probe_after = min(self._probe_after * 2, PROBE_AFTER_S)
         self._measured_at = now
 
@@ -128,7 +128,7 @@ class LinkSpeedMeter:
 
     def _believe(self, latency: float, per_byte: float) -> None:
         self._w = self._n = self._s = self._nn = self._sn = 0.0
-        self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
+        self._set(latency, per_byte)
         self._note(0.0, latency)
         self._note(COMPARED_BYTES, latency + COMPARED_BYTES * per_byte)
 
@@ -141,8 +141,7 @@ class LinkSpeedMeter:
         self._nn = KEPT * self._nn + weight * nbytes * nbytes
         self._sn = KEPT * self._sn + weight * nbytes * seconds
 
-    def _fit(self) -> None:
-        latency, per_byte = self._fitted()
+    def _set(self, latency: float, per_byte: float) -> None:
         self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
 
     def _fitted(self) -> tuple[float, float]:

@@ -99,11 +99,8 @@ class Offloader:
     _holds: set[_VaultHold] = field(default_factory=set)
     _save_s: float = SAVE_LIMIT_S  # left in this step
     _holding: int = 0  # host blocks that wait for vaults
-    _later: deque[Chain] = field(
-        default_factory=lambda: deque(maxlen=MOST_LATER)
-    )  # for vaults, once they have the rest
-
-    # ------------------------------------------------------------------ what goes down
+    # what goes to vaults when they have taken what they have
+    _later: deque[Chain] = field(default_factory=lambda: deque(maxlen=MOST_LATER))
 
     def offer(self, sequence: EngineSequence, prefill_tokens_per_s: float, *, reused: bool = False) -> None:
         """The sequence's computed blocks may go down, if experience says that they will be asked for again, or if they
@@ -148,8 +145,6 @@ class Offloader:
         filled = self._list(sequence.root, sequence.hashes, len(host), device[len(host) :][: len(slots)], slots)
         self.host.pool.release([*host, *filled])
 
-    # ------------------------------------------------------------------ how
-
     @property
     def has_work(self) -> bool:
         return bool(self._queue or self._batch) or not all(hold.left for hold in self._holds)
@@ -179,8 +174,7 @@ class Offloader:
     def _begin(self, chain: Chain) -> _Batch | None:
         """The next piece of a chain; None if nothing of it can go down now."""
         hashes = chain.hashes[: chain.end]
-        device = self.pool.chain_to(hashes)
-        host = self.host.pool.chain_to(hashes)
+        device, host = self.pool.chain_to(hashes), self.host.pool.chain_to(hashes)
         start = copied_from = len(host)
         if self.remote is not None:
             start = next((at for at in range(chain.done, start) if hashes[at] not in self._vaulted), start)
@@ -230,8 +224,7 @@ class Offloader:
             listed = 0  # thrown away meanwhile
         contents = [self.pool.content(block) for block in blocks[:listed]]
         self.offloaded_total += listed
-        ids, lossy = [content.ids for content in contents], [content.lossy for content in contents]
-        return [*self.host.fill(slots[:listed], root, hashes, start, ids, lossy), *slots[listed:]]
+        return [*self.host.fill(slots[:listed], root, hashes, start, contents), *slots[listed:]]
 
     def _to_vault(self, batch: _Batch) -> None:
         """Hand what vaults have not been given yet to their writer; the host's chain is held until it is through."""
@@ -284,10 +277,7 @@ class Offloader:
         self._later = deque((chain for chain in map(left, self._later) if chain.end), self._later.maxlen)
         if self._batch is not None and left(self._batch.chain).end < self._batch.chain.end:
             self._batch.forgotten = True
-        for block_hash in hashes:
-            self._vaulted.pop(block_hash, None)
-
-    # ------------------------------------------------------------------ queries
+        self.missed(hashes)
 
     def vaulted(self, hashes: Sequence[bytes]) -> int:
         return depth_of(hashes, self._vaulted.__contains__)

@@ -43,10 +43,8 @@ class Exposed(NamedTuple):
 def choose(
     chains: Iterable[Exposed], budget_s: float, *, compute_s: float, copy_s: float, carry_s: float
 ) -> tuple[Exposed, int, float] | None:
-    """The chain to be protected next, up to which block, and the seconds that this takes; None if there is none.
-
-    For one block: `compute_s` to compute it, `copy_s` to copy it to the host, `carry_s` from there to a vault or back.
-    """
+    """The chain to be protected next, up to which block, and the seconds that this takes; None if there is none. For
+    one block: `compute_s` to compute it, `copy_s` to copy it to the host, `carry_s` from there to a vault or back."""
     worst = max(chains, key=lambda chain: chain.end - chain.vaulted, default=None)
     if worst is None or (worst.end - worst.vaulted) * compute_s <= PROTECT_S:
         return None

@@ -50,9 +50,7 @@ FAR_LOOK_LIMIT_S = 1.0
 @dataclass(eq=False)
 class RemoteTiers:
     """The engine's thread calls it. Callbacks run on transfer threads: they hand over to that thread and return.
-
-    Without `far_keys` nobody of another region is asked.
-    """
+    Without `far_keys` nobody of another region is asked."""
 
     settings: RemoteSettings
     keyring: KeyRing

@@ -135,8 +135,6 @@ class Restorer:
     _looking: dict[int, tuple[EngineSequence, float]] = field(default_factory=dict)
     _unstarted: list[Callable[[], None]] = field(default_factory=list)
 
-    # ------------------------------------------------------------------ begin
-
     def claims(self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: ComputeSeconds) -> bool:
         """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now. `spare` blocks are
         left to those who run."""
@@ -276,8 +274,6 @@ class Restorer:
         running.copy = self._copy(job.blocks[first : first + landed], running.slots[:landed])
         self.copier.bring(running.copy)
 
-    # ------------------------------------------------------------------ end
-
     def poll(self) -> list[EngineSequence]:
         """Sequences whose turn may come again."""
         self.start()
@@ -380,8 +376,6 @@ class Restorer:
             arrived = done
         headers = [header for header in running.landing.headers[:arrived] if header is not None]
         return [(header.lossy, unpack_ids(header.ids)) for header in headers]
-
-    # ------------------------------------------------------------------ queries
 
     def held(self) -> list[list[int]]:
         """Blocks of the device that jobs hold, by holder."""

@@ -109,8 +109,6 @@ class Source:
             threads = [one for one in (self._looks, self._fetches) if one is not None]
         return bool(threads) and all(one.used_at < since and one.busy_since is None for one in threads)
 
-    # ------------------------------------------------------------------ to look
-
     def look(self, job: ConnectionJob, limit_s: float | None = None) -> bool:
         """False: it would not be answered in time, or at all. Who has more time than usual, `limit_s`, asks it however
         late it was with others."""
@@ -139,8 +137,6 @@ class Source:
         if now - self._kept_alive >= KEEP_ALIVE_S:
             self._kept_alive = now
             client.echo(0, now + PROBE_LIMIT_S)
-
-    # ------------------------------------------------------------------ to fetch
 
     def fetch(self, job: ConnectionJob, nbytes: int) -> bool:
         """`ended` follows in any case, unless this is False."""

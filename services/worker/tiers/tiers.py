@@ -32,17 +32,6 @@ PROBE_BLOCKS = 4
 MOST_ERASING = 1024  # sequences that wait for blocks that are on their way
 
 
-@dataclass(frozen=True, slots=True)
-class _Erasure:
-    """What is to be forgotten of a sequence once what is on its way is there. `known`: its hashes."""
-
-    root: Root
-    hashes: Sequence[bytes]
-    ids: Sequence[int]
-    keep: int
-    known: frozenset[bytes]
-
-
 @dataclass(eq=False)
 class Tiers:
     """Without blocks in the `host` tier nothing is offloaded; vaults and peers are still read where blocks of the
@@ -58,7 +47,10 @@ class Tiers:
     reuse: ReuseWatch = field(default_factory=ReuseWatch)
     lent: dict[int, list[tuple[BlockPool, list[int]]]] = field(default_factory=dict)  # chains for peers, by lending
     protector: Protector | None = None
-    _erasing: deque[_Erasure] = field(default_factory=lambda: deque(maxlen=MOST_ERASING))
+    # what is to be forgotten once it is no longer on its way: its hashes, and what forgets it
+    _erasing: deque[tuple[frozenset[bytes], Callable[[], int]]] = field(
+        default_factory=lambda: deque(maxlen=MOST_ERASING)
+    )
 
     def __post_init__(self) -> None:
         parts = self.pool, self.memory, self.host, self.copier, self.remote
@@ -84,8 +76,6 @@ class Tiers:
 
     def close(self) -> None:
         self.copier.close()
-
-    # ------------------------------------------------------------------ what happens to sequences
 
     def started(self, sequence: EngineSequence) -> None:
         self.reuse.ask(own_root(sequence.root), sequence.hashes)
@@ -129,11 +119,11 @@ class Tiers:
         """Between steps. Returns sequences that go back to the queue."""
         self.offloader.maintain()
         for _ in range(len(self._erasing)):
-            late = self._erasing.popleft()
-            if late.known.isdisjoint(self._carried()):
-                self.erase(late.root, late.hashes, late.ids, late.keep)
+            known, erase = self._erasing.popleft()
+            if known.isdisjoint(self._carried()):
+                erase()
             else:
-                self._erasing.append(late)
+                self._erasing.append((known, erase))
         return self.restorer.poll()
 
     def copied(self) -> None:
@@ -143,9 +133,9 @@ class Tiers:
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
         """Forget what only this token sequence has behind its first `keep` tokens, in every tier; what is on its way
         down or to a peer, when it is there. Returns how many blocks went at once."""
-        late = _Erasure(root, hashes, ids, keep, frozenset(hashes))
-        if not late.known.isdisjoint(self._carried()):
-            self._erasing.append(late)
+        known = frozenset(hashes)
+        if not known.isdisjoint(self._carried()):
+            self._erasing.append((known, partial(self.erase, root, hashes, ids, keep)))
         gone = self.pool.erase(root, hashes, ids, keep)
         first = max(keep // self.pool.block_size, root.blocks if isinstance(root, ForkedRoot) else 0)
         self.offloader.forget(hashes[first:])
@@ -171,8 +161,6 @@ class Tiers:
         lent = [(pool, chain[-1]) for held in self.lent.values() for pool, chain in held]
         ends = [pool.content(last).hash for pool, last in lent if pool.lists_block(last)]
         return [end for end in ends if end] + self.offloader.carried() + self.restorer.carried()
-
-    # ------------------------------------------------------------------ queries
 
     @property
     def digest(self) -> int:
@@ -226,12 +214,10 @@ class Tiers:
         return view
 
     def held(self) -> list[list[int]]:
-        return [*self.restorer.held(), *self.offloader.held(), *self._lent_of(self.pool)]
+        return self.restorer.held() + self.offloader.held() + self._lent_of(self.pool)
 
     def _held_on_host(self) -> list[list[int]]:
-        return [
-            *self.restorer.held_on_host(), *self.offloader.held_on_host(), *self._lent_of(self.host.pool)
-        ]  # fmt: skip
+        return self.restorer.held_on_host() + self.offloader.held_on_host() + self._lent_of(self.host.pool)
 
     def _lent_of(self, pool: BlockPool) -> list[list[int]]:
         return [chain for held in self.lent.values() for of, chain in held if of is pool]

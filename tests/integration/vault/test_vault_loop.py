@@ -17,8 +17,7 @@ from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.follower import Follows
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.vault.loop import VaultLoop
-from kvfleet.vault.store.block_table import bytes_for
-from kvfleet.vault.store.changes import BLOCKS_PER_EVENT
+from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, bytes_for
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.block_hash import digest_term, in_tier

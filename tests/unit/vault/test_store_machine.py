@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvfleet.vault.store.block_table import bytes_for
-from kvfleet.vault.store.changes import StoredChange, net, tier_events
+from kvfleet.vault.store.block_table import StoredChange, bytes_for, net, tier_events
 from kvfleet.vault.store.store import ServedBlocks, VaultStore
 from kvproto.dataplane.block import BlockHeader
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
