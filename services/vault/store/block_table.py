@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvfleet.vault.store.memory import Raw, VaultMemory, class_of
+from kvfleet.vault.store.memory import ENTRY_BYTES, Raw, VaultMemory, class_of
 from kvproto.dataplane.block import BlockHeader
 from kvproto.messages import BlockRun, Tier, TierEvents
 
@@ -34,8 +34,6 @@ MISSES = (
     "no_room",  # on disk, and no memory to read it to
     "unreadable",  # on disk, and damaged there or gone just now
 )
-
-ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
 
 SLACK = 64
 BLOCKS_PER_EVENT = 16_000  # some 650 KB where no two follow one another: below what one NATS message takes
@@ -144,7 +142,7 @@ class BlockTable:
             return None  # not even if all that may ever go went
         if not asked_for:
             self._continued_here[header.parent] += 1
-        while (raw := self.memory.take(header.length, ENTRY_BYTES)) is None:
+        while (raw := self.memory.take(header.length)) is None:
             victim = self.pop_oldest() or self._continued_by_one_in_use(arriving=asked_for)
             if victim is None:
                 if not asked_for:
@@ -168,7 +166,7 @@ class BlockTable:
         return entry
 
     def give_back(self, entry: BlockEntry) -> None:
-        self.memory.give(entry.raw, ENTRY_BYTES)
+        self.memory.give(entry.raw)
 
     def insert(self, entry: BlockEntry) -> None:
         header = entry.header
@@ -291,9 +289,7 @@ class BlockTable:
         assert not any(entry.resident for entry in arriving)
         assert {entry for entry in entries if entry.pins} == {entry for entry in self._pinned if entry.resident}
         assert self.locked_bytes == sum(entry.bytes for entry in (*arriving, *self._pinned))
-        in_use = [entry.raw for entry in {*entries, *arriving, *self._pinned}]
-        self.memory.check_integrity(in_use, ENTRY_BYTES * len(in_use))
-        assert self.memory.used_bytes <= self.memory.max_bytes
+        self.memory.check_integrity([entry.raw for entry in {*entries, *arriving, *self._pinned}])
         held = [self.versions(block_hash)[0] for block_hash in self.held()]
         assert self.held_blocks == len(held)
         assert self.continued == Counter(header.parent for header in held)

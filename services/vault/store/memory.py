@@ -18,6 +18,7 @@ from typing import Any
 MAPPED_BYTES = 256 * 1024  # from here on a mapping of its own: when it is let go the system has its memory again
 CLASSES_PER_DOUBLING = 16  # so that at most a sixteenth of a buffer is unused
 SMALLEST_STEP = 64
+ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
 
 Raw = Any  # bytearray or mmap.mmap: what a buffer really is
 
@@ -44,15 +45,15 @@ def allocate(size: int) -> Raw:
 @dataclass(eq=False, slots=True)
 class VaultMemory:
     max_bytes: int
-    used_bytes: int = 0  # of all buffers, free ones too, and what was charged
+    used_bytes: int = 0  # of all buffers, free ones too, and what is needed beside those in use
     free_bytes: int = 0  # of buffers that are free
     _free: dict[int, list[Raw]] = field(default_factory=dict)  # by size
 
-    def take(self, length: int, charge: int) -> Raw | None:
-        """A buffer of at least `length` bytes, `charge` bytes being used beside it; None if there is no room."""
+    def take(self, length: int) -> Raw | None:
+        """A buffer of at least `length` bytes; None if there is no room."""
         size = class_of(length)
         free = self._free.get(size)
-        need = charge if free else size + charge
+        need = ENTRY_BYTES if free else size + ENTRY_BYTES
         spare = self.free_bytes - (size if free else 0)
         if self.used_bytes + need - spare > self.max_bytes:
             return None
@@ -64,9 +65,9 @@ class VaultMemory:
         self.used_bytes += need
         return own if own is not None else allocate(size)
 
-    def give(self, raw: Raw, charge: int) -> None:
+    def give(self, raw: Raw) -> None:
         """The buffer is free again. Nobody may use a view of it any more."""
-        self.used_bytes -= charge
+        self.used_bytes -= ENTRY_BYTES
         self.free_bytes += len(raw)
         self._free.setdefault(len(raw), []).append(raw)
 
@@ -78,10 +79,10 @@ class VaultMemory:
         self.free_bytes -= size
         self.used_bytes -= size
 
-    def check_integrity(self, in_use: list[Raw], charged: int) -> None:
+    def check_integrity(self, in_use: list[Raw]) -> None:
         free = [raw for buffers in self._free.values() for raw in buffers]
         assert all(len(raw) == size for size, buffers in self._free.items() for raw in buffers)
         assert self.free_bytes == sum(len(raw) for raw in free)
-        assert self.used_bytes == self.free_bytes + sum(len(raw) for raw in in_use) + charged
+        assert self.used_bytes == self.free_bytes + sum(len(raw) + ENTRY_BYTES for raw in in_use)
         assert self.used_bytes <= self.max_bytes
         assert len({id(raw) for raw in (*free, *in_use)}) == len(free) + len(in_use), "a buffer has two users"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.block_codec import BlockShape, decode, encoded_bytes
+from kvfleet.worker.tiers.block_codec import decode, encoded_bytes
 from kvfleet.worker.tiers.connection_thread import GONE, ConnectionJob
 from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
@@ -73,10 +73,6 @@ class Intake:
     fault: Callable[[Source, str], None]
     missing: Callable[[str, bytes], None]
     tracer: Tracer
-
-    @property
-    def shape(self) -> BlockShape:
-        return self.settings.shape
 
 
 @dataclass(eq=False)
@@ -175,7 +171,7 @@ class FetchPart:
 
     def __post_init__(self) -> None:
         self.job = ConnectionJob(self._run, self._fail)
-        self.wanted_bytes = sum(len(share.at) for share in self.shares) * self.fetch.intake.shape.raw_bytes
+        self.wanted_bytes = sum(len(share.at) for share in self.shares) * self.fetch.intake.settings.shape.raw_bytes
         self._intake = self.fetch.intake
         self._next = self.shares[0].at[0]  # the first block that has neither come nor failed
 
@@ -211,7 +207,7 @@ class FetchPart:
         if self._began is not None:
             now = time.monotonic()
             seconds = (self._stopped or now) - self._began
-            nbytes = self._blocks * self._intake.shape.raw_bytes
+            nbytes = self._blocks * self._intake.settings.shape.raw_bytes
             if gave_up:
                 self.source.measured(lambda meter: meter.given_up(nbytes, seconds, now))
             else:
@@ -252,7 +248,7 @@ class FetchPart:
 
     def _land(self, at: int, header: BlockHeader, payload: memoryview) -> bool:
         def write() -> None:
-            decode(header.codec, self._intake.shape, payload, self.fetch.targets[at])
+            decode(header.codec, self._intake.settings.shape, payload, self.fetch.targets[at])
 
         try:
             landed = self.fetch.landing.land(at, header, write)

@@ -18,10 +18,9 @@ from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier
-from kvfleet.worker.tiers.offloader import Offloader
+from kvfleet.worker.tiers.offloader import Offloader, ReuseWatch
 from kvfleet.worker.tiers.protection import Protector
 from kvfleet.worker.tiers.restorer import Restorer
-from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import ForkedRoot, Root, in_tier, own_root, root_at
 from kvproto.messages import Tier, TierLoad
 
