@@ -83,7 +83,7 @@ class RemoteTiers:
             before = [one.address for one in self._vaults.values()]
             leaving = self._replace(Tier.VAULT, self._vaults, {one.id: one for one in addresses})
             self._vault_changes += before != [one.address for one in self._vaults.values()]
-            self._ring = self._ring.with_vaults(self._vaults)
+            self._ring = VaultRing(self._ring.ring.with_nodes(self._vaults))
             for vault in self._vaults.values():
                 vault.start()
         self._end(leaving)

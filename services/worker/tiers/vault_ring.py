@@ -35,9 +35,6 @@ class VaultRing:
 
     ring: HashRing = field(default_factory=HashRing)
 
-    def with_vaults(self, vaults: Iterable[str]) -> VaultRing:
-        return VaultRing(self.ring.with_nodes(vaults))
-
     def keepers(self, name: BlockName) -> tuple[str, ...]:
         """The one that a block is written to, then the one that kept it before that one joined."""
         return tuple(islice(self.ring.walk((name.run or name.hash).hex()), KEEPERS))

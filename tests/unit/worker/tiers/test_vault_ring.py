@@ -40,7 +40,7 @@ def test_a_run_lies_in_one_vault_wherever_in_the_chain_one_begins_to_ask() -> No
 
 
 def test_workers_that_heard_of_vaults_in_another_order_agree() -> None:
-    one = VaultRing(HashRing(["a", "b"])).with_vaults(["c", "b", "a"])
+    one = VaultRing(HashRing(["a", "b"]).with_nodes(["c", "b", "a"]))
     other = VaultRing(HashRing(["c", "a", "b", "a"]))
     names = [names_of(1, seed)[0] for seed in range(100)]
     assert [one.keepers(name) for name in names] == [other.keepers(name) for name in names]
@@ -49,7 +49,7 @@ def test_workers_that_heard_of_vaults_in_another_order_agree() -> None:
 
 def test_who_kept_a_run_before_another_vault_joined_is_still_asked() -> None:
     before = VaultRing(HashRing(["a", "b", "c"]))
-    after = before.with_vaults(["a", "b", "c", "d"])
+    after = VaultRing(before.ring.with_nodes(["a", "b", "c", "d"]))
     moved = 0
     for seed in range(200):
         (name,) = names_of(1, seed)
