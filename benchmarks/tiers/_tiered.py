@@ -22,8 +22,9 @@ from kvfleet.worker.model.loader import Dtype, LoadFormat
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers.block_codec import BlockShape, warm_up
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
+from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
@@ -67,10 +68,8 @@ class TieredOurs(Ours):
         memory, pool = self.runner.memory, self.engine.pool
         self.codec = codec
         self.woken = threading.Event()
-        self.host: HostTier | None = None
         self.remote: RemoteTiers | None = None
-        if host_blocks:
-            self.host = HostTier(host_memory(host_blocks * memory.block_bytes), memory.block_bytes, BLOCK)
+        self.host = HostTier(host_memory(host_blocks * memory.block_bytes), memory.block_bytes, BLOCK)
         if vault is not None:
             warm_up()
             settings = RemoteSettings("bench", "here", memory.kv_format, BlockShape(*memory.rows), codec)
@@ -107,7 +106,7 @@ class TieredOurs(Ours):
         self.woken.clear()
         self.engine.maintain()
         if not self.engine.has_work:
-            self.woken.wait(due_in if (due_in := self.tiers.due_in()) is not None else 0.01)
+            self.woken.wait(due_in if (due_in := self.tiers.restorer.due_in()) is not None else 0.01)
             return None
         result = self.engine.step()
         for output in result.outputs:
@@ -146,15 +145,14 @@ class TieredOurs(Ours):
     def settle(self) -> None:
         """Until nothing is on its way down."""
         offloader = self.tiers.offloader
-        while offloader is not None and (offloader.has_work or offloader.held_on_host()):
+        while offloader.has_work or offloader.held_on_host():
             self.turn()
 
     def flush(self, *tiers: Tier) -> None:
         """Others need all blocks of these tiers, as if they had come."""
         self.settle()
-        pools = {Tier.DEVICE: self.engine.pool, Tier.HOST: self.host.pool if self.host is not None else None}
+        pools = {Tier.DEVICE: self.engine.pool, Tier.HOST: self.host.pool}
         for tier in tiers:
             pool = pools[tier]
-            if pool is not None:
-                pool.release(pool.allocate(pool.available))
+            pool.release(pool.allocate(pool.available))
         self.engine.maintain()

@@ -83,10 +83,8 @@ def main() -> None:
             address=proxy.address,
             keeps_all=True,
         )
-        assert ours.host is not None
         assert ours.remote is not None
         host, offloader, remote = ours.host, ours.tiers.offloader, ours.remote
-        assert offloader is not None
         prompts = fresh_prompts(Random(1), CHAINS, CACHED + 1, ours.vocab_size)
         chains = [chain(ROOT, prompt, BLOCK) for prompt in prompts]
         for prompt in prompts:

@@ -19,16 +19,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvfleet.vault.store.changes import StoredChange, net, pieces, tier_events
+from kvfleet.vault.store.block_table import StoredChange, net, pieces, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.errors import CodecError, KvfleetError, Unavailable
-from kvproto.members import Fenced, Lease
+from kvproto.members import Lease
 from kvproto.messages import Heartbeat, Load, MemberRecord, SnapshotRequest, State, Tier, TierLoad
 from kvproto.nats_message import Message, Subscription
 from kvproto.subjects import Subjects, is_inbox
@@ -41,73 +41,62 @@ HEARTBEAT_PERIOD_S = 0.5
 CLOSE_S = 3.0  # for connections to end
 
 
+@dataclass(eq=False)
 class VaultLoop:
     """Owned by the process's event loop. `start`, then `stop`. `on_fatal` is called when this process must end."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        subjects: Subjects,
-        lease: Lease,
-        store: VaultStore,
-        server: DataPlaneServer,
-        on_fatal: Callable[[str], None],
-        *,
-        reachable: Callable[[Sequence[str]], tuple[str, ...]] = tuple,
-    ) -> None:
-        assert isinstance(lease.record, MemberRecord)
-        self.record = lease.record
-        self.store = store
-        self.server = server
-        self.log = EventLog(self.record.epoch)
-        self.snapshots_total = 0
-        self.malformed_total = 0
-        self.unsent_total = 0  # messages NATS did not take
-        self._connection = connection
-        self._subjects = subjects
-        self._lease = lease
-        self._reachable = reachable
-        self._on_fatal = on_fatal
-        self._state = State.READY
-        self._changed = asyncio.Event()
-        self._telling = asyncio.Lock()  # events leave in the order of their numbers
-        self._subscription: Subscription | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+    connection: Connection
+    subjects: Subjects
+    lease: Lease
+    store: VaultStore
+    server: DataPlaneServer
+    on_fatal: Callable[[str], None]
+    reachable: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+    snapshots_total: int = 0
+    malformed_total: int = 0
+    unsent_total: int = 0  # messages NATS did not take
+    _state: State = State.READY
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _telling: asyncio.Lock = field(default_factory=asyncio.Lock)  # events leave in the order of their numbers
+    _subscription: Subscription | None = None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    # ------------------------------------------------------------------ life
+    def __post_init__(self) -> None:
+        assert isinstance(self.lease.record, MemberRecord)
+        self.record = self.lease.record
+        self.log = EventLog(self.record.epoch)
 
     async def start(self) -> None:
         """Listen, subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable."""
         self.server.start()
-        self.record = replace(self.record, data_plane=self._reachable(self.server.addresses))
+        self.record = replace(self.record, data_plane=self.reachable(self.server.addresses))
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is told any more
                 loop.call_soon_threadsafe(self._changed.set)
 
-        self.store.on_change = wake
+        self.store.table.on_change = wake
         self._changed.set()  # what a disk had is told as well
-        blocks = self._subjects.blocks(self.record.id)
-        self._subscription = await self._connection.subscribe(blocks, self._on_snapshot)
-        await self._connection.synced()
-        await self._lease.set(self.record)
-        for work in (self._lease.run(self._on_fenced), self._tell(), self._beat()):
+        blocks = self.subjects.blocks(self.record.id)
+        self._subscription = await self.connection.subscribe(blocks, self._on_snapshot)
+        await self.connection.synced()
+        await self.lease.set(self.record)
+        for work in (self.lease.run(lambda error: self.on_fatal(str(error))), self._tell(), self._beat()):
             self._spawn(work)
 
     async def stop(self) -> None:
-        """Say so, take nothing more, end connections, release the lease."""
         self._state = State.DRAINING
         await self._publish_heartbeat()
         try:
-            await asyncio.wait_for(self._lease.set(replace(self.record, state=State.DRAINING)), 1.0)
+            await asyncio.wait_for(self.lease.set(replace(self.record, state=State.DRAINING)), 1.0)
         except (KvfleetError, TimeoutError) as error:
             log.warning("the record does not say draining: %s", error)
         await self.close_data_plane()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await self._lease.release()
+        await self.lease.release()
         if self._subscription is not None:
             try:
                 await asyncio.wait_for(self._subscription.unsubscribe(), 1.0)
@@ -129,12 +118,7 @@ class VaultLoop:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a task of the vault failed", exc_info=error)
-            self._on_fatal(f"{type(error).__name__}: {error}")
-
-    def _on_fenced(self, error: Fenced) -> None:
-        self._on_fatal(str(error))
-
-    # ------------------------------------------------------------------ what is held
+            self.on_fatal(f"{type(error).__name__}: {error}")
 
     async def _tell(self) -> None:
         """The first change leaves at once, those of the next 50 ms together."""
@@ -154,7 +138,7 @@ class VaultLoop:
             if event is not None:
                 events.append(codec.encode_events(event))
         for data in events:
-            await self._publish(self._subjects.events(self.record.id), data)
+            await self._publish(self.subjects.events(self.record.id), data)
 
     async def _on_snapshot(self, message: Message) -> None:
         if not is_inbox(message.reply):
@@ -178,12 +162,10 @@ class VaultLoop:
 
     async def _publish(self, subject: str, data: bytes) -> None:
         try:
-            await self._connection.publish(subject, data)
+            await self.connection.publish(subject, data)
         except Unavailable as error:
             self.unsent_total += 1
             log.debug("not sent: %s", error)
-
-    # ------------------------------------------------------------------ how it is
 
     async def _beat(self) -> None:
         while True:
@@ -191,23 +173,23 @@ class VaultLoop:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     async def _publish_heartbeat(self) -> None:
-        if self._connection.is_connected:
-            await self._publish(self._subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
+        if self.connection.is_connected:
+            await self._publish(self.subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
             worker=self.record.id,
             epoch=self.record.epoch,
             state=self._state,
-            load=Load(tiers={Tier.VAULT.value: self.load()}),
+            load=Load(tiers={Tier.VAULT.value: self._load()}),
             event_seq=self.log.seq,
             digest=self.log.plain_digest,
-            held=self.store.held_blocks,
+            held=self.store.table.held_blocks,
             tier_digest=self.log.digest,
         )
 
-    def load(self) -> TierLoad:
-        store, counters = self.store, self.store.counters
+    def _load(self) -> TierLoad:
+        table, counters = self.store.table, self.store.counters
         failures = {
             reason: counters.refused.get(reason, 0) + counters.misses.get(reason, 0)
             for reason in ("not_genuine", "malformed", "too_large", "no_room", "wrong_root", "unreadable")
@@ -215,9 +197,9 @@ class VaultLoop:
         failures["damaged"] = counters.damaged_total
         failures["checksum"] = self.server.counters.checksum_failures
         return TierLoad(
-            blocks=store.held_blocks,
-            bytes_used=store.used_bytes,
-            bytes_total=store.max_bytes,
+            blocks=table.held_blocks,
+            bytes_used=table.memory.used_bytes,
+            bytes_total=table.memory.max_bytes,
             restores_total=counters.hits_total,
             restored_bytes_total=counters.hit_bytes_total,
             offloaded_blocks_total=counters.stored_total,

@@ -46,7 +46,7 @@ async def open_store(settings: VaultSettings, life: lifecycle.Lifecycle) -> tupl
     except OSError as error:
         raise Unavailable(f"cannot use --disk-dir {settings.disk_dir}: {error.strerror or error}") from None
     log.info("%d blocks on disk, listed in %.1f s", len(found), time.monotonic() - began)
-    thread = DiskThread(disk, settings.disk_max_bytes)
+    thread = DiskThread(disk)
     store = VaultStore(max_bytes, thread, on_disk=found)
     thread.start(store)
 
@@ -102,7 +102,9 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("vault", loop.stop, CLOSE_S + 5.0)
     certificates = {"nats": settings.nats_cert, "data_plane": settings.data_plane_cert}
     probes.ready(readings(loop, connection, disk, certificates))
-    log.info("vault %s is ready: %d MiB, %s", member, store.max_bytes >> 20, ", ".join(loop.record.data_plane))
+    log.info(
+        "vault %s is ready: %d MiB, %s", member, store.table.memory.max_bytes >> 20, ", ".join(loop.record.data_plane)
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -31,5 +31,4 @@ class VaultSettings(DataPlaneSettings):
 
 
 def default_max_bytes() -> int:
-    """Memory that a vault takes unless told."""
     return max(LEAST_BYTES, min(MOST_BYTES, int(free_bytes() * FRACTION)))

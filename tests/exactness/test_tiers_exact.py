@@ -26,9 +26,10 @@ from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.block_codec import BlockShape, warm_up
+from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.lending import PeerStore
-from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain
@@ -53,7 +54,7 @@ class TieredRig(Rig):
     def __init__(self, model: Any, remote: RemoteTiers, backend: AttentionBackend, *, host: int = 64) -> None:
         super().__init__(model, backend=backend, blocks=64)
         memory = self.runner.memory
-        self.host = HostTier(host_memory(host * memory.block_bytes), memory.block_bytes, SIZE) if host else None
+        self.host = HostTier(host_memory(host * memory.block_bytes), memory.block_bytes, SIZE)
         self.remote, self.peer = remote, ""
         self.tiers = Tiers(self.pool, memory, self.host, remote)
         self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
@@ -76,7 +77,7 @@ class TieredRig(Rig):
         return result
 
     def run(self) -> None:
-        while self.engine.has_work or self.tiers.waiting:
+        while self.engine.has_work or self.tiers.restorer.waiting:
             self.engine.maintain()
             if self.engine.has_work:
                 self.step()
@@ -90,7 +91,7 @@ class TieredRig(Rig):
 
     def settle(self) -> None:
         offloader = self.tiers.offloader
-        while offloader is not None and (offloader.has_work or offloader.held_on_host()):
+        while offloader.has_work or offloader.held_on_host():
             self.engine.maintain()
             time.sleep(0.0005)
 
@@ -158,7 +159,7 @@ def vault_with_disk(folder: Path, ring: KeyRing, name: str, closing: list[Close]
     """What the folder holds is there again; what memory holds is written when it closes."""
     disk = DiskStore(folder / "disk", MEMORY)
     headers = disk.open()
-    thread = DiskThread(disk, MEMORY)
+    thread = DiskThread(disk)
     store = VaultStore(MEMORY, thread, on_disk=headers)
     thread.start(store)
     closing.append(lambda: thread.close(5.0))
@@ -249,7 +250,6 @@ def test_a_damaged_block_on_the_host_is_seen_in_the_logits(
     slow_to_compute(rig)
     rig.turn("first", HISTORY)
     rig.flush(host=False)
-    assert rig.host is not None
     slot = rig.host.pool.chain_to(chain(ROOT, HISTORY, SIZE))[-1]
     view = rig.host.view(slot)
     view[: len(view) // 2] = bytes(len(view) // 2)

@@ -47,8 +47,6 @@ _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})  
 
 @dataclass(slots=True)
 class DiskCounts:
-    """Since the store was made. Blocks, but for the first three."""
-
     torn: int = 0  # segments cut off behind their last whole record
     torn_bytes: int = 0
     dropped: int = 0  # segments of which nothing could be read
@@ -58,67 +56,56 @@ class DiskCounts:
     erased: int = 0
 
 
-class _Place(NamedTuple):
-    """Where a record is: its segment and offset there."""
-
-    segment: int
-    offset: int
-    prefix: RecordPrefix
-
-
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Segment:
     path: Path
     size: int = 0
     hashes: set[bytes] = field(default_factory=set)
 
 
+class _Place(NamedTuple):
+    segment: _Segment
+    offset: int
+    prefix: RecordPrefix
+
+
+@dataclass(eq=False)
 class DiskStore:
-    """Blocks by hash. `open` before anything else, `close` at the end.
+    """Blocks by hash. `open` before anything else, `close` at the end. `max_bytes` bounds the files' sizes, erased
+    blocks included: their space comes back with their segment. Segments are smaller where fewer than 8 would fit."""
 
-    `max_bytes` bounds the files' sizes, erased blocks included: their space comes back with their segment. Segments are
-    smaller than `segment_bytes` where fewer than 8 would fit.
-    """
+    folder: Path
+    max_bytes: int
+    segment_bytes: int = SEGMENT_BYTES
+    counts: DiskCounts = field(default_factory=DiskCounts)
+    bytes_used: int = 0  # by all files; never more than `max_bytes`
+    _lock: int | None = None
+    _places: dict[bytes, _Place] = field(default_factory=dict)
+    _segments: list[_Segment] = field(default_factory=list)  # oldest first
+    _next: int = 0
+    _active: tuple[_Segment, int] | None = None  # the segment that is appended to, and its file
+    _lost: list[bytes] = field(default_factory=list)
 
-    def __init__(self, folder: Path, max_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
-        if max_bytes < 1 or segment_bytes < 1:
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1 or self.segment_bytes < 1:
             raise ValueError("a disk tier needs room")
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._segment_bytes = min(segment_bytes, max(max_bytes // LEAST_SEGMENTS, 1))
-        self._lock: int | None = None
-        self._places: dict[bytes, _Place] = {}
-        self._segments: dict[int, _Segment] = {}  # oldest first
-        self._next = 0
-        self._bytes = 0
-        self._active: tuple[int, int] | None = None  # the segment that is appended to, and its file
-        self._lost: list[bytes] = []
-        self.counts = DiskCounts()
+        self.segment_bytes = min(self.segment_bytes, max(self.max_bytes // LEAST_SEGMENTS, 1))
 
     def __len__(self) -> int:
         return len(self._places)
 
-    @property
-    def bytes_used(self) -> int:
-        """By all files; never more than `max_bytes`."""
-        return self._bytes
-
-    # -------------------------------------------------------------------------------------- opening
-
     def open(self) -> list[BlockHeader]:
         """Make the folder if there is none, take it, and find out what is there: headers are read, payloads are not.
-
         Returns the blocks, each behind the one that it continues. Raises OSError: BlockingIOError if another store has
-        the folder, others if it cannot be written.
-        """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        the folder, others if it cannot be written."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
             if error.errno == errno.EWOULDBLOCK:
-                raise BlockingIOError(error.errno, "used by another vault", str(self._folder)) from error
+                raise BlockingIOError(error.errno, "used by another vault", str(self.folder)) from error
             raise
         self._lock = lock
         try:
@@ -130,32 +117,32 @@ class DiskStore:
     def close(self) -> None:
         """Let go of the folder. A second call does nothing."""
         self._leave_active()
-        self._places, self._segments, self._lost, self._bytes = {}, {}, [], 0
+        self._places, self._segments, self._lost, self.bytes_used = {}, [], [], 0
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _scan_all(self) -> list[BlockHeader]:
         headers: dict[bytes, BlockHeader] = {}
-        numbers = sorted(number for entry in self._folder.iterdir() if (number := number_of(entry.name)) is not None)
+        numbers = sorted(number for entry in self.folder.iterdir() if (number := number_of(entry.name)) is not None)
         for number in numbers:
             self._next = number + 1
-            segment = self._segments[number] = _Segment(self._folder / name_of(number))
+            segment = _Segment(self.folder / name_of(number))
+            self._segments.append(segment)
             try:
                 with opened(segment.path, os.O_RDWR) as file:
-                    headers.update(self._scan(number, segment, file))
+                    headers.update(self._scan(segment, file))
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
                 self.counts.dropped += 1
-                self._drop(number)
+                self._drop(segment)
         self._drop_empty()
         self._make_room(0)
         self._lost.clear()  # nobody was told that they were there
         return parents_first(headers[block] for block in self._places)
 
-    def _scan(self, number: int, segment: _Segment, file: int) -> dict[bytes, BlockHeader]:
-        """Note a segment's blocks; cut it off where it cannot be read on."""
+    def _scan(self, segment: _Segment, file: int) -> dict[bytes, BlockHeader]:
         found: dict[bytes, BlockHeader] = {}
         end = os.fstat(file).st_size
         if end < len(MAGIC):
@@ -176,7 +163,7 @@ class DiskStore:
                 os.ftruncate(file, at)
                 break
             self._grow(segment, prefix.record_bytes)
-            place = _Place(number, at, prefix)
+            place = _Place(segment, at, prefix)
             if prefix.kind is Kind.ERASING:
                 overwrite(file, place.offset, place.prefix)
             if prefix.kind is not Kind.BLOCK:
@@ -194,16 +181,12 @@ class DiskStore:
             self._note(header.hash, place)
         return found
 
-    # -------------------------------------------------------------------------------------- blocks
-
     def has(self, block: bytes) -> bool:
         return block in self._places
 
     def append(self, header: BlockHeader, payload: memoryview | bytes | bytearray) -> None:
-        """Store a block; one that is there stays as it is. What had to go for it is told by `take_lost`.
-
-        Raises OSError where it cannot be stored: the disk is full, or the block is larger than the store. Then nothing
-        of it is left, but `take_lost` may tell of others.
+        """Store a block; one that is there stays as it is. What had to go for it is told by `take_lost`. Raises OSError
+        where it cannot be stored: the disk is full, or the block is larger than the store; then nothing of it is left.
         """
         data = memoryview(payload).cast("B")
         if data.nbytes != header.length:
@@ -211,19 +194,21 @@ class DiskStore:
         if header.hash in self._places:
             return
         if self._lock is None:
-            raise OSError(errno.EBADF, "the disk tier is not open", str(self._folder))
+            raise OSError(errno.EBADF, "the disk tier is not open", str(self.folder))
         start = record_start(header)
         prefix = read_prefix(start)
-        if prefix is None or len(MAGIC) + prefix.record_bytes > self._max_bytes:
-            raise OSError(errno.EFBIG, "a block too large for the disk tier", str(self._folder))
-        number, file = self._segment_for(prefix.record_bytes)
-        segment = self._segments[number]
+        if prefix is None or len(MAGIC) + prefix.record_bytes > self.max_bytes:
+            raise OSError(errno.EFBIG, "a block too large for the disk tier", str(self.folder))
+        segment, file = self._segment_for(prefix.record_bytes)
         try:
             write(file, segment.size, start, data)
         except OSError:
-            self._undo(file, segment.size)
+            try:
+                os.ftruncate(file, segment.size)
+            except OSError:  # opening the folder will cut it off
+                self._leave_active()
             raise
-        self._note(header.hash, _Place(number, segment.size, prefix))
+        self._note(header.hash, _Place(segment, segment.size, prefix))
         self._grow(segment, prefix.record_bytes)
 
     def read(self, block: bytes, into: memoryview) -> BlockHeader | None:
@@ -266,23 +251,19 @@ class DiskStore:
 
     def check_integrity(self) -> None:
         """What is counted is what is there. For tests."""
-        assert {block for segment in self._segments.values() for block in segment.hashes} == set(self._places)
-        assert all(block in self._segments[place.segment].hashes for block, place in self._places.items())
-        assert self._bytes == sum(segment.size for segment in self._segments.values()) <= self._max_bytes
-        for segment in self._segments.values():
-            assert segment.path.stat().st_size == segment.size
-        files = {entry.name for entry in self._folder.iterdir()}
-        assert files == {LOCK} | {name_of(number) for number in self._segments}
-
-    # -------------------------------------------------------------------------------------- records
+        assert {block for segment in self._segments for block in segment.hashes} == set(self._places)
+        assert all(block in place.segment.hashes for block, place in self._places.items())
+        assert self.bytes_used == sum(segment.size for segment in self._segments) <= self.max_bytes
+        assert all(segment.path.stat().st_size == segment.size for segment in self._segments)
+        assert set(self.folder.iterdir()) == {self.folder / LOCK} | {segment.path for segment in self._segments}
 
     def _note(self, block: bytes, place: _Place) -> None:
         self._places[block] = place
-        self._segments[place.segment].hashes.add(block)
+        place.segment.hashes.add(block)
 
     def _read_record(self, place: _Place, target: memoryview) -> BlockHeader | None:
         start = bytearray(PREFIX_BYTES + place.prefix.header_bytes)
-        with opened(self._segments[place.segment].path, os.O_RDONLY) as file:
+        with opened(place.segment.path, os.O_RDONLY) as file:
             if read(file, place.offset, memoryview(start), target) < place.prefix.record_bytes:
                 return None
         prefix = read_prefix(bytes(start[:PREFIX_BYTES]))
@@ -290,15 +271,15 @@ class DiskStore:
 
     def _erase(self, blocks: list[bytes]) -> None:
         """Mark all, so that they are gone from then on; then overwrite them, and wait for the disk."""
-        places: dict[int, list[_Place]] = {}
+        places: dict[_Segment, list[_Place]] = {}
         for block in blocks:
             place = self._places.pop(block)
-            self._segments[place.segment].hashes.discard(block)
+            place.segment.hashes.discard(block)
             places.setdefault(place.segment, []).append(place)
         failure: OSError | None = None
-        for number, there in places.items():
+        for segment, there in places.items():
             try:
-                with opened(self._segments[number].path, os.O_RDWR) as file:
+                with opened(segment.path, os.O_RDWR) as file:
                     for place in there:
                         write(file, place.offset, place.prefix._replace(kind=Kind.ERASING).packed())
                     os.fdatasync(file)
@@ -310,77 +291,58 @@ class DiskStore:
         if failure is not None:
             raise failure
 
-    # -------------------------------------------------------------------------------------- segments
-
-    def _segment_for(self, more: int) -> tuple[int, int]:
-        """One that has room for `more` bytes, and its file."""
-        if self._active is None:
-            self._resume_last()
-        if self._active is not None and self._segments[self._active[0]].size + more > self._segment_bytes:
+    def _segment_for(self, more: int) -> tuple[_Segment, int]:
+        last = self._segments[-1] if self._segments else None
+        if self._active is None and last is not None and last.size < self.segment_bytes:  # an earlier life stopped here
+            self._active = last, os.open(last.path, os.O_RDWR | os.O_CLOEXEC)
+        if self._active is not None and self._active[0].size + more > self.segment_bytes:
             self._leave_active()
         self._make_room(more if self._active is not None else more + len(MAGIC))
         if self._active is None:
             self._active = self._new_segment()
         return self._active
 
-    def _resume_last(self) -> None:
-        """Go on where an earlier process stopped."""
-        number = next(reversed(self._segments), None)
-        if number is not None and self._segments[number].size < self._segment_bytes:
-            self._active = number, os.open(self._segments[number].path, os.O_RDWR | os.O_CLOEXEC)
-
-    def _new_segment(self) -> tuple[int, int]:
+    def _new_segment(self) -> tuple[_Segment, int]:
         number, self._next = self._next, self._next + 1
-        path = self._folder / name_of(number)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        segment = _Segment(self.folder / name_of(number))
+        file = os.open(segment.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             write(file, 0, MAGIC)
         except OSError:
             os.close(file)
             with suppress(OSError):
-                path.unlink()
+                segment.path.unlink()
             raise
-        segment = self._segments[number] = _Segment(path)
+        self._segments.append(segment)
         self._grow(segment, len(MAGIC))
-        return number, file
+        return segment, file
 
     def _grow(self, segment: _Segment, more: int) -> None:
         segment.size += more
-        self._bytes += more
+        self.bytes_used += more
 
     def _make_room(self, more: int) -> None:
-        """Drop oldest segments until `more` bytes fit."""
-        while self._bytes + more > self._max_bytes and self._segments:
-            number = next(iter(self._segments))
-            evicted = self._segments[number].hashes
+        while self.bytes_used + more > self.max_bytes and self._segments:
+            evicted = self._segments[0].hashes
             self.counts.evicted += len(evicted)
             self._lost += evicted
-            self._drop(number)
+            self._drop(self._segments[0])
 
-    def _drop(self, number: int) -> None:
-        if self._active is not None and self._active[0] == number:
+    def _drop(self, segment: _Segment) -> None:
+        if self._active is not None and self._active[0] is segment:
             self._leave_active()
-        segment = self._segments.pop(number)
-        self._bytes -= segment.size
+        self._segments.remove(segment)
+        self.bytes_used -= segment.size
         for block in segment.hashes:
             del self._places[block]
         segment.path.unlink(missing_ok=True)
 
     def _drop_empty(self) -> None:
-        """Segments in which no block is left, but for the one that is appended to."""
         active = self._active[0] if self._active is not None else None
-        for number in [number for number, segment in self._segments.items() if not segment.hashes]:
-            if number != active:
-                self._drop(number)
+        for segment in [one for one in self._segments if not one.hashes and one is not active]:
+            self._drop(segment)
 
     def _leave_active(self) -> None:
         if self._active is not None:
             os.close(self._active[1])
             self._active = None
-
-    def _undo(self, file: int, size: int) -> None:
-        """Take back a record that was not written whole; where even that fails, opening the folder will."""
-        try:
-            os.ftruncate(file, size)
-        except OSError:
-            self._leave_active()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.store.block_table import BlockEntry
@@ -26,24 +27,24 @@ PAUSE_S = 1.0  # after a failure to write
 KEPT_FRACTION = 0.75  # of the disk, to be filled before the end: what is written first must not give way again
 
 
+@dataclass(eq=False)
 class DiskThread:
-    """`start` with the store whose disk it is; `close` ends it. All else may be called from any thread."""
+    """Of an open disk, which nobody else uses any more. `start` with the store whose disk it is; `close` ends it. All
+    else may be called from any thread."""
 
-    def __init__(self, disk: DiskStore, max_bytes: int) -> None:
-        """Of an open disk, which nobody else uses any more."""
-        self.counts = disk.counts
-        self.used_bytes = disk.bytes_used  # as of the last thing it did
-        self.max_bytes = max_bytes
-        self.failures_total = 0  # writes and erasures that the disk refused
-        self._disk = disk
-        self._store: VaultStore | None = None
-        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._closing = threading.Lock()
-        self._closed = False
-        self._last_words_s = 0.0
-        self._woken = False
-        self._spilling = False
-        self._paused_until = 0.0
+    disk: DiskStore
+    failures_total: int = 0  # writes and erasures that the disk refused
+    _store: VaultStore = field(init=False)
+    _asked: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    _closing: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
+    _last_words_s: float = 0.0
+    _woken: bool = False
+    _spilling: bool = False
+    _paused_until: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.used_bytes = self.disk.bytes_used  # as of the last thing it did
         self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
 
     def start(self, store: VaultStore) -> None:
@@ -100,7 +101,7 @@ class DiskThread:
                 break
             self._guarded(asked)
         self._guarded(self._write_last)
-        self._disk.close()
+        self.disk.close()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -118,7 +119,6 @@ class DiskThread:
         self._spilling = time.monotonic() >= self._paused_until
 
     def _spill_one(self) -> None:
-        assert self._store is not None
         entry = self._store.next_spill()
         if entry is None:
             self._spilling = False
@@ -127,12 +127,11 @@ class DiskThread:
 
     def _write(self, entry: BlockEntry) -> bool:
         """A pinned block; it is pinned no more. Whether the disk took it."""
-        assert self._store is not None
         header, written = entry.header, False
         try:
-            if self._disk.has(header.hash):  # a lossy version, or one that is about to be forgotten
-                self._disk.forget([header.hash])
-            self._disk.append(header, entry.view)
+            if self.disk.has(header.hash):  # a lossy version, or one that is about to be forgotten
+                self.disk.forget([header.hash])
+            self.disk.append(header, entry.view)
             written = True
         except OSError as error:
             self._failed("write", error)
@@ -145,7 +144,7 @@ class DiskThread:
 
     def _read(self, header: BlockHeader, target: memoryview) -> bool:
         try:
-            found = self._disk.read(header.hash, target)
+            found = self.disk.read(header.hash, target)
         except ValueError:  # another version, which is larger
             found = None
         self._tell_lost()
@@ -153,22 +152,20 @@ class DiskThread:
 
     def _forget(self, hashes: Sequence[bytes]) -> bool:
         try:
-            self._disk.forget(hashes)
+            self.disk.forget(hashes)
         except OSError as error:
             self._failed("erase", error)
         self._tell_lost()
         return True
 
     def _tell_lost(self) -> None:
-        assert self._store is not None
-        self.used_bytes = self._disk.bytes_used
-        lost = self._disk.take_lost()
+        self.used_bytes = self.disk.bytes_used
+        lost = self.disk.take_lost()
         if lost:
             self._store.lost_on_disk(lost)
 
     def _write_last(self) -> None:
-        assert self._store is not None
-        end, room = time.monotonic() + self._last_words_s, self.max_bytes * KEPT_FRACTION
+        end, room = time.monotonic() + self._last_words_s, self.disk.max_bytes * KEPT_FRACTION
         for entry in self._store.unwritten() if self._last_words_s > 0 else ():
             room -= entry.header.length
             if time.monotonic() > end or room < 0:

@@ -48,8 +48,6 @@ class Kind(IntEnum):
 
 
 class RecordPrefix(NamedTuple):
-    """`header_bytes` and `payload_bytes` follow it."""
-
     kind: Kind
     header_bytes: int
     payload_bytes: int
@@ -65,7 +63,6 @@ class RecordPrefix(NamedTuple):
 
 
 def record_start(header: BlockHeader) -> bytes:
-    """Prefix and header of a block; its payload follows."""
     packed: bytes = msgpack.packb(header.packed())
     return RecordPrefix(Kind.BLOCK, len(packed), header.length, zlib.crc32(packed)).packed() + packed
 
@@ -96,12 +93,10 @@ def read_header(prefix: RecordPrefix, data: bytes) -> BlockHeader | None:
 
 
 def name_of(number: int) -> str:
-    """A segment's file; numbers only grow."""
     return f"segment-{number:010d}"
 
 
 def number_of(name: str) -> int | None:
-    """Inverse of `name_of`; None for other files."""
     found = _NAME.match(name)
     return int(found.group(1)) if found else None
 
@@ -139,7 +134,6 @@ def write(file: int, offset: int, *parts: bytes | memoryview) -> None:
 
 
 def read(file: int, offset: int, *parts: memoryview) -> int:
-    """As much as there is; how much that was."""
     left = [part for part in parts if len(part)]
     total = 0
     while left and (count := os.preadv(file, left, offset + total)):

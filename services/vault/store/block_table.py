@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvfleet.vault.store.changes import StoredChange
-from kvfleet.vault.store.memory import Raw, VaultMemory, class_of
+from kvfleet.vault.store.memory import ENTRY_BYTES, Raw, VaultMemory, class_of
 from kvproto.dataplane.block import BlockHeader
+from kvproto.messages import BlockRun, Tier, TierEvents
 
 REFUSALS = (
     "not_genuine",  # the hash is not that of these tokens
@@ -34,14 +35,19 @@ MISSES = (
     "unreadable",  # on disk, and damaged there or gone just now
 )
 
-ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
-
 SLACK = 64
+BLOCKS_PER_EVENT = 16_000  # some 650 KB where no two follow one another: below what one NATS message takes
+
+
+class StoredChange(NamedTuple):
+    removed: bool
+    parent: bytes
+    hash: bytes
 
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Written under the store's lock, read by those who show them."""
+    """Written under the store's lock, read by the loop and the metrics."""
 
     stored_total: int = 0
     stored_bytes_total: int = 0
@@ -58,39 +64,6 @@ class StoreCounters:
     dropped_total: int = 0  # of them, those that should have been on disk and were not
     spilled_total: int = 0  # written to disk
     disk_evictions_total: int = 0
-
-
-class EvictionOrder:
-    """Least recently used first, of blocks that nothing in memory continues: a chain goes from its end, as a block
-    whose parent is missing is no use to anybody. What is no longer true of a block is found out as it comes up.
-
-    `tick_of(hash)` is when a block was last used, if it may go now, else None. A block is offered whenever it may go
-    and could not before, or was used; ticks are never used twice.
-    """
-
-    def __init__(self, tick_of: Callable[[bytes], int | None]) -> None:
-        self._tick_of = tick_of
-        self._heap: list[tuple[int, bytes]] = []
-        self._tidy_at = SLACK
-
-    def offer(self, block_hash: bytes, tick: int) -> None:
-        heapq.heappush(self._heap, (tick, block_hash))
-        if len(self._heap) > self._tidy_at:
-            self._heap = [entry for entry in set(self._heap) if self._tick_of(entry[1]) == entry[0]]
-            heapq.heapify(self._heap)
-            self._tidy_at = 2 * len(self._heap) + SLACK
-
-    def pop(self) -> bytes | None:
-        """The next to go, which is no longer in the order; None if none may."""
-        while self._heap:
-            tick, block_hash = heapq.heappop(self._heap)
-            if self._tick_of(block_hash) == tick:
-                return block_hash
-        return None
-
-    def offered(self) -> set[bytes]:
-        """All that may go, for `check_integrity`."""
-        return {block_hash for tick, block_hash in self._heap if self._tick_of(block_hash) == tick}
 
 
 @dataclass(slots=True, eq=False)
@@ -112,31 +85,33 @@ class BlockEntry:
 
 
 def bytes_for(header: BlockHeader) -> int:
-    """What a block takes of the memory."""
     return class_of(header.length) + ENTRY_BYTES
 
 
+@dataclass(eq=False, slots=True)
 class BlockTable:
-    """`on_change` is called when there are changes and were none."""
+    """`on_change` is called when there are changes and were none.
 
-    def __init__(self, max_bytes: int, counters: StoreCounters, *, has_disk: bool = False) -> None:
-        self.memory = VaultMemory(max_bytes)
-        self.resident: dict[bytes, BlockEntry] = {}
-        self.on_disk: dict[bytes, BlockHeader] = {}  # as we know: the disk itself may have lost one
-        self.changes: list[StoredChange] = []
-        self.on_change: Callable[[], None] = lambda: None
-        self.held_blocks = 0  # in memory or on disk
-        self.locked_bytes = 0  # that no eviction can free: pinned or arriving
-        self._counters = counters
-        self._has_disk = has_disk
-        self._continued: Counter[bytes] = Counter()  # hash -> blocks held anywhere that continue it
-        self._continued_here: Counter[bytes] = Counter()  # hash -> blocks in memory, or arriving there, that do
-        self._arriving: dict[int, BlockEntry] = {}  # by id of the buffer
-        self._pinned: set[BlockEntry] = set()
-        self._order = EvictionOrder(self._tick_if_evictable)
-        self._tick = 0
+    `_order` has (tick, hash) of all blocks that may be evicted. A block is offered whenever it may go and could not
+    before, or was used; ticks are never used twice. What is no longer true of a block is found out as it comes up.
+    """
 
-    # ------------------------------------------------------------------ questions
+    memory: VaultMemory
+    counters: StoreCounters
+    has_disk: bool
+    resident: dict[bytes, BlockEntry] = field(default_factory=dict)
+    arriving: dict[int, BlockEntry] = field(default_factory=dict)  # by id of the buffer
+    on_disk: dict[bytes, BlockHeader] = field(default_factory=dict)  # as we know: the disk itself may have lost one
+    continued: Counter[bytes] = field(default_factory=Counter)  # hash -> blocks held anywhere that continue it
+    changes: list[StoredChange] = field(default_factory=list)
+    on_change: Callable[[], None] = lambda: None
+    held_blocks: int = 0  # in memory or on disk
+    locked_bytes: int = 0  # that no eviction can free: pinned or arriving
+    _continued_here: Counter[bytes] = field(default_factory=Counter)  # by blocks in memory, or arriving there
+    _pinned: set[BlockEntry] = field(default_factory=set)
+    _order: list[tuple[int, bytes]] = field(default_factory=list)  # a heap
+    _tidy_at: int = SLACK
+    _tick: int = 0
 
     def held(self) -> Iterator[bytes]:
         yield from self.resident
@@ -145,7 +120,6 @@ class BlockTable:
                 yield block_hash
 
     def versions(self, block_hash: bytes) -> list[BlockHeader]:
-        """Of a block, those there are; memory's first."""
         entry, on_disk = self.resident.get(block_hash), self.on_disk.get(block_hash)
         return [header for header in (entry.header if entry else None, on_disk) if header is not None]
 
@@ -153,38 +127,22 @@ class BlockTable:
         return any(header.lossy or not version.lossy for version in self.versions(header.hash))
 
     def is_on_disk(self, header: BlockHeader) -> bool:
-        """Just this version."""
         known = self.on_disk.get(header.hash)
         return known is not None and known.checksum == header.checksum
-
-    def is_continued(self, block_hash: bytes) -> bool:
-        return block_hash in self._continued
-
-    @property
-    def arriving(self) -> Iterable[BlockEntry]:
-        return self._arriving.values()
 
     @property
     def room(self) -> int:
         """Bytes that can be had without evicting anything."""
         return self.memory.max_bytes - self.memory.used_bytes + self.memory.free_bytes
 
-    def fits(self, header: BlockHeader) -> bool:
-        """Whether there would be room for a block if all that may ever go went."""
-        return self.locked_bytes + bytes_for(header) <= self.memory.max_bytes
-
-    # ------------------------------------------------------------------ blocks arrive
-
     def expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
-        """A place for a block's bytes, for which others may have to go. None if nothing may.
-
-        The one that it continues goes for it only where somebody asked for just this block.
-        """
-        if not self.fits(header):
-            return None
+        """A place for a block's bytes, for which others may have to go. None if nothing may. The one that it continues
+        goes for it only where somebody asked for just this block."""
+        if self.locked_bytes + bytes_for(header) > self.memory.max_bytes:
+            return None  # not even if all that may ever go went
         if not asked_for:
-            self._continue(header.parent)
-        while (raw := self.memory.take(header.length, ENTRY_BYTES)) is None:
+            self._continued_here[header.parent] += 1
+        while (raw := self.memory.take(header.length)) is None:
             victim = self.pop_oldest() or self._continued_by_one_in_use(arriving=asked_for)
             if victim is None:
                 if not asked_for:
@@ -192,63 +150,64 @@ class BlockTable:
                 return None
             self.evict(victim)
         if asked_for:
-            self._continue(header.parent)
-        entry = self._arriving[id(raw)] = BlockEntry(header, raw, memoryview(raw)[: header.length])
+            self._continued_here[header.parent] += 1
+        entry = self.arriving[id(raw)] = BlockEntry(header, raw, memoryview(raw)[: header.length])
         self.locked_bytes += entry.bytes
         return entry
 
     def arrived(self, header: BlockHeader, buffer: memoryview) -> BlockEntry:
         """The place with these bytes: to be inserted or given back. Raises ValueError for a buffer of another block."""
-        entry = self._arriving.get(id(buffer.obj))
+        entry = self.arriving.get(id(buffer.obj))
         if entry is None or entry.header != header:
             raise ValueError("this buffer was not reserved for this block")
-        del self._arriving[id(entry.raw)]
+        del self.arriving[id(entry.raw)]
         self.locked_bytes -= entry.bytes
         self._no_longer_continue(header.parent)
         return entry
 
     def give_back(self, entry: BlockEntry) -> None:
-        self.memory.give(entry.raw, ENTRY_BYTES)
+        self.memory.give(entry.raw)
 
     def insert(self, entry: BlockEntry) -> None:
-        """A block that has arrived, better than what there is of it, if anything."""
         header = entry.header
         old = self.resident.get(header.hash)
         if old is not None:
-            self._counters.replaced_total += 1
-            self.remove(old, is_held=True)
+            self.counters.replaced_total += 1
+            self.remove(old, is_replaced=True)
         elif header.hash not in self.on_disk:
             self._appeared(header)
         entry.resident = True
         self.resident[header.hash] = entry
-        self._continue(header.parent)
+        self._continued_here[header.parent] += 1
         self.touch(entry)
 
-    # ------------------------------------------------------------------ and go
-
     def pop_oldest(self) -> BlockEntry | None:
-        """The next to go; it must then be evicted, or pinned."""
-        block_hash = self._order.pop()
-        return None if block_hash is None else self.resident[block_hash]
+        """The next to go: the least recently used, of blocks that nothing in memory continues. A chain goes from its
+        end, as a block whose parent is missing is no use to anybody. It must then be evicted, or pinned."""
+        while self._order:
+            tick, block_hash = heapq.heappop(self._order)
+            if self._tick_if_evictable(block_hash) == tick:
+                return self.resident[block_hash]
+        return None
 
     def _continued_by_one_in_use(self, *, arriving: bool) -> BlockEntry | None:
         """Where no end of a chain may go, since it is being sent: the last block before it that is not."""
-        in_use = [*self._pinned, *(self._arriving.values() if arriving else ())]
+        in_use = [*self._pinned, *(self.arriving.values() if arriving else ())]
         parents = (self.resident.get(entry.header.parent) for entry in in_use)
         return min((one for one in parents if one is not None and not one.pins), key=lambda one: one.tick, default=None)
 
     def evict(self, entry: BlockEntry) -> None:
-        self._counters.evictions_total += 1
-        self._counters.dropped_total += self._has_disk and not self.is_on_disk(entry.header)
-        self.remove(entry, is_held=entry.header.hash in self.on_disk)
+        self.counters.evictions_total += 1
+        self.counters.dropped_total += self.has_disk and not self.is_on_disk(entry.header)
+        self.remove(entry)
 
-    def remove(self, entry: BlockEntry, *, is_held: bool) -> None:
-        """From memory. `is_held`: it is there still, on disk or in another version."""
+    def remove(self, entry: BlockEntry, *, is_replaced: bool = False) -> None:
+        """From memory. `is_replaced`: by another version."""
         header = entry.header
         entry.resident = False
         del self.resident[header.hash]
         self._no_longer_continue(header.parent)
-        if not is_held:
+        if not is_replaced and header.hash not in self.on_disk:
             self._disappeared(header)
         if not entry.pins:
             self.give_back(entry)
@@ -259,7 +218,6 @@ class BlockTable:
         self.on_disk[header.hash] = header
 
     def remove_on_disk(self, block_hash: bytes) -> bool:
-        """Whether it was known to be there."""
         header = self.on_disk.pop(block_hash, None)
         if header is not None and block_hash not in self.resident:
             self._disappeared(header)
@@ -267,12 +225,12 @@ class BlockTable:
 
     def _appeared(self, header: BlockHeader) -> None:
         self.held_blocks += 1
-        self._continued[header.parent] += 1
+        self.continued[header.parent] += 1
         self._note(StoredChange(False, header.parent, header.hash))
 
     def _disappeared(self, header: BlockHeader) -> None:
         self.held_blocks -= 1
-        _count_down(self._continued, header.parent)
+        _count_down(self.continued, header.parent)
         self._note(StoredChange(True, header.parent, header.hash))
 
     def _note(self, change: StoredChange) -> None:
@@ -280,12 +238,10 @@ class BlockTable:
         if len(self.changes) == 1:
             self.on_change()
 
-    # ------------------------------------------------------------------ are used
-
     def touch(self, entry: BlockEntry) -> None:
         self._tick += 1
         entry.tick = self._tick
-        self._offer(entry)
+        self._offer(entry.header.hash)
 
     def pin(self, entry: BlockEntry) -> None:
         if not entry.pins:
@@ -299,22 +255,24 @@ class BlockTable:
             self.locked_bytes -= entry.bytes
             self._pinned.remove(entry)
             if entry.resident:
-                self._offer(entry)
+                self._offer(entry.header.hash)
             else:
                 self.give_back(entry)
 
-    def _continue(self, parent: bytes) -> None:
-        self._continued_here[parent] += 1
-
     def _no_longer_continue(self, parent: bytes) -> None:
         _count_down(self._continued_here, parent)
-        tick = self._tick_if_evictable(parent)
-        if tick is not None:
-            self._order.offer(parent, tick)
+        self._offer(parent)
 
-    def _offer(self, entry: BlockEntry) -> None:
-        if entry.resident and self._tick_if_evictable(entry.header.hash) is not None:
-            self._order.offer(entry.header.hash, entry.tick)
+    def _offer(self, block_hash: bytes) -> None:
+        """It goes in its turn, if it may go now."""
+        tick = self._tick_if_evictable(block_hash)
+        if tick is None:
+            return
+        heapq.heappush(self._order, (tick, block_hash))
+        if len(self._order) > self._tidy_at:
+            self._order = [entry for entry in set(self._order) if self._tick_if_evictable(entry[1]) == entry[0]]
+            heapq.heapify(self._order)
+            self._tidy_at = 2 * len(self._order) + SLACK
 
     def _tick_if_evictable(self, block_hash: bytes) -> int | None:
         entry = self.resident.get(block_hash)
@@ -322,11 +280,8 @@ class BlockTable:
             return None
         return entry.tick
 
-    # ------------------------------------------------------------------ tests
-
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
-        entries, arriving = list(self.resident.values()), list(self._arriving.values())
+        entries, arriving = list(self.resident.values()), list(self.arriving.values())
         for block_hash, entry in self.resident.items():
             assert entry.header.hash == block_hash
             assert entry.resident
@@ -334,18 +289,62 @@ class BlockTable:
         assert not any(entry.resident for entry in arriving)
         assert {entry for entry in entries if entry.pins} == {entry for entry in self._pinned if entry.resident}
         assert self.locked_bytes == sum(entry.bytes for entry in (*arriving, *self._pinned))
-        in_use = [entry.raw for entry in {*entries, *arriving, *self._pinned}]
-        self.memory.check_integrity(in_use, ENTRY_BYTES * len(in_use))
-        assert self.memory.used_bytes <= self.memory.max_bytes
+        self.memory.check_integrity([entry.raw for entry in {*entries, *arriving, *self._pinned}])
         held = [self.versions(block_hash)[0] for block_hash in self.held()]
         assert self.held_blocks == len(held)
-        assert self._continued == Counter(header.parent for header in held)
+        assert self.continued == Counter(header.parent for header in held)
         assert self._continued_here == Counter(entry.header.parent for entry in (*entries, *arriving))
         evictable = {block_hash for block_hash in self.resident if self._tick_if_evictable(block_hash) is not None}
-        assert self._order.offered() == evictable
+        assert {one for tick, one in self._order if self._tick_if_evictable(one) == tick} == evictable
 
 
 def _count_down(counts: Counter[bytes], key: bytes) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
+
+
+def net(changes: Iterable[StoredChange]) -> list[StoredChange]:
+    """What is different after all of them: a block that came and went meanwhile is not told of. Removals first. Of one
+    block, stored and removed take turns."""
+    first: dict[bytes, bool] = {}
+    last: dict[bytes, StoredChange] = {}
+    for change in changes:
+        first.setdefault(change.hash, change.removed)
+        last.pop(change.hash, None)  # its place is that of its last change
+        last[change.hash] = change
+    different = [change for change in last.values() if change.removed == first[change.hash]]
+    return sorted(different, key=lambda change: not change.removed)  # stable
+
+
+def pieces(changes: Sequence[StoredChange], size: int = BLOCKS_PER_EVENT) -> Iterator[Sequence[StoredChange]]:
+    return (changes[start : start + size] for start in range(0, len(changes), size))
+
+
+def tier_events(changes: Iterable[StoredChange]) -> list[TierEvents]:
+    """In their order; blocks that follow one another make one run."""
+    events: list[TierEvents] = []
+    runs: list[tuple[bytes, list[bytes]]] = []
+    removed = False
+
+    def close() -> None:
+        if runs:
+            told = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in runs)
+            events.append(TierEvents(Tier.VAULT, removed, told))
+            runs.clear()
+
+    for change in changes:
+        if change.removed != removed:
+            close()
+            removed = change.removed
+        if removed:  # as workers write it: one run without a parent
+            if runs:
+                runs[0][1].append(change.hash)
+            else:
+                runs.append((b"", [change.hash]))
+        elif runs and runs[-1][1][-1] == change.parent:
+            runs[-1][1].append(change.hash)
+        else:
+            runs.append((change.parent, [change.hash]))
+    close()
+    return events

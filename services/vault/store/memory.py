@@ -11,17 +11,19 @@ returned.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 MAPPED_BYTES = 256 * 1024  # from here on a mapping of its own: when it is let go the system has its memory again
 CLASSES_PER_DOUBLING = 16  # so that at most a sixteenth of a buffer is unused
 SMALLEST_STEP = 64
+ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
 
 Raw = Any  # bytearray or mmap.mmap: what a buffer really is
 
 
 def class_of(length: int) -> int:
-    """The buffer's size for a block of `length` bytes."""
     step = max(SMALLEST_STEP, (1 << (length - 1).bit_length()) // (2 * CLASSES_PER_DOUBLING))
     return -(-length // step) * step
 
@@ -35,27 +37,23 @@ def allocate(size: int) -> Raw:
     except OSError:  # a process has only so many mappings
         return bytearray(size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
-            pass
     return mapped
 
 
+@dataclass(eq=False, slots=True)
 class VaultMemory:
-    """At most `max_bytes` of buffers, and of what is charged with each that is in use."""
+    max_bytes: int
+    used_bytes: int = 0  # of all buffers, free ones too, and what is needed beside those in use
+    free_bytes: int = 0  # of buffers that are free
+    _free: dict[int, list[Raw]] = field(default_factory=dict)  # by size
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.used_bytes = 0  # of all buffers, free ones too, and what was charged
-        self.free_bytes = 0  # of buffers that are free
-        self._free: dict[int, list[Raw]] = {}  # by size
-
-    def take(self, length: int, charge: int) -> Raw | None:
-        """A buffer of at least `length` bytes, `charge` bytes being used beside it; None if there is no room."""
+    def take(self, length: int) -> Raw | None:
+        """A buffer of at least `length` bytes; None if there is no room."""
         size = class_of(length)
         free = self._free.get(size)
-        need = charge if free else size + charge
+        need = ENTRY_BYTES if free else size + ENTRY_BYTES
         spare = self.free_bytes - (size if free else 0)
         if self.used_bytes + need - spare > self.max_bytes:
             return None
@@ -67,9 +65,9 @@ class VaultMemory:
         self.used_bytes += need
         return own if own is not None else allocate(size)
 
-    def give(self, raw: Raw, charge: int) -> None:
+    def give(self, raw: Raw) -> None:
         """The buffer is free again. Nobody may use a view of it any more."""
-        self.used_bytes -= charge
+        self.used_bytes -= ENTRY_BYTES
         self.free_bytes += len(raw)
         self._free.setdefault(len(raw), []).append(raw)
 
@@ -81,11 +79,10 @@ class VaultMemory:
         self.free_bytes -= size
         self.used_bytes -= size
 
-    def check_integrity(self, in_use: list[Raw], charged: int) -> None:
-        """`in_use` are all buffers that were taken and not given. Raises AssertionError."""
+    def check_integrity(self, in_use: list[Raw]) -> None:
         free = [raw for buffers in self._free.values() for raw in buffers]
         assert all(len(raw) == size for size, buffers in self._free.items() for raw in buffers)
         assert self.free_bytes == sum(len(raw) for raw in free)
-        assert self.used_bytes == self.free_bytes + sum(len(raw) for raw in in_use) + charged
+        assert self.used_bytes == self.free_bytes + sum(len(raw) + ENTRY_BYTES for raw in in_use)
         assert self.used_bytes <= self.max_bytes
         assert len({id(raw) for raw in (*free, *in_use)}) == len(free) + len(in_use), "a buffer has two users"

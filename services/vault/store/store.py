@@ -8,15 +8,12 @@ What the bytes mean it does not know; state of another kind would get a store, a
 
 * Nobody sees a block before its commit. Of two commits of one hash the first wins; but an exact block takes the place
   of a lossy one.
-* A block belongs to the root that its header names; asked for under another one it is not there.
 * Least recently used first, and of a chain its end first: a block stays while another one in memory, or on its way
   there, continues it. Of what is used together the first of the chain is the youngest. What is being sent stays; if
   all ends of chains are, the last block before one of them goes.
 * Bytes that have lain for a minute are checked before they are sent: memory errs, too. Damaged, the block is gone.
 * With a disk, blocks that are about to be evicted are written to it beforehand, while there is still some room
-  (`next_spill`): `put` never waits for it. If writing cannot keep pace, blocks are evicted unwritten
-  (`dropped`).
-* What changed is kept, in order, for the loop (`take_changes`), which tells the fleet.
+  (`next_spill`): `put` never waits for it. If writing cannot keep pace, blocks are evicted unwritten (`dropped`).
 """
 
 from __future__ import annotations
@@ -24,10 +21,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from kvfleet.vault.store.block_table import BlockEntry, BlockTable, StoreCounters, bytes_for
-from kvfleet.vault.store.changes import StoredChange
+from kvfleet.vault.store.block_table import BlockEntry, BlockTable, StoreCounters, StoredChange, bytes_for
+from kvfleet.vault.store.memory import VaultMemory
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 
 SPARE_FRACTION = 8  # of the memory, one part in so many is kept free by writing to disk ahead
@@ -48,31 +47,19 @@ class Disk(Protocol):
         """There is little room: ask for `next_spill`. Returns at once."""
 
 
+@dataclass(slots=True)
 class ServedBlocks:
-    """Blocks that are being sent, in the order asked for, None where there is none."""
+    """Blocks that are being sent, in the order asked for, None where there is none. Nobody looks at these bytes any
+    more after `release`, which may be called again."""
 
-    __slots__ = ("_entries", "_release", "blocks", "from_disk")
-
-    def __init__(
-        self, entries: list[BlockEntry | None], release: Callable[[Sequence[BlockEntry]], None], from_disk: int = 0
-    ) -> None:
-        self.from_disk = from_disk  # memory missed so many of them
-        self.blocks = [None if one is None else (one.header, one.view.toreadonly()) for one in entries]
-        self._entries = [one for one in entries if one is not None]
-        self._release = release
-
-    def release(self) -> None:
-        """Nobody looks at these bytes any more. May be called again."""
-        entries, self._entries = self._entries, []
-        self._release(entries)
+    blocks: list[tuple[BlockHeader, memoryview] | None]
+    release: Callable[[], None]
+    from_disk: int  # memory missed so many of them
 
 
 class VaultStore:
-    """At most `max_bytes` of memory, and what a disk has, of which `on_disk` is known at the start.
-
-    `on_change` is called when `take_changes` has something after it had nothing: on any thread and under the lock, so
-    it only passes that on.
-    """
+    """At most `max_bytes` of memory, and what a disk has, of which `on_disk` is known at the start. The table's
+    `on_change` is called on any thread and under the lock, so it only passes that on."""
 
     def __init__(
         self,
@@ -84,14 +71,14 @@ class VaultStore:
         check_after_s: float = CHECK_AFTER_S,
     ) -> None:
         self.counters = StoreCounters()
+        self.table = BlockTable(VaultMemory(max_bytes), self.counters, disk is not None)
         self._clock = clock
         self._check_after_s = check_after_s
         self._disk = disk
         self._spare_bytes = min(max_bytes // SPARE_FRACTION, MOST_SPARE_BYTES) if disk is not None else 0
         self._lock = threading.Lock()
-        self._table = BlockTable(max_bytes, self.counters, has_disk=disk is not None)
         for header in on_disk:
-            self._table.add_on_disk(header)
+            self.table.add_on_disk(header)
 
     # ------------------------------------------------------------------ what connection threads call
 
@@ -100,12 +87,12 @@ class VaultStore:
         found: list[BlockEntry | None] = []
         with self._lock:
             for block_hash in hashes:
-                entry = self._table.resident.get(block_hash)
-                if entry is None or _why_not(entry.header, root, exact):
-                    found.append(None)
-                else:
-                    self._table.pin(entry)
-                    found.append(entry)
+                entry = self.table.resident.get(block_hash)
+                if entry is not None and _why_not(entry.header, root, exact):
+                    entry = None
+                if entry is not None:
+                    self.table.pin(entry)
+                found.append(entry)
         brought = 0
         try:
             for at, entry in enumerate(found):
@@ -117,23 +104,24 @@ class VaultStore:
         except BaseException:
             self._release([entry for entry in found if entry is not None])
             raise
+        pinned = [entry for entry in found if entry is not None]
         with self._lock:
-            for entry in reversed(found):
-                if entry is not None:
-                    self._table.touch(entry)
-                    self.counters.hits_total += 1
-                    self.counters.hit_bytes_total += entry.header.length
-        return ServedBlocks(found, self._release, brought)
+            for entry in reversed(pinned):
+                self.table.touch(entry)
+                self.counters.hits_total += 1
+                self.counters.hit_bytes_total += entry.header.length
+        blocks = [None if one is None else (one.header, one.view.toreadonly()) for one in found]
+        return ServedBlocks(blocks, partial(self._release, pinned), brought)
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
         """Whether `get` would find them. That is a use: who asks is about to fetch it, or had it just now to store."""
         with self._lock:
             for block_hash in reversed(hashes):
-                entry = self._table.resident.get(block_hash)
+                entry = self.table.resident.get(block_hash)
                 if entry is not None and entry.header.root == root:
-                    self._table.touch(entry)
+                    self.table.touch(entry)
             return [
-                any(not _why_not(header, root, exact) for header in self._table.versions(block_hash))
+                any(not _why_not(header, root, exact) for header in self.table.versions(block_hash))
                 for block_hash in hashes
             ]
 
@@ -141,9 +129,9 @@ class VaultStore:
         """Room for a block's bytes, `header.length` of them; None if it is not wanted."""
         why = _why_wrong(header)
         with self._lock:
-            if not why and self._table.has_as_good(header):
+            if not why and self.table.has_as_good(header):
                 why = "held"
-            elif not why and bytes_for(header) > self.max_bytes:
+            elif not why and bytes_for(header) > self.table.memory.max_bytes:
                 why = "too_large"
             entry = None if why else self._expect(header)
             if entry is None:
@@ -152,26 +140,24 @@ class VaultStore:
             return entry.view
 
     def commit(self, header: BlockHeader, buffer: memoryview) -> bool:
-        """The bytes of a reserved block are there, and right. False if it is not kept after all."""
         now = self._clock()
         with self._lock:
-            entry = self._table.arrived(header, buffer)
-            why = "erased" if entry.doomed else "held" if self._table.has_as_good(header) else ""
+            entry = self.table.arrived(header, buffer)
+            why = "erased" if entry.doomed else "held" if self.table.has_as_good(header) else ""
             if why:
                 self.counters.refused[why] += 1
-                self._table.give_back(entry)
+                self.table.give_back(entry)
                 return False
             entry.checked_at = now
             self.counters.stored_total += 1
             self.counters.stored_bytes_total += header.length
-            self._table.insert(entry)
+            self.table.insert(entry)
             self._wake_disk()  # when it was reserved there may have been nothing that could be written
             return True
 
     def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
-        """The bytes of a reserved block did not come, or are wrong."""
         with self._lock:
-            self._table.give_back(self._table.arrived(header, buffer))
+            self.table.give_back(self.table.arrived(header, buffer))
             self.counters.abandoned_total += 1
 
     def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
@@ -180,49 +166,47 @@ class VaultStore:
         on_disk: list[bytes] = []
         erased = 0
         with self._lock:
-            table = self._table
-            for entry in table.arriving:
+            table = self.table
+            for entry in table.arriving.values():
                 if entry.header.root == root and entry.header.hash in named:
                     entry.doomed = True
             asked = {one for one in named if any(header.root == root for header in table.versions(one))}
-            last = [one for one in asked if not table.is_continued(one)]
+            last = [one for one in asked if one not in table.continued]
             while last:
                 block_hash = last.pop()
                 parent = table.versions(block_hash)[0].parent
                 if block_hash in table.resident:
-                    table.remove(table.resident[block_hash], is_held=block_hash in table.on_disk)
+                    table.remove(table.resident[block_hash])
                 if table.remove_on_disk(block_hash):
                     on_disk.append(block_hash)
                 erased += 1
-                if parent in asked and not table.is_continued(parent):
+                if parent in asked and parent not in table.continued:
                     last.append(parent)
             self.counters.erased_total += erased
         if on_disk and self._disk is not None:
             self._disk.forget(on_disk)
         return erased
 
-    def _release(self, entries: Sequence[BlockEntry]) -> None:
+    def _release(self, entries: list[BlockEntry]) -> None:
         with self._lock:
-            for entry in entries:
-                self._table.unpin(entry)
+            while entries:
+                self.table.unpin(entries.pop())
             self._wake_disk()
 
     # ------------------------------------------------------------------ what the disk's thread calls
 
     def next_spill(self) -> BlockEntry | None:
         """The next block to be written to disk, pinned, while there is little room; None if there is nothing to do.
-
-        What is on disk already is evicted on the way: also what was given last, unless it was used meanwhile.
-        """
+        What is on disk already is evicted on the way: also what was given last, unless it was used meanwhile."""
         with self._lock:
-            while self._table.room < self._spare_bytes:
-                entry = self._table.pop_oldest()
+            while self.table.room < self._spare_bytes:
+                entry = self.table.pop_oldest()
                 if entry is None:
                     return None
-                if not self._table.is_on_disk(entry.header):
-                    self._table.pin(entry)
+                if not self.table.is_on_disk(entry.header):
+                    self.table.pin(entry)
                     return entry
-                self._table.evict(entry)
+                self.table.evict(entry)
             return None
 
     def spilled(self, entry: BlockEntry, written: bool) -> bool:
@@ -231,94 +215,56 @@ class VaultStore:
             wanted = entry.resident  # else it was erased, or replaced by a better one, while it was written
             if written and wanted:
                 self.counters.spilled_total += 1
-                self._table.add_on_disk(entry.header)
-            self._table.unpin(entry)
+                self.table.add_on_disk(entry.header)
+            self.table.unpin(entry)
             return wanted
 
     def lost_on_disk(self, hashes: Sequence[bytes]) -> None:
         """The disk gave these up: for others, or because they were damaged."""
         with self._lock:
             for block_hash in hashes:
-                self.counters.disk_evictions_total += self._table.remove_on_disk(block_hash)
+                self.counters.disk_evictions_total += self.table.remove_on_disk(block_hash)
 
     def unwritten(self) -> list[BlockEntry]:
         """What a restart would lose, the most recently used first, and of what was used together the parents first."""
         with self._lock:
-            entries = [one for one in self._table.resident.values() if not self._table.is_on_disk(one.header)]
+            entries = [one for one in self.table.resident.values() if not self.table.is_on_disk(one.header)]
             return sorted(entries, key=lambda entry: -entry.tick)
 
     def pin_unwritten(self, entry: BlockEntry) -> bool:
         """Whether one of those is still there; then it is pinned, for `spilled`."""
         with self._lock:
             if entry.resident:
-                self._table.pin(entry)
+                self.table.pin(entry)
             return entry.resident
 
     # ------------------------------------------------------------------ what the loop calls
 
-    @property
-    def on_change(self) -> Callable[[], None]:
-        return self._table.on_change
-
-    @on_change.setter
-    def on_change(self, told: Callable[[], None]) -> None:
-        self._table.on_change = told
-
     def take_changes(self) -> list[StoredChange]:
-        """What happened since the last call, in order."""
         with self._lock:
-            changes, self._table.changes = self._table.changes, []
+            changes, self.table.changes = self.table.changes, []
             return changes
 
     def holdings(self) -> tuple[list[StoredChange], list[bytes]]:
         """What happened since the last `take_changes`, and all that is held after exactly that."""
         with self._lock:
-            changes, self._table.changes = self._table.changes, []
-            return changes, list(self._table.held())
-
-    @property
-    def max_bytes(self) -> int:
-        return self._table.memory.max_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Of memory: blocks, what is needed beside them, and buffers that wait to be used again."""
-        return self._table.memory.used_bytes
-
-    @property
-    def free_buffer_bytes(self) -> int:
-        return self._table.memory.free_bytes
-
-    @property
-    def blocks(self) -> int:
-        """In memory."""
-        return len(self._table.resident)
-
-    @property
-    def disk_blocks(self) -> int:
-        return len(self._table.on_disk)
-
-    @property
-    def held_blocks(self) -> int:
-        """In memory or on disk."""
-        return self._table.held_blocks
+            changes, self.table.changes = self.table.changes, []
+            return changes, list(self.table.held())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         with self._lock:
-            self._table.check_integrity()
+            self.table.check_integrity()
 
     # ------------------------------------------------------------------ inside
 
     def _expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
-        """Under the lock: a place for a block."""
-        entry = self._table.expect(header, asked_for=asked_for)
+        entry = self.table.expect(header, asked_for=asked_for)
         self._wake_disk()
         return entry
 
     def _wake_disk(self) -> None:
         """Under the lock: a word to the disk if there is little room left."""
-        if self._disk is not None and self._table.room < self._spare_bytes:
+        if self._disk is not None and self.table.room < self._spare_bytes:
             self._disk.wake()
 
     def _is_whole(self, entry: BlockEntry) -> bool:
@@ -332,21 +278,21 @@ class VaultStore:
         with self._lock:
             self.counters.damaged_total += 1
             if entry.resident:
-                self._table.remove(entry, is_held=entry.header.hash in self._table.on_disk)
-            self._table.unpin(entry)
+                self.table.remove(entry)
+            self.table.unpin(entry)
         return False
 
     def _bring(self, root: bytes, block_hash: bytes, exact: bool) -> BlockEntry | None:
         """A block that memory could not serve, from disk into memory, pinned. Else None, and why is counted."""
         with self._lock:
-            versions = self._table.versions(block_hash)
+            versions = self.table.versions(block_hash)
             header = next((one for one in versions if not _why_not(one, root, exact)), None)
             if header is None:
                 self.counters.misses[_why_not(versions[0], root, exact) if versions else "absent"] += 1
                 return None
-            entry = self._table.resident.get(block_hash)
+            entry = self.table.resident.get(block_hash)
             if entry is not None and entry.header is header:  # it came meanwhile
-                self._table.pin(entry)
+                self.table.pin(entry)
                 return entry
             coming = self._expect(header, asked_for=True)
             if coming is None:
@@ -364,7 +310,7 @@ class VaultStore:
 
     def _take_in(self, coming: BlockEntry, readable: bool) -> BlockEntry | None:
         """Under the lock: what was read from disk, pinned; or what came another way meanwhile, if it is as good."""
-        table, header = self._table, coming.header
+        table, header = self.table, coming.header
         table.arrived(header, coming.view)
         is_current = table.on_disk.get(header.hash) is header
         if not readable and is_current:
@@ -385,14 +331,12 @@ class VaultStore:
 
 
 def _why_not(header: BlockHeader, root: bytes, exact: bool) -> str:
-    """Why a block may not be shown to who asks so."""
     if header.root != root:
         return "wrong_root"
     return "lossy" if exact and header.lossy else ""
 
 
 def _why_wrong(header: BlockHeader) -> str:
-    """Why a block cannot be what it says."""
     if not header.is_genuine():
         return "not_genuine"
     whole = header.codec is BlockCodec.RAW

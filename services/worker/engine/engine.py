@@ -26,6 +26,7 @@ from kvfleet.worker.schedule.step_pacer import run_step
 from kvfleet.worker.schedule.step_plan import Drawn, StepPlan
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING
+from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers
 from kvfleet.worker.tiers.verifier import Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
@@ -54,7 +55,9 @@ class Engine:
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
-        self.tiers = tiers = tiers or Tiers(pool, runner.memory, host=None, remote=None)
+        if tiers is None:  # no host memory for blocks, no vaults
+            tiers = Tiers(pool, runner.memory, HostTier(memoryview(b""), runner.bytes_per_block, pool.block_size), None)
+        self.tiers = tiers
         self._times = times = scheduler.pacer.times
         scheduler.claims = lambda sequence, match, spare: tiers.claims(sequence, match, spare, times.prompt_seconds)
         scheduler.on_preempt = tiers.preempted
@@ -298,7 +301,7 @@ class Engine:
         return StepResult(outputs, self._take_changes(), fed, prefill, count, seconds)
 
     def _take_changes(self) -> list[TierEvents]:
-        return self.pool.take_changes(Tier.DEVICE) + self.tiers.take_changes()
+        return self.pool.take_changes(Tier.DEVICE) + self.tiers.host.take_changes()
 
     def load(self) -> Load:
         return self.counters.load(self.scheduler, self.tiers, self._clock())

@@ -50,8 +50,9 @@ class EngineCounters:
 
     def load(self, scheduler: Scheduler, tiers: Tiers, now: float) -> Load:
         pool, queued = scheduler.pool, scheduler.queued()
+
         return Load(
-            waiting=len(scheduler.waiting) + tiers.waiting,
+            waiting=len(scheduler.waiting) + tiers.restorer.waiting,
             running=len(scheduler.running),
             slots=scheduler.slots,
             blocks_used=pool.used,

@@ -63,24 +63,24 @@ def build_engine(
     if remote_for is not None and runner.window is None:
         block_codec.warm_up()
         remote = remote_for(runner.memory)
-    host = _host_tier(settings, runner) if runner.window is None else None
-    if runner.window is not None:
-        log.info("every layer attends to a window: blocks are kept on the device alone")
-    tiers = Tiers(pool, runner.memory, host, remote)
+    tiers = Tiers(pool, runner.memory, _host_tier(settings, runner), remote)
     detokenizer = Detokenizer(Tokenizer.from_str(bundle.tokenizer_json))
     return Engine(runner, pool, scheduler, detokenizer, tiers=tiers)
 
 
-def _host_tier(settings: WorkerSettings, runner: ModelRunner) -> HostTier | None:
-    """Host memory for blocks, as much as asked for; None if that is less than a block."""
+def _host_tier(settings: WorkerSettings, runner: ModelRunner) -> HostTier:
+    """Host memory for blocks, as much as asked for; of no blocks if that is less than one."""
     size = settings.host_bytes
-    if size is None and settings.runner == "fake":
+    if runner.window is not None:
+        log.info("every layer attends to a window: blocks are kept on the device alone")
+        size = 0
+    elif size is None and settings.runner == "fake":
         size = FAKE_BLOCKS * runner.bytes_per_block
     elif size is None:
         size = int(host_bytes_free() * settings.host_memory_fraction / settings.workers_on_host)
     blocks = size // runner.bytes_per_block
     if not blocks:
-        return None
+        return HostTier(memoryview(b""), runner.bytes_per_block, runner.block_size)
     take = runner.memory.host_memory
     log.info("%s of host memory for %d blocks below the device", readable(blocks * runner.bytes_per_block), blocks)
     return HostTier(take(blocks * runner.bytes_per_block), runner.bytes_per_block, runner.block_size)

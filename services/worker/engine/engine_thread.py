@@ -109,7 +109,7 @@ class EngineThread:
     def copied_bytes(self) -> tuple[int, int]:
         """From the host to the device, and from the device to the host."""
         copier = self.engine.tiers.copier
-        return copier.bytes_in_total, copier.bytes_out_total
+        return copier.speed_in.bytes_total, copier.speed_out.bytes_total
 
     @property
     def step_age_s(self) -> float:
@@ -132,7 +132,7 @@ class EngineThread:
 
     async def settled(self) -> None:
         """Until nothing is on its way to lower tiers. Raises EngineFailure."""
-        while not await self.call(lambda engine: engine.tiers.is_settled):
+        while not await self.call(lambda engine: engine.tiers.offloader.is_settled):
             await asyncio.sleep(POLL_S)
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -162,7 +162,7 @@ class EngineThread:
                         self._wake.wait(NOTHING_RAN_S)
                 elif not self._stopping and not self.engine.verify():
                     self._measure(0.0)
-                    if (due_in := self.engine.tiers.due_in()) is None and time.monotonic() >= self._check_due:
+                    if (due_in := self.engine.tiers.restorer.due_in()) is None and time.monotonic() >= self._check_due:
                         # Better to crash on wrong books than to serve wrong blocks: a part of them each time.
                         self.engine.audit()
                         self._check_due = time.monotonic() + CHECK_PERIOD_S

@@ -33,7 +33,7 @@ class KvHoldings:
         """How many leading tokens of `ids` are cached, and by tier of this worker: there or in a faster one."""
         on_device, blocks = self.locate(root, ids)
         tiers = {Tier.DEVICE.value: on_device}
-        if self.tiers.host is not None:
+        if self.tiers.host.blocks:
             hashes = chain(root, ids, self.tiers.pool.block_size)
             below = self.tiers.host.depth(hashes, 0, len(hashes)) * self.tiers.pool.block_size
             tiers[Tier.HOST.value] = max(on_device, below)

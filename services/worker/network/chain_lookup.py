@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, names_of
 from kvfleet.worker.engine.engine_thread import EngineThread
@@ -22,12 +23,12 @@ log = logging.getLogger(__name__)
 Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # chains of a request, by what was generated of a choice before
 
 
+@dataclass(frozen=True, slots=True)
 class ChainLookup:
-    def __init__(self, remote: RemoteTiers | None, engine: EngineThread, block_size: int, fleet_key: bytes) -> None:
-        self._remote = remote
-        self._engine = engine
-        self._block_size = block_size
-        self._fleet_key = fleet_key
+    remote: RemoteTiers | None
+    engine: EngineThread
+    block_size: int
+    fleet_key: bytes
 
     def of(
         self, request: GenerateRequest, root: Root, ids: tuple[int, ...], hashed: Hashed, traceparent: str
@@ -46,14 +47,14 @@ class ChainLookup:
 
     def would_look(self, request: GenerateRequest, tokens: int) -> bool:
         """Whether asking is worth it, for a sequence of so many known tokens."""
-        rate = self._engine.measured[1].prefill_tokens_per_s
-        if self._remote is None or tokens <= self._block_size:
+        rate = self.engine.measured[1].prefill_tokens_per_s
+        if self.remote is None or tokens <= self.block_size:
             return False
         return not rate or tokens >= LOOK_WORTH_S * rate or request.handed_over
 
     def hash(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Hashed:
         """The chains of a request, which takes long for a long one: on any thread."""
-        size = self._block_size
+        size = self.block_size
         outputs = {request.continuation(choice).output_ids for choice in range(request.sampling.n)}
         return {one: names_of(root, chain(root, ids + one, size), ids + one, size) for one in outputs}
 
@@ -65,30 +66,29 @@ class ChainLookup:
         hashed: Sequence[BlockName] | None,
         traceparent: str,
     ) -> ChainLocation | None:
-        """Ask vaults, and the peer that placement named, what they have: while the engine is busy with its step."""
-        if self._remote is None or not self.would_look(request, len(known)):
+        if self.remote is None or not self.would_look(request, len(known)):
             return None
-        size = self._block_size
+        size = self.block_size
         names = hashed if hashed is not None else names_of(root, chain(root, known, size), known, size)
-        far = self._introduce(request)
-        source = request.source if far or not split(request.source)[0] else ""
-        finding = self._remote.look(
+        is_far, source = bool(split(request.source)[0]), request.source
+        if is_far and self._is_vouched_for(request):
+            self.remote.introduce(source, request.source_addresses)
+        elif is_far:
+            is_far, source = False, ""
+        finding = self.remote.look(
             names,
             exact=request.exact,
             peer=source,
-            on_ready=self._engine.wake,
-            limit_s=FAR_LOOK_S if far else HANDED_LOOK_S if request.handed_over else None,
+            on_ready=self.engine.wake,
+            limit_s=FAR_LOOK_S if is_far else HANDED_LOOK_S if request.handed_over else None,
             traceparent=traceparent,
         )
-        return ChainLocation(names, finding, source, request.handed_over, far, traceparent)
+        return ChainLocation(names, finding, source, request.handed_over, is_far, traceparent)
 
-    def _introduce(self, request: GenerateRequest) -> bool:
-        """Whether its source is a worker of another region, vouched for by who has the fleet's key."""
-        if self._remote is None or not split(request.source)[0]:
-            return False
-        sealed = seal(self._fleet_key, request.source, request.source_addresses)
-        if not self._fleet_key or not hmac.compare_digest(sealed, request.source_seal):
-            log.warning("request %s: the addresses of %s are not believed", request.request, request.source)
-            return False
-        self._remote.introduce(request.source, request.source_addresses)
-        return True
+    def _is_vouched_for(self, request: GenerateRequest) -> bool:
+        """Its source is a worker of another region: whether who says so has the fleet's key."""
+        sealed = seal(self.fleet_key, request.source, request.source_addresses)
+        if self.fleet_key and hmac.compare_digest(sealed, request.source_seal):
+            return True
+        log.warning("request %s: the addresses of %s are not believed", request.request, request.source)
+        return False

@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.network.peers import Meet
+from kvfleet.worker.network.tier_network import Meet
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, ForkedRoot, Root
 from kvproto.connection import Connection
@@ -59,7 +59,6 @@ async def preload(
 
 
 def read_chain(chain: HotChain) -> tuple[Root, list[bytes], int]:
-    """Its root, its hashes, and how many they are."""
     root: Root = chain.root
     if chain.public_blocks:
         root = ForkedRoot(chain.public_root, chain.root, chain.public_blocks)

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.base import BlockMemory
-from kvfleet.worker.network.peers import Peers
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.block_codec import BlockShape
+from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.lending import PeerStore
-from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
-from kvfleet.worker.tiers.source import SourceAddress, vaults_of
+from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.source import SourceAddress, peers_of, vaults_of
 from kvfleet.worker.tiers.tiers import Tiers
+from kvproto import codec
 from kvproto.buckets import Bucket, BucketFollower
 from kvproto.connection import Connection
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing, follow_keys
 from kvproto.dataplane.server import DataPlaneCounters, DataPlaneServer
-from kvproto.errors import Unavailable
+from kvproto.errors import CodecError, Unavailable
+from kvproto.ids import is_token
 from kvproto.members import Members
 from kvproto.messages import Role, Tier, WorkerRecord
 from kvproto.regions import link_key
-from kvproto.subjects import Subjects
+from kvproto.subjects import Subjects, member_key
 from kvproto.tasks import end
 from kvservice import tracing
 from kvservice.data_plane import client_context, limits_of, reachable, recorder_of, server_context
@@ -41,46 +45,88 @@ log = logging.getLogger(__name__)
 
 REFRESH_PERIOD_S = 0.25
 LINK_KEY = "between-regions"  # no id of the bucket: those are random, or `first`
+FRESH_S = 5.0  # after which who is named again is looked up again: it may have begun a new life
+ASK_S = 0.02  # a request that names a peer waits no longer for its address
+MOST_PEERS = 64
+
+Meet = Callable[[str], Awaitable[None] | None]
 
 
+@dataclass(eq=False, slots=True)
+class Peers:
+    """Where other workers serve their blocks, read from the members bucket when a request names one. A worker that
+    watched all of them would be sent every record of the fleet each second: of a thousand workers, a million records a
+    second from NATS. `tell` hears of all that are known, whenever that changes."""
+
+    bucket: Bucket
+    me: WorkerRecord
+    tell: Callable[[list[SourceAddress]], None]
+    # asked for last comes last
+    _known: OrderedDict[str, tuple[float, SourceAddress | None]] = field(default_factory=OrderedDict)
+
+    def meet(self, worker: str) -> Awaitable[None] | None:
+        """What to await before `worker` is asked for blocks; None: nothing."""
+        if not is_token(worker) or worker == self.me.id:  # those of other regions bring their addresses along
+            return None
+        known = self._known.get(worker)
+        if known is not None and asyncio.get_running_loop().time() - known[0] < FRESH_S:
+            return None
+        return self._look_up(worker)
+
+    async def _look_up(self, worker: str) -> None:
+        try:
+            async with asyncio.timeout(ASK_S):
+                entry = await self.bucket.get(member_key(Role.WORKER.value, worker))
+            records = [codec.decode(WorkerRecord, entry.value)] if entry.value is not None else []
+        except (Unavailable, CodecError, TimeoutError) as error:
+            log.info("the address of worker %s is not known: %s", worker, error or "no answer in time")
+            return
+        before = self._addresses()
+        found = next(iter(peers_of(records, self.me)), None)
+        self._known[worker] = asyncio.get_running_loop().time(), found
+        self._known.move_to_end(worker)
+        while len(self._known) > MOST_PEERS:
+            self._known.popitem(last=False)
+        if self._addresses() != before:
+            self.tell(self._addresses())
+
+    def _addresses(self) -> list[SourceAddress]:
+        return [address for _, address in self._known.values() if address is not None]
+
+
+@dataclass(eq=False)
 class TierNetwork:
     """Made before the model is loaded, as the engine is built around `remote`; `listen` once there is an engine,
-    `follow` once NATS is to be asked. `stop` from the loop that started it."""
+    `follow` once NATS is to be asked. `stop` from the loop that started it. `folder` is for the Unix socket. Raises
+    InvalidRequest or Unavailable for TLS files of no use."""
 
-    def __init__(
-        self, settings: WorkerSettings, worker: str, host: str, folder: Path, tracer: Tracer = tracing.NULL
-    ) -> None:
-        """`folder` is for the Unix socket. Raises InvalidRequest or Unavailable for TLS files of no use."""
+    settings: WorkerSettings
+    worker: str
+    host: str
+    folder: Path
+    tracer: Tracer = tracing.NULL
+    remote: RemoteTiers | None = None
+    _server: DataPlaneServer | None = None
+    _keys: BucketFollower | None = None
+    _vaults: Members | None = None
+    _peers: Peers | None = None
+    _workers: Members | None = None  # watched from when this one goes
+    _watching: asyncio.Task[None] | None = None
+    _model: str | None = None
+    _refreshing: asyncio.Task[None] | None = None
+    _known: list[SourceAddress] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         far = {LINK_KEY: link_key(settings.fleet_key.encode())} if settings.region and settings.fleet_key else {}
         self.ring = KeyRing(accepted=far)
         self._far_keys = KeyRing(far) if far else None
-        self.remote: RemoteTiers | None = None
-        self._settings = settings
-        self._worker = worker
-        self._host = host
-        self._folder = folder
-        self._tracer = tracer
         self._tls = server_context(settings), client_context(settings)
-        self._server: DataPlaneServer | None = None
-        self._keys: BucketFollower | None = None
-        self._vaults: Members | None = None
-        self._peers: Peers | None = None
-        self._workers: Members | None = None  # watched from when this one goes
-        self._watching: asyncio.Task[None] | None = None
-        self._model: str | None = None
-        self._refreshing: asyncio.Task[None] | None = None
-        self._known: list[SourceAddress] = []
 
     def remote_for(self, memory: BlockMemory) -> RemoteTiers:
-        """What the engine of such blocks asks."""
-        settings = RemoteSettings(
-            self._worker,
-            self._host,
-            memory.kv_format,
-            BlockShape(*memory.rows),
-            BlockCodec(self._settings.vault_codec),
-        )
-        self.remote = RemoteTiers(settings, self.ring, tls=self._tls[1], far_keys=self._far_keys, tracer=self._tracer)
+        shape, codec = BlockShape(*memory.rows), BlockCodec(self.settings.vault_codec)
+        settings = RemoteSettings(self.worker, self.host, memory.kv_format, shape, codec)
+        self.remote = RemoteTiers(settings, self.ring, tls=self._tls[1], far_keys=self._far_keys, tracer=self.tracer)
         return self.remote
 
     def listen(self, tiers: Tiers, thread: EngineThread) -> tuple[str, ...]:
@@ -88,15 +134,15 @@ class TierNetwork:
         self._server = DataPlaneServer(
             PeerStore(tiers, thread.post),
             self.ring,
-            self._worker,
-            tcp=(self._settings.data_plane_host, self._settings.data_plane_port),
-            unix_path=self._folder / f"{self._worker}.sock",
+            self.worker,
+            tcp=(self.settings.data_plane_host, self.settings.data_plane_port),
+            unix_path=self.folder / f"{self.worker}.sock",
             tls=self._tls[0],
-            limits=limits_of(self._settings),
-            on_traced=recorder_of(self._tracer, Tier.PEER),
+            limits=limits_of(self.settings),
+            on_traced=recorder_of(self.tracer, Tier.PEER),
         )
         self._server.start()
-        return reachable(self._server.addresses, self._settings)
+        return reachable(self._server.addresses, self.settings)
 
     async def follow(self, connection: Connection, subjects: Subjects, me: WorkerRecord) -> None:
         """Learn keys and addresses, and go on doing so. Raises Unavailable."""
@@ -111,12 +157,10 @@ class TierNetwork:
         self._refreshing = asyncio.create_task(self._keep_fresh(), name="tier-addresses")
 
     def meet(self, worker: str) -> Awaitable[None] | None:
-        """See `Peers`."""
         return None if self._peers is None else self._peers.meet(worker)
 
     @property
     def served(self) -> DataPlaneCounters:
-        """What peers asked of this worker."""
         return DataPlaneCounters() if self._server is None else self._server.counters
 
     def somebody_is_ready(self) -> bool | None:
@@ -128,7 +172,7 @@ class TierNetwork:
             self._watching = asyncio.create_task(self._watch_workers(), name="successors")
         if not self._watching.done():
             return None
-        return any(view.record.id != self._worker for view in self._workers.view.ready(self._model))
+        return any(view.record.id != self.worker for view in self._workers.view.ready(self._model))
 
     async def _watch_workers(self) -> None:
         assert self._workers is not None
@@ -153,7 +197,6 @@ class TierNetwork:
             self.remote.set_vaults(found)
 
     async def stop(self) -> None:
-        """Nobody is served, nobody is asked any more."""
         await end(task for task in (self._refreshing, self._watching) if task is not None)
         for members in (self._vaults, self._workers):
             if members is not None:

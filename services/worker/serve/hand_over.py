@@ -186,9 +186,8 @@ async def _leave_behind(parts: WorkerParts) -> None:
 
 
 def _offer(engine: Engine, chains: list[Chain]) -> None:
-    if engine.tiers.offloader is not None:
-        for chain in chains:
-            engine.tiers.offloader.offer_chain(chain)
+    for chain in chains:
+        engine.tiers.offloader.offer_chain(chain)
 
 
 def _plain(record: AttemptRecord) -> Reader | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.engine.outputs import KvPublisher
-from kvfleet.worker.network.peers import Meet
+from kvfleet.worker.network.tier_network import Meet
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.streams.frames import FrameBook

@@ -34,9 +34,8 @@ _Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
 @dataclass(frozen=True, slots=True)
 class BlockShape:
     """`runs` groups of `head_dim` numbers, one of each layer, K or V, head and token: layers * 2 * kv_heads *
-    block_size. `dtype` is the pool's: float32, bfloat16, float16, or int8 where the pool itself holds scales.
-    Raises ValueError.
-    """
+    block_size. `dtype` is the pool's: float32, bfloat16, float16, or int8 where the pool itself holds scales. Raises
+    ValueError."""
 
     runs: int
     head_dim: int
@@ -73,8 +72,6 @@ def encoded_bytes(codec: BlockCodec, shape: BlockShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`snr_db` is 0 of a raw block."""
-
     codec: BlockCodec
     length: int
     snr_db: float
@@ -85,19 +82,16 @@ class NotEncodable(ValueError):
 
 
 def encode(codec: BlockCodec, shape: BlockShape, source: memoryview, target: memoryview) -> Encoded:
-    """Write a block to `target`, which must not overlap it.
-
-    The signal-to-noise ratio is of the block's numbers and what rounding to levels cost them; bfloat16 loses about
-    0.3 dB more when it is read back. Raises NotEncodable, and ValueError where a buffer has not exactly the size that
-    `shape` says.
-    """
+    """Write a block to `target`, which must not overlap it. The signal-to-noise ratio is of the block's numbers and
+    what rounding to levels cost them; bfloat16 loses about 0.3 dB more when it is read back. Raises NotEncodable, and
+    ValueError where a buffer has not exactly the size that `shape` says."""
     length = encoded_bytes(codec, shape)
     _check("source", source, shape.raw_bytes)
     _check("target", target, length, written=True)
     if codec is BlockCodec.RAW:
         target.cast("B")[:] = source.cast("B")
         return Encoded(codec, length, 0.0)
-    signal, noise, bad = _call(_encoder(), shape, source, target)
+    signal, noise, bad = _call(_kernel("encode"), shape, source, target)
     if bad:
         raise NotEncodable("the block holds what is no number")
     return Encoded(codec, length, snr_db(signal, noise))
@@ -111,7 +105,7 @@ def decode(codec: BlockCodec, shape: BlockShape, source: memoryview, target: mem
     if codec is BlockCodec.RAW:
         target.cast("B")[:] = source.cast("B")
         return
-    bad, _, _ = _call(_decoder(), shape, target, source)
+    bad, _, _ = _call(_kernel("decode"), shape, target, source)
     if bad:
         raise CodecError("scales that no block has", field="codec")
 
@@ -130,7 +124,6 @@ def choose(codec: BlockCodec, shape: BlockShape, source: memoryview, target: mem
 
 
 def snr_db(signal: float, noise: float) -> float:
-    """From sums of squares."""
     if noise <= 0:
         return LOSSLESS_DB
     return min(10 * math.log10(signal / noise), LOSSLESS_DB)
@@ -150,17 +143,8 @@ def warm_up() -> None:
 
 
 @cache
-def _encoder() -> _Kernel:
-    return _function(entry(KERNELS, "encode").address)
-
-
-@cache
-def _decoder() -> _Kernel:
-    return _function(entry(KERNELS, "decode").address)
-
-
-def _function(address: int) -> _Kernel:
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+def _kernel(name: str) -> _Kernel:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry(KERNELS, name).address)
 
 
 def _call(kernel: _Kernel, shape: BlockShape, raw: memoryview, small: memoryview) -> tuple[float, float, float]:

@@ -39,16 +39,12 @@ ComputeSeconds = Callable[[int, int], float]  # to compute blocks from the first
 
 
 class Offer(NamedTuple):
-    """A tier that has all blocks up to `end`, as far as it is needed for them."""
-
     tier: Tier
     end: int
     speed: LinkSpeed
 
 
 class RestoredPart(NamedTuple):
-    """Blocks `start` to `end` from a tier; `seconds` is what that is expected to take."""
-
     tier: Tier
     start: int
     end: int
@@ -56,11 +52,8 @@ class RestoredPart(NamedTuple):
 
 
 def cheapest(offers: Sequence[Offer], start: int, *, block_bytes: int, compute_s: ComputeSeconds) -> list[RestoredPart]:
-    """Parts to restore, in the order of the chain; empty if computing everything costs less.
-
-    `start`: blocks that are on the device. `offers`: fastest tier first. `compute_s`: seconds to compute blocks from
-    the first number to the second.
-    """
+    """Parts to restore, in the order of the chain; empty if computing everything costs less. `start`: blocks that are
+    on the device. `offers`: fastest tier first."""
     parts: list[RestoredPart] = []
     best, saved, best_saved, at = 0, -HANDLING_S, 0.0, start
     for tier, end, (latency_s, bytes_per_s) in offers:
@@ -82,7 +75,6 @@ def is_worth_going_on(missing: int, arrived: int, elapsed_s: float, *, block_s: 
 
 
 def location_of(sequence: EngineSequence) -> ChainLocation | None:
-    """What was found of its chain, if it still is its chain."""
     location = sequence.spec.location
     if location is None or not location.names or sequence.start or location.names[0].hash != sequence.hashes[0]:
         return None
@@ -102,15 +94,11 @@ def look_worth_s(location: ChainLocation) -> float:
 
 
 def answer_limit_s(location: ChainLocation) -> float:
-    """How long a sequence waits for what is found."""
     return FAR_ANSWER_S if location.far else HANDED_ANSWER_S if location.handed_over else ANSWER_LIMIT_S
 
 
-def host_offers(
-    host: HostTier | None, bytes_per_s: float, sequence: EngineSequence, start: int, usable: int
-) -> list[Offer]:
-    """Of the blocks from `start` up to `usable`, copied at such a speed."""
-    if host is None or not bytes_per_s:
+def host_offers(host: HostTier, bytes_per_s: float, sequence: EngineSequence, start: int, usable: int) -> list[Offer]:
+    if not bytes_per_s:
         return []
     depth = host.depth(sequence.hashes, start, usable, exact=sequence.spec.exact)
     return [Offer(Tier.HOST, depth, LinkSpeed(0.0, bytes_per_s))]

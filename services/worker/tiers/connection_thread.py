@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerTimeout, ProtocolError
@@ -27,36 +27,41 @@ FIRST_PAUSE_S = 0.1  # after a connect that failed; doubles
 LONGEST_PAUSE_S = 5.0
 SHORT_LIFE_S = 1.0  # of a connection: one that failed sooner is followed by a pause, too
 TICK_S = 0.5
+GONE = "gone"
+REASONS = ((PeerTimeout, "timeout"), (HandshakeRefused, "refused"), (ProtocolError, "protocol"), (DataPlaneError, GONE))
 
 Connect = Callable[[], DataPlaneClient]
-Maintain = Callable[[DataPlaneClient], None]
+Use = Callable[[DataPlaneClient], None]
 
 
-class ConnectionJob(Protocol):
-    def run(self, client: DataPlaneClient) -> None:
-        """On the connection's thread. What it raises of KvfleetError ends in `fail`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ConnectionJob:
+    """`run` is called on the connection's thread; what it raises of KvfleetError ends in `fail`, with the reason, a
+    metric's label. So does what is not run, or not to its end. `fail` raises nothing."""
 
-    def fail(self, reason: str) -> None:
-        """It was not run, or not to its end. On the connection's thread; raises nothing."""
+    run: Use
+    fail: Callable[[str], None]
 
 
+@dataclass(eq=False)
 class ConnectionThread:
     """`maintain` is called once connected, and about every TICK_S while there is nothing to do; it raises as a job
     does."""
 
-    def __init__(self, name: str, connect: Connect, maintain: Maintain) -> None:
-        self._name = name
-        self._connect = connect
-        self._maintain = maintain
-        self._changed = threading.Condition()
-        self._jobs: deque[tuple[float, ConnectionJob]] = deque()  # since when
-        self._running: tuple[float, ConnectionJob] | None = None
-        self._client: DataPlaneClient | None = None
-        self._away = False
-        self._is_missed = False  # said once
-        self._closed = False
-        self.used_at = time.monotonic()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+    name: str
+    connect: Connect
+    maintain: Use
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _jobs: deque[tuple[float, ConnectionJob]] = field(default_factory=deque)  # since when
+    _running: tuple[float, ConnectionJob] | None = None
+    _client: DataPlaneClient | None = None
+    _away: bool = False
+    _is_missed: bool = False  # said once
+    _closed: bool = False
+    used_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self.thread.start()
 
     def submit(self, job: ConnectionJob) -> bool:
@@ -89,7 +94,7 @@ class ConnectionThread:
                     self._client.abort()
                 return
             self._jobs.remove(waiting)
-        job.fail("gone")
+        job.fail(GONE)
 
     def close(self) -> None:
         """Waits for nothing: `thread` ends soon, and what it had to do has failed by then."""
@@ -104,59 +109,53 @@ class ConnectionThread:
     def _run(self) -> None:
         pause = FIRST_PAUSE_S
         while not self._closed:
-            client = self._connected()
+            client, began = self._connected(), time.monotonic()
             if client is None:
-                self._stay_away(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-                continue
-            began = time.monotonic()
-            try:
-                in_order = self._serve(client)
-            finally:
                 with self._changed:
-                    self._client = None
-                client.close()
-            if in_order or time.monotonic() - began > SHORT_LIFE_S:
-                pause = FIRST_PAUSE_S
-            else:  # who lets everybody in and then ends it is not asked to a thousand times a second
-                self._wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-        self._fail_all("gone")
+                    self._away = True
+                self._fail_waiting()
+            else:
+                try:
+                    in_order = self._serve(client)
+                finally:
+                    self._let_go(client)
+                if in_order or time.monotonic() - began > SHORT_LIFE_S:
+                    pause = FIRST_PAUSE_S
+                    continue
+            # who cannot be reached, or lets everybody in and then ends it, is not asked to a thousand times a second
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, pause)
+            self._away = False
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        self._fail_waiting()
 
     def _connected(self) -> DataPlaneClient | None:
+        client = None
         try:
-            client = self._connect()
+            client = self.connect()
             with self._changed:
                 self._client = client
                 if self._closed:
                     client.abort()
-            self._maintain(client)
+            self.maintain(client)
             if self._is_missed:
-                logger.info("%s: connected again", self._name)
+                logger.info("%s: connected again", self.name)
             self._is_missed = False
             return client
         except KvfleetError as error:
             if not self._is_missed and not self._closed:
-                logger.warning("%s: cannot connect, and tries again: %s", self._name, error)
+                logger.warning("%s: cannot connect, and tries again: %s", self.name, error)
             self._is_missed = True
         except Exception:  # a loop's top
-            logger.exception("%s: cannot connect", self._name)
-        with self._changed:
-            failed, self._client = self._client, None
-        if failed is not None:
-            failed.close()
+            logger.exception("%s: cannot connect", self.name)
+        if client is not None:
+            self._let_go(client)
         return None
 
-    def _stay_away(self, pause: float) -> None:
+    def _let_go(self, client: DataPlaneClient) -> None:
         with self._changed:
-            self._away = True
-        self._fail_all("gone")
-        self._wait(pause)
-        self._away = False
-
-    def _wait(self, pause: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed, pause)
+            self._client = None
+        client.close()
 
     def _serve(self, client: DataPlaneClient) -> bool:
         """Until the connection is of no further use; whether that was in order. One that ended while it was idle costs
@@ -171,15 +170,12 @@ class ConnectionThread:
             job = self._running and self._running[1]
             reason = ""
             try:
-                if job is not None:
-                    job.run(client)
-                else:
-                    self._maintain(client)
+                (job.run if job is not None else self.maintain)(client)
             except KvfleetError as error:
-                logger.info("%s: %s", self._name, error)
+                logger.info("%s: %s", self.name, error)
                 reason = reason_of(error)
             except Exception:  # a loop's top: one job's fault is not the next one's
-                logger.exception("%s: a job failed", self._name)
+                logger.exception("%s: a job failed", self.name)
                 reason = "internal"
             if reason:
                 client.close()
@@ -191,24 +187,13 @@ class ConnectionThread:
                 return False
         return client.closed  # by this end: a fetch that nobody wanted any more
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_waiting(self) -> None:
         with self._changed:
             jobs = list(self._jobs)
             self._jobs.clear()
         for _, job in jobs:
-            job.fail(reason)
+            job.fail(GONE)
 
 
 def reason_of(error: KvfleetError) -> str:
-    """A metric's label."""
-    match error:
-        case PeerTimeout():
-            return "timeout"
-        case HandshakeRefused():
-            return "refused"
-        case ProtocolError():
-            return "protocol"
-        case DataPlaneError():
-            return "gone"
-        case _:
-            return "internal"
+    return next((reason for kind, reason in REASONS if isinstance(error, kind)), "internal")

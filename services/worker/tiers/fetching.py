@@ -13,15 +13,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.block_codec import BlockShape, decode, encoded_bytes
+from kvfleet.worker.tiers.block_codec import decode, encoded_bytes
+from kvfleet.worker.tiers.connection_thread import GONE, ConnectionJob
 from kvfleet.worker.tiers.deadlines import Deadlines
+from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
 from kvfleet.worker.tiers.landing import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
 from kvfleet.worker.tiers.looking import asking
-from kvfleet.worker.tiers.remote_counts import RemoteCounts
 from kvfleet.worker.tiers.source import Source
 from kvfleet.worker.tiers.vault_ring import RingShare
 from kvproto.dataplane.block import BlockCodec, BlockHeader
@@ -29,7 +30,6 @@ from kvproto.dataplane.client import DataPlaneClient, GetStatus
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.errors import CodecError
 from kvproto.messages import Tier
-from kvservice import tracing
 from kvservice.tracing import Tracer
 
 FOREIGN = "foreign"  # of a pool of another layout or dtype: workers of one model may differ in that
@@ -41,17 +41,16 @@ TIMEOUT_FACTOR = 4.0  # times what was predicted, and the slack: then a part has
 LONGEST_S = 60.0
 
 
-def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: BlockShape, *, exact: bool) -> str:
-    """ "" if there is none, else a metric's label. The checksum is the data plane's to check.
-
-    The hash of `name` is that of its ids after its parent, so a header with the same fields is genuine. A name without
-    ids is of a block whose tokens are not known here: then the header has to prove them.
-    """
+def fault_of(header: BlockHeader, name: BlockName, settings: RemoteSettings, *, exact: bool) -> str:
+    """ "" if there is none, else a metric's label. The checksum is the data plane's to check. The hash of `name` is
+    that of its ids after its parent, so a header with the same fields is genuine. A name without ids is of a block
+    whose tokens are not known here: then the header has to prove them."""
     if (header.root, header.hash, header.parent) != (name.root, name.hash, name.parent):
         return "other"
     if header.ids != name.ids and (name.ids or not header.is_genuine()):
         return "other"
-    if header.format != kv_format:
+    shape = settings.shape
+    if header.format != settings.kv_format:
         return FOREIGN
     if header.raw_bytes != shape.raw_bytes:
         return "format"
@@ -65,47 +64,37 @@ def fault_of(header: BlockHeader, name: BlockName, kv_format: bytes, shape: Bloc
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What all fetches of a worker share. `fault(source, tier, reason)` hears of each block that failed its checks;
+    """What all fetches of a worker share. `fault(source, reason)` hears of each block that failed its checks;
     `missing(source id, block hash)` of each that was not there."""
 
-    kv_format: bytes
-    shape: BlockShape
+    settings: RemoteSettings
     counts: RemoteCounts
     deadlines: Deadlines
     fault: Callable[[Source, str], None]
     missing: Callable[[str, bytes], None]
-    tracer: Tracer = tracing.NULL
+    tracer: Tracer
 
 
+@dataclass(eq=False)
 class Fetch:
     """Guarded by its lock, apart from `landing`, which has its own."""
 
-    def __init__(
-        self,
-        tier: Tier,
-        names: Sequence[BlockName],
-        targets: Sequence[memoryview],
-        landing: Landing,
-        intake: Intake,
-        *,
-        exact: bool,
-        on_progress: Callable[[], None],
-    ) -> None:
-        self.tier = tier
-        self.names = names
-        self.targets = targets
-        self.landing = landing
-        self.intake = intake
-        self.exact = exact
-        self._on_progress = on_progress
-        self._lock = threading.Lock()
-        self._gap = len(names)
-        self._failure = ""
-        self._landed = 0
+    tier: Tier
+    names: Sequence[BlockName]
+    targets: Sequence[memoryview]
+    landing: Landing
+    intake: Intake
+    exact: bool
+    on_progress: Callable[[], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _failure: str = ""
+    _landed: int = 0
+    _ended: bool = False
+    _began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._gap = len(self.names)
         self._parts: list[FetchPart] = []
-        self._open = 0
-        self._ended = False
-        self._began = time.monotonic()
 
     def start(self, shares: Sequence[tuple[Source, list[RingShare]]]) -> None:
         """Called once; with nobody to ask it ends at once."""
@@ -115,7 +104,7 @@ class Fetch:
             self.intake.deadlines.after(0.0, self.end)
             return
         for part in self._parts:
-            if not part.source.fetch(part, part.wanted_bytes):
+            if not part.source.fetch(part.job, part.wanted_bytes):
                 self.intake.deadlines.after(0.0, part.refused)
         self.intake.deadlines.after(WATCH_S, self._watch)
 
@@ -149,14 +138,11 @@ class Fetch:
             self._ended = True
             complete = self._landed == len(self.names)
             failure = "" if complete else self._failure or ("given_up" if self.landing.closed else "missing")
-        nbytes = self._landed * self.intake.shape.raw_bytes
-        if nbytes:
-            self.intake.counts.restored(self.tier, nbytes, time.monotonic() - self._began)
         if failure:
             self.intake.counts.failed(self.tier, failure)
         self.landing.failure = failure
         self.landing.ended = True
-        self._on_progress()
+        self.on_progress()
 
     def _watch(self) -> None:
         if self._ended:
@@ -169,92 +155,82 @@ class Fetch:
 
     def _cancel(self) -> None:
         for part in self._parts:
-            part.source.cancel(part)
+            part.source.cancel(part.job)
 
 
+@dataclass(eq=False)
 class FetchPart:
-    """What one source is to bring: a job of its fetch connection."""
+    fetch: Fetch
+    source: Source
+    shares: list[RingShare]
+    _blocks: int = 0
+    _wire_bytes: int = 0
+    _began: float | None = None
+    _stopped: float | None = None
+    _traceparent: str = ""
 
-    def __init__(self, fetch: Fetch, source: Source, shares: list[RingShare]) -> None:
-        self.source = source
-        self.wanted_bytes = sum(len(share.at) for share in shares) * fetch.intake.shape.raw_bytes
-        self._fetch = fetch
-        self._intake = fetch.intake
-        self._shares = shares
-        self._next = shares[0].at[0]  # the first block that has neither come nor failed
-        self._blocks = 0
-        self._wire_bytes = 0
-        self._began: float | None = None
-        self._stopped: float | None = None
-        self._traceparent = ""
+    def __post_init__(self) -> None:
+        self.job = ConnectionJob(self._run, self._fail)
+        self.wanted_bytes = sum(len(share.at) for share in self.shares) * self.fetch.intake.settings.shape.raw_bytes
+        self._intake = self.fetch.intake
+        self._next = self.shares[0].at[0]  # the first block that has neither come nor failed
 
-    def run(self, client: DataPlaneClient) -> None:
-        given = self._fetch.landing.traceparent
-        if not given:
-            self._run(client)
-            return
-        with asking(self._intake.tracer, given, "fetch", self._fetch.tier, self.source.id) as span:
+    def _run(self, client: DataPlaneClient) -> None:
+        with asking(self._intake.tracer, self.fetch.landing.traceparent, "fetch", self.source) as span:
             self._traceparent = span.traceparent if span is not None else ""
-            self._run(client)
+            now = self._began = time.monotonic()
+            speed = self.source.own_speed()
+            predicted = seconds_of(speed, self.wanted_bytes) if speed is not None else 0.0
+            deadline = now + min(SLACK_S + TIMEOUT_FACTOR * predicted, LONGEST_S)
+            for share in self.shares:
+                for at in share.parts(MAX_BLOCKS):
+                    if self._stopped is None and self.fetch.wants(at[0]):
+                        self._next = at[0]
+                        self._get(client, share.root, at, deadline)
+            self._over(gave_up=self.fetch.landing.closed)
             if span is not None:
                 span.set({"kvfleet.blocks.hit": self._blocks, "kvfleet.bytes": self._wire_bytes})
 
-    def _run(self, client: DataPlaneClient) -> None:
-        now = self._began = time.monotonic()
-        speed = self.source.own_speed()
-        predicted = seconds_of(speed, self.wanted_bytes) if speed is not None else 0.0
-        deadline = now + min(SLACK_S + TIMEOUT_FACTOR * predicted, LONGEST_S)
-        for share in self._shares:
-            for start in range(0, len(share.at), MAX_BLOCKS):
-                at = share.at[start : start + MAX_BLOCKS]
-                if self._stopped is None and self._fetch.wants(at[0]):
-                    self._next = at[0]
-                    self._get(client, share.root, at, deadline)
-        self._over(gave_up=self._fetch.landing.closed)
-
-    def fail(self, reason: str) -> None:
-        self._fetch.cut(self._next, reason)
+    def _fail(self, reason: str) -> None:
+        self.fetch.cut(self._next, reason)
         self._over(gave_up=True)
         if self._began is not None:
             self.source.measured(LinkSpeedMeter.doubt)
 
     def refused(self) -> None:
         """Nobody is there, or too much waits."""
-        self._fetch.cut(self._next, "gone")
-        self._fetch.part_ended()
+        self.fetch.cut(self._next, GONE)
+        self.fetch.part_ended()
 
     def _over(self, *, gave_up: bool) -> None:
         self.source.ended(self.wanted_bytes)
         if self._began is not None:
             now = time.monotonic()
             seconds = (self._stopped or now) - self._began
-            nbytes = self._blocks * self._intake.shape.raw_bytes
+            nbytes = self._blocks * self._intake.settings.shape.raw_bytes
             if gave_up:
                 self.source.measured(lambda meter: meter.given_up(nbytes, seconds, now))
             else:
                 self.source.measured(lambda meter: meter.fetched(nbytes, seconds, now, self._wire_bytes))
-        self._fetch.part_ended()
+        self.fetch.part_ended()
 
     def _get(self, client: DataPlaneClient, root: bytes, at: list[int], deadline: float) -> None:
-        fetch, names = self._fetch, self._fetch.names
+        fetch, names = self.fetch, self.fetch.names
         reached = 0  # in `at`: of what was before, all has come
 
         def sink(index: int, header: BlockHeader) -> memoryview | None:
             if index != reached:
                 fetch.cut(at[reached])  # why, its status will say
-            fault = fault_of(header, names[at[index]], self._intake.kv_format, self._intake.shape, exact=fetch.exact)
+            fault = fault_of(header, names[at[index]], self._intake.settings, exact=fetch.exact)
             if fault == FOREIGN:  # honest, and of no use here
                 fetch.cut(at[index], fault)
-                return None
-            if fault:
+            elif fault:
                 self._fault(at[index], fault)
-                return None
-            return self.source.staging(header.length)
+            return None if fault else self.source.staging(header.length)
 
         def on_block(index: int, header: BlockHeader, payload: memoryview) -> bool:
             nonlocal reached
-            landed = fetch.wants(at[index]) and self._land(at[index], header, payload)
-            if not landed:
+            if not (fetch.wants(at[index]) and self._land(at[index], header, payload)):
                 self._stopped = time.monotonic()
                 return False
             reached = index + 1
@@ -262,9 +238,8 @@ class FetchPart:
             return True
 
         hashes = [names[one].hash for one in at]
-        for index, status in enumerate(
-            client.get(root, hashes, fetch.exact, sink, on_block, deadline, self._traceparent)
-        ):
+        statuses = client.get(root, hashes, fetch.exact, sink, on_block, deadline, self._traceparent)
+        for index, status in enumerate(statuses):
             if status is GetStatus.CORRUPT:
                 self._fault(at[index], "checksum")
             elif status is GetStatus.MISSING:
@@ -272,20 +247,20 @@ class FetchPart:
                 self._intake.missing(self.source.id, names[at[index]].hash)
 
     def _land(self, at: int, header: BlockHeader, payload: memoryview) -> bool:
-        fetch = self._fetch
+        def write() -> None:
+            decode(header.codec, self._intake.settings.shape, payload, self.fetch.targets[at])
+
         try:
-            landed = fetch.landing.land(
-                at, header, lambda: decode(header.codec, self._intake.shape, payload, fetch.targets[at])
-            )
+            landed = self.fetch.landing.land(at, header, write)
         except CodecError:
             self._fault(at, "format")
             return False
         if landed:
             self._blocks += 1
             self._wire_bytes += header.length
-            fetch.landed(at, self.source.id)
+            self.fetch.landed(at, self.source.id)
         return landed
 
     def _fault(self, at: int, reason: str) -> None:
-        self._fetch.cut(at, reason)
+        self.fetch.cut(at, reason)
         self._intake.fault(self.source, reason)

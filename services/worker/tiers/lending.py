@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.content_index import Content
@@ -27,13 +26,7 @@ ANSWER_TIMEOUT_S = 0.25  # of a connection for the engine's thread; likewise
 
 Post = Callable[[Callable[[object], None]], None]  # work for the engine's thread, from any thread
 Chains = list[tuple[BlockPool, list[int]]]
-
-
-class Found(NamedTuple):
-    """A block that is here; `read` has its raw bytes, on any thread while it is held."""
-
-    content: Content
-    read: Callable[[], memoryview]
+Found = tuple[Content, Callable[[], memoryview]]  # a block that is here, and what reads it while it is held
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +38,11 @@ class BlockLease:
     release: Callable[[], None]
 
 
+@dataclass(eq=False)
 class PeerStore(BlockStore):
-    """What the worker's DataPlaneServer serves."""
-
-    def __init__(self, tiers: Tiers, post: Post) -> None:
-        self._tiers = tiers
-        self._post = post
-        self._free = threading.BoundedSemaphore(LEASES)
+    tiers: Tiers
+    post: Post
+    _free: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(LEASES))
 
     def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> BlockLease:
         if not self._free.acquire(timeout=LEASE_TIMEOUT_S):
@@ -61,7 +52,7 @@ class PeerStore(BlockStore):
         def release() -> None:
             try:
                 if chains:
-                    self._post(lambda _: self._let_go(chains))
+                    self.post(lambda _: self._let_go(chains))
             finally:
                 self._free.release()
 
@@ -77,13 +68,14 @@ class PeerStore(BlockStore):
         return [one in found for one in hashes]
 
     def _sealed(self, block_hash: bytes, found: Found) -> tuple[BlockHeader, memoryview]:
-        content, payload = found.content, found.read().cast("B")
+        content, read = found
+        payload = read().cast("B")
         header = BlockHeader(
             content.root,
             block_hash,
             content.parent,
             pack_ids(content.ids),
-            self._tiers.memory.kv_format,
+            self.tiers.memory.kv_format,
             BlockCodec.RAW,
             len(payload),
             len(payload),
@@ -104,7 +96,7 @@ class PeerStore(BlockStore):
                 answer.set_exception(error)
                 raise
 
-        self._post(work)
+        self.post(work)
         try:
             return answer.result(ANSWER_TIMEOUT_S)
         except TimeoutError:
@@ -117,7 +109,7 @@ class PeerStore(BlockStore):
         all of it."""
         found: dict[bytes, Found] = {}
         chains: Chains = []
-        for pool, read in self._tiers.readable():
+        for pool, read in self.tiers.readable():
             covered: set[int] = set()
             for block_hash in reversed(hashes):
                 block = None if block_hash in found else pool.find(block_hash)
@@ -128,7 +120,7 @@ class PeerStore(BlockStore):
                     chains.append((pool, chain))
                     covered.update(chain)
                 if not (exact and content.lossy):
-                    found[block_hash] = Found(content, partial(read, block))
+                    found[block_hash] = content, partial(read, block)
         return found, chains
 
     def _hold(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> tuple[dict[bytes, Found], Chains]:
@@ -136,13 +128,13 @@ class PeerStore(BlockStore):
         for pool, chain in chains:
             pool.acquire(chain)
         if chains:
-            self._tiers.lent[id(chains)] = chains
+            self.tiers.lent[id(chains)] = chains
         return found, chains
 
     def _let_go(self, chains: Chains) -> None:
         for pool, chain in chains:
             pool.release(chain)
-        del self._tiers.lent[id(chains)]
+        del self.tiers.lent[id(chains)]
 
     # ------------------------------------------------------------------ what a peer cannot do
 

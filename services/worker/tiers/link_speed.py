@@ -10,6 +10,7 @@ the next one would be given up too, and the first probe after it likewise.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 WEIGHT = 0.3  # of the newest measurement
@@ -36,11 +37,12 @@ class LinkSpeed(NamedTuple):
     bytes_per_s: float
 
 
+@dataclass(slots=True)
 class CopySpeed:
-    """Copies in memory: no latency to speak of. 0 until measured."""
+    """Copies in memory in one direction: no latency to speak of. 0 until measured."""
 
-    def __init__(self) -> None:
-        self.bytes_per_s = 0.0
+    bytes_per_s: float = 0.0
+    bytes_total: int = 0
 
     def start(self, count: int, seconds: float) -> None:
         """The first measurement, whatever its size."""
@@ -48,6 +50,7 @@ class CopySpeed:
             self.bytes_per_s = count / seconds
 
     def observe(self, count: int, seconds: float) -> None:
+        self.bytes_total += count
         if count < LEAST_BYTES or seconds <= 0:
             return
         rate = count / seconds
@@ -58,21 +61,19 @@ class CopySpeed:
         return count / self.bytes_per_s if self.bytes_per_s else 0.0
 
 
+@dataclass(slots=True)
 class LinkSpeedMeter:
-    """One vault's or peer's."""
-
-    __slots__ = (
-        "_latency", "_measured_at", "_n", "_nn", "_per_byte", "_probe_after", "_s", "_shrunk", "_sn", "_suspect", "_w"
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self._latency = 0.0
-        self._per_byte = 0.0  # 0: nothing is known
-        self._w = self._n = self._s = self._nn = self._sn = 0.0  # weights, bytes, seconds, bytes^2, bytes x seconds
-        self._measured_at = float("-inf")
-        self._probe_after = PROBE_AFTER_S
-        self._suspect = False
-        self._shrunk = 1.0  # bytes on the wire for a byte of blocks
+    _latency: float = 0.0
+    _per_byte: float = 0.0  # 0: nothing is known
+    _w: float = 0.0  # sums over measurements: weights,
+    _n: float = 0.0  # bytes,
+    _s: float = 0.0  # seconds,
+    _nn: float = 0.0  # bytes^2,
+    _sn: float = 0.0  # bytes x seconds
+    _measured_at: float = float("-inf")
+    _probe_after: float = PROBE_AFTER_S
+    _suspect: bool = False
+    _shrunk: float = 1.0  # bytes on the wire for a byte of blocks
 
     @property
     def speed(self) -> LinkSpeed | None:
@@ -91,7 +92,7 @@ class LinkSpeedMeter:
         self._probe_after = PROBE_AFTER_S
         self._shrunk += SHRINK_WEIGHT * (wire_bytes / nbytes - self._shrunk)
         self._note(nbytes, seconds)
-        self._fit()
+        self._set(*self._fitted())
 
     def given_up(self, nbytes: int, seconds: float, now: float) -> None:
         """A fetch failed, or nobody wanted to wait any longer: so much it had brought by then. Says nothing if no more
@@ -115,7 +116,7 @@ class LinkSpeedMeter:
         else:
             self._note(0.0, small_s)
             self._note(blocks, seconds)
-            self._fit()
+            self._set(*self._fitted())
         self._probe_after = min(self._probe_after * 2, PROBE_AFTER_S)
         self._measured_at = now
 
@@ -126,9 +127,8 @@ class LinkSpeedMeter:
             self._probe_after = PROBE_SOON_S
 
     def _believe(self, latency: float, per_byte: float) -> None:
-        """Nothing measured before counts any more."""
         self._w = self._n = self._s = self._nn = self._sn = 0.0
-        self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
+        self._set(latency, per_byte)
         self._note(0.0, latency)
         self._note(COMPARED_BYTES, latency + COMPARED_BYTES * per_byte)
 
@@ -141,8 +141,7 @@ class LinkSpeedMeter:
         self._nn = KEPT * self._nn + weight * nbytes * nbytes
         self._sn = KEPT * self._sn + weight * nbytes * seconds
 
-    def _fit(self) -> None:
-        latency, per_byte = self._fitted()
+    def _set(self, latency: float, per_byte: float) -> None:
         self._latency, self._per_byte = latency, max(per_byte, LEAST_PER_BYTE_S)
 
     def _fitted(self) -> tuple[float, float]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
 from kvfleet.worker.tiers.source import Source
@@ -16,43 +17,38 @@ from kvfleet.worker.tiers.vault_ring import RingShare
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.messages import Tier
+from kvservice import tracing
 from kvservice.tracing import Span, Tracer
 
 ANSWER_S = 2.0  # of a look whose time is long over: it tells when its source answers again
 MEASURE_S = 0.01  # between looks at whether a far peer has been measured
 
 
+@dataclass(eq=False)
 class Look:
     """One answer of each holder is awaited; `expect` says whose before any can come. `on_strays` is told, just before
     the finding is ready, which vault has blocks of it that are not at their owner, by hash."""
 
-    def __init__(
-        self,
-        names: Sequence[BlockName],
-        finding: Finding,
-        on_ready: Callable[[], None],
-        on_strays: Callable[[dict[bytes, str]], None],
-    ) -> None:
-        self._lock = threading.Lock()
-        self._names = names
-        self._finding = finding
-        self._on_ready = on_ready
-        self._on_strays = on_strays
-        self._at_owner = bytearray(len(names))  # 1 where the vault that should keep a block has it
-        self._elsewhere: dict[int, str] = {}  # another vault that has it
-        self._at_peer = bytearray(len(names))
-        self._expected: Counter[Tier] = Counter()
-        self._over = False
+    names: Sequence[BlockName]
+    finding: Finding
+    on_ready: Callable[[], None]
+    on_strays: Callable[[dict[bytes, str]], None]
+    exact: bool = False
+    tracer: Tracer = tracing.NULL
+    traceparent: str = ""
+    is_over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _expected: Counter[Tier] = field(default_factory=Counter)
+    _elsewhere: dict[int, str] = field(default_factory=dict)  # another vault than its owner, that has a block
+
+    def __post_init__(self) -> None:
+        self._at_owner = bytearray(len(self.names))  # 1 where the vault that should keep a block has it
+        self._at_peer = bytearray(len(self.names))
 
     def expect(self, tiers: Iterable[Tier]) -> None:
         self._expected = Counter(tiers)
 
-    @property
-    def is_over(self) -> bool:
-        return self._over
-
     def has(self, tier: Tier, source: str, at: Iterable[int], *, owned: bool) -> None:
-        """The source has these blocks."""
         with self._lock:
             for index in at:
                 if tier is Tier.PEER:
@@ -66,7 +62,7 @@ class Look:
         """One holder has said all it will, be it nothing."""
         with self._lock:
             self._expected[tier] -= 1
-            vaults = self._expected[Tier.VAULT] <= 0 or self._vault_depth() == len(self._names)
+            vaults = self._expected[Tier.VAULT] <= 0 or self._vault_depth() == len(self.names)
             complete = vaults and self._expected[Tier.PEER] <= 0
         if complete:
             self.end()
@@ -74,25 +70,25 @@ class Look:
     def end(self) -> None:
         """What is known by now is the finding. Only the first call counts."""
         with self._lock:
-            if self._over:
+            if self.is_over:
                 return
-            self._over = True
+            self.is_over = True
             depth = self._vault_depth()
             strays = {
-                self._names[at].hash: vault
+                self.names[at].hash: vault
                 for at, vault in self._elsewhere.items()
                 if at < depth and not self._at_owner[at]
             }
         if strays:
-            self._on_strays(strays)
-        self._finding.vault = depth
-        self._finding.peer = _depth(self._at_peer)
-        self._finding.ready = True
-        self._on_ready()
+            self.on_strays(strays)
+        self.finding.vault = depth
+        self.finding.peer = _depth(self._at_peer)
+        self.finding.ready = True
+        self.on_ready()
 
     def _vault_depth(self) -> int:
         depth = _depth(self._at_owner)
-        while depth < len(self._names) and (self._at_owner[depth] or depth in self._elsewhere):
+        while depth < len(self.names) and (self._at_owner[depth] or depth in self._elsewhere):
             depth += 1
         return depth
 
@@ -103,10 +99,11 @@ def _depth(present: bytearray) -> int:
 
 
 @contextlib.contextmanager
-def asking(tracer: Tracer, parent: str, name: str, tier: Tier, source: str) -> Iterator[Span | None]:
-    """The span of one traced question to a vault or peer, on the transfer thread that asks it; None where nothing is
-    recorded."""
-    span = tracer.begin(name, parent, {"kvfleet.tier": tier.value, "kvfleet.source.id": source}, kind="client")
+def asking(tracer: Tracer, parent: str, name: str, source: Source) -> Iterator[Span | None]:
+    """The span of one question to a vault or peer, on the transfer thread that asks it; None where nothing is recorded,
+    or the question is not `parent`'s."""
+    fields = {"kvfleet.tier": source.tier.value, "kvfleet.source.id": source.id}
+    span = tracer.begin(name, parent, fields, kind="client") if parent else None
     error: str | None = None
     try:
         yield span
@@ -118,43 +115,31 @@ def asking(tracer: Tracer, parent: str, name: str, tier: Tier, source: str) -> I
             span.end(error=error)
 
 
+@dataclass(eq=False, slots=True)
 class SourceQuestion:
-    """Job: what one source has of a look's blocks."""
-
-    def __init__(
-        self, source: Source, look: Look, names: Sequence[BlockName], shares: Sequence[RingShare], exact: bool
-    ) -> None:
-        self.source = source
-        self._look = look
-        self._names = names
-        self._shares = shares
-        self._exact = exact
-        self.traced: tuple[Tracer, str] | None = None
+    look: Look
+    source: Source
+    shares: Sequence[RingShare]
 
     def run(self, client: DataPlaneClient) -> None:
-        if self._look.is_over:
+        look, source = self.look, self.source
+        if look.is_over:
             return
-        if self.traced is None:
-            self._ask(client, "")
-            return
-        with asking(*self.traced, "look", self.source.tier, self.source.id) as span:
-            self._ask(client, span.traceparent if span is not None else "")
-
-    def _ask(self, client: DataPlaneClient, traceparent: str) -> None:
-        began = time.monotonic()
-        for share in self._shares:
-            for start in range(0, len(share.at), MAX_BLOCKS):
-                at = share.at[start : start + MAX_BLOCKS]
-                hashes = [self._names[index].hash for index in at]
-                held = client.has(share.root, hashes, self._exact, began + ANSWER_S, traceparent)
-                present = [index for index, has in zip(at, held, strict=True) if has]
-                self._look.has(self.source.tier, self.source.id, present, owned=share.owned)
-        self.source.answered(time.monotonic() - began)
-        if self.source.tier is Tier.PEER:  # of which nothing is fetched before it is measured
-            while self.source.own_speed() is None and not self._look.is_over:
-                time.sleep(MEASURE_S)
-        self._look.answered(self.source.tier)
+        with asking(look.tracer, look.traceparent, "look", source) as span:
+            traceparent = span.traceparent if span is not None else ""
+            began = time.monotonic()
+            for share in self.shares:
+                for at in share.parts(MAX_BLOCKS):
+                    hashes = [look.names[index].hash for index in at]
+                    held = client.has(share.root, hashes, look.exact, began + ANSWER_S, traceparent)
+                    present = [index for index, has in zip(at, held, strict=True) if has]
+                    look.has(source.tier, source.id, present, owned=share.owned)
+            source.answered(time.monotonic() - began)
+            if source.tier is Tier.PEER:  # of which nothing is fetched before it is measured
+                while source.own_speed() is None and not look.is_over:
+                    time.sleep(MEASURE_S)
+            look.answered(source.tier)
 
     def fail(self, reason: str) -> None:
         self.source.answered(ANSWER_S)
-        self._look.answered(self.source.tier)
+        self.look.answered(self.source.tier)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,7 @@ from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.blocks.content_index import depth_of
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.copier import Copier, CopyJob
-from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.reuse import ReuseWatch
+from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier
 from kvproto.block_hash import Root, own_root, pack_ids, parent_of, root_at
 from kvproto.dataplane.block import RUN_BLOCKS
 
@@ -37,6 +35,64 @@ KEPT_VAULTED = 131_072
 MOST_LATER = 256
 VAULT_SHARE = 4  # a quarter of the host's blocks at most wait for vaults
 SAVE_LIMIT_S = 0.03  # a step is held up by no more than this for sequences that give their blocks away
+KEPT_NAMES = 131_072  # of blocks: two million tokens of prompts
+KEPT_ROOTS = 1024
+MEMORY_BLOCKS = 4096.0  # asked blocks after which old experience counts half
+FEWEST_BLOCKS = 32.0  # less than that is no experience
+
+
+@dataclass(slots=True)
+class _Share:
+    asked: float = 0.0
+    again: float = 0.0
+
+    def add(self, asked: int, again: int) -> None:
+        fade = 0.5 ** (asked / MEMORY_BLOCKS)
+        self.asked = self.asked * fade + asked
+        self.again = self.again * fade + again
+
+
+@dataclass(eq=False)
+class ReuseWatch:
+    """Whose blocks are asked for again: per root, that is per model and tenant, as tenants differ in what they do.
+
+    A workload without reuse must not pay for tiers. Experience needs no copies: the names of the chains asked for
+    lately are enough, also of those that were evicted before anybody came back for them."""
+
+    kept_names: int = KEPT_NAMES
+    _names: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _shares: OrderedDict[bytes, _Share] = field(default_factory=OrderedDict)
+
+    def ask(self, root: bytes, hashes: Sequence[bytes]) -> int:
+        """A request came with this chain. Returns how many of its blocks were asked for before."""
+        seen = self.extend(hashes)
+        if hashes:
+            share = self._shares.setdefault(root, _Share())
+            self._shares.move_to_end(root)
+            share.add(len(hashes), seen)
+            if len(self._shares) > KEPT_ROOTS:
+                self._shares.popitem(last=False)
+        return seen
+
+    def extend(self, hashes: Sequence[bytes]) -> int:
+        """Note a chain, also that of a sequence that ended: its next turn asks for its generated blocks too."""
+        names = self._names
+        seen = depth_of(hashes, names.__contains__)
+        for block_hash in reversed(hashes):  # so that what follows is forgotten before what it follows
+            names[block_hash] = None
+            names.move_to_end(block_hash)
+        while len(names) > self.kept_names:
+            names.popitem(last=False)
+        return seen
+
+    def share(self, root: bytes) -> float:
+        """Of the blocks asked for lately, the share that had been asked for before; 0 without experience."""
+        share = self._shares.get(root)
+        return share.again / share.asked if share is not None and share.asked >= FEWEST_BLOCKS else 0.0
+
+    def is_worth(self, root: bytes, offload_s: float, recompute_s: float) -> bool:
+        """Whether keeping a block, which takes `offload_s`, is expected to save more."""
+        return self.share(root) * recompute_s > offload_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,55 +121,43 @@ class _Batch:
     forgotten: bool = False  # erased meanwhile: it goes nowhere
 
 
+@dataclass(eq=False, slots=True)
 class _VaultHold:
     """Slots held until the vault's writer has done with all blocks of a batch of the chain that ends with `last`."""
 
-    def __init__(self, last: bytes, slots: list[int], blocks: int, on_last: Callable[[_VaultHold], None]) -> None:
-        self.last = last
-        self.slots = slots
-        self._left = blocks
-        self._on_last = on_last
-        self._lock = threading.Lock()
+    last: bytes
+    slots: list[int]
+    left: int  # blocks
+    wake: Callable[[], None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def one_done(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._on_last(self)
+        with self.lock:
+            self.left -= 1
+        if not self.left:
+            self.wake()
 
 
+@dataclass(eq=False, slots=True)
 class Offloader:
-    """`wake` is called, from any thread, when there is something to maintain."""
+    """`wake` is called, from any thread, when there is something to maintain. Without a host tier nothing goes down."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        memory: BlockMemory,
-        host: HostTier,
-        copier: Copier,
-        remote: RemoteTiers | None,
-        reuse: ReuseWatch,
-        wake: Callable[[], None],
-    ) -> None:
-        self.offloaded_total = 0
-        self._pool = pool
-        self._memory = memory
-        self._host = host
-        self._copier = copier
-        self._remote = remote
-        self._reuse = reuse
-        self._wake = wake
-        self._queue: OrderedDict[bytes, Chain] = OrderedDict()
-        self._batch: _Batch | None = None
-        self._vaulted: OrderedDict[bytes, None] = OrderedDict()
-        self._holds: set[_VaultHold] = set()
-        self._let_go: deque[_VaultHold] = deque()
-        self._save_s = SAVE_LIMIT_S  # left in this step
-        self._holding = 0  # host blocks that wait for vaults
-        self._later: deque[Chain] = deque(maxlen=MOST_LATER)  # what goes to vaults when they have taken what they have
-
-    # ------------------------------------------------------------------ what goes down
+    pool: BlockPool
+    memory: BlockMemory
+    host: HostTier
+    copier: Copier
+    remote: RemoteTiers | None
+    reuse: ReuseWatch
+    wake: Callable[[], None]
+    offloaded_total: int = 0
+    _queue: OrderedDict[bytes, Chain] = field(default_factory=OrderedDict)
+    _batch: _Batch | None = None
+    _vaulted: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _holds: set[_VaultHold] = field(default_factory=set)
+    _save_s: float = SAVE_LIMIT_S  # left in this step
+    _holding: int = 0  # host blocks that wait for vaults
+    # what goes to vaults when they have taken what they have
+    _later: deque[Chain] = field(default_factory=lambda: deque(maxlen=MOST_LATER))
 
     def offer(self, sequence: EngineSequence, prefill_tokens_per_s: float, *, reused: bool = False) -> None:
         """The sequence's computed blocks may go down, if experience says that they will be asked for again, or if they
@@ -121,13 +165,15 @@ class Offloader:
         end = 0 if sequence.private else min(sequence.filled, len(sequence.hashes))
         if not end:
             return
-        recompute_s = self._pool.block_size / prefill_tokens_per_s if prefill_tokens_per_s else 1.0
-        offload_s = self._copier.speed_out.seconds(self._memory.block_bytes)
-        if reused or self._reuse.is_worth(own_root(sequence.root), offload_s, recompute_s):
+        recompute_s = self.pool.block_size / prefill_tokens_per_s if prefill_tokens_per_s else 1.0
+        offload_s = self.copier.speed_out.seconds(self.memory.block_bytes)
+        if reused or self.reuse.is_worth(own_root(sequence.root), offload_s, recompute_s):
             self.offer_chain(Chain(sequence.root, sequence.hashes, end))
 
     def offer_chain(self, chain: Chain) -> None:
         """What is on the device of it goes down when its turn comes."""
+        if not self.host.blocks:
+            return
         if (known := self._queue.get(chain.last)) is not None:
             chain = replace(chain, done=min(chain.done, known.done))
         self._queue[chain.last] = chain
@@ -139,28 +185,26 @@ class Offloader:
         """It is about to give its blocks away and will come back: copy now what is not on the host, for a bounded
         time, as nobody keeps these blocks from being overwritten in this very step."""
         end = 0 if sequence.private else sequence.filled
-        device = self._pool.chain_to(sequence.hashes[:end])
-        host = self._host.pool.chain_to(sequence.hashes[: len(device)])
-        self._host.pool.acquire(host)
+        device = self.pool.chain_to(sequence.hashes[:end])
+        host = self.host.pool.chain_to(sequence.hashes[: len(device)])
+        self.host.pool.acquire(host)
         began, limit = time.perf_counter(), self._save_s
-        slots = self._host.allocate(len(device) - len(host))
+        slots = self.host.allocate(len(device) - len(host))
         saved = 0
         for block, slot in zip(device[len(host) :], slots, strict=False):
             if time.perf_counter() - began > limit:
                 break
-            self._memory.read(block, self._host.view(slot))
+            self.memory.read(block, self.host.view(slot))
             saved += 1
         self._save_s -= time.perf_counter() - began
-        self._host.pool.release(slots[saved:])
+        self.host.pool.release(slots[saved:])
         del slots[saved:]
         filled = self._list(sequence.root, sequence.hashes, len(host), device[len(host) :][: len(slots)], slots)
-        self._host.pool.release([*host, *filled])
-
-    # ------------------------------------------------------------------ how
+        self.host.pool.release([*host, *filled])
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._batch or self._let_go)
+        return bool(self._queue or self._batch) or not all(hold.left for hold in self._holds)
 
     @property
     def is_settled(self) -> bool:
@@ -170,11 +214,10 @@ class Offloader:
     def maintain(self) -> None:
         """Before each step: take what has been done and begin what is next; at most one batch is being copied."""
         self._save_s = SAVE_LIMIT_S
-        while self._let_go:
-            hold = self._let_go.popleft()
-            self._holds.discard(hold)
+        for hold in [hold for hold in self._holds if not hold.left]:
+            self._holds.remove(hold)
             self._holding -= len(hold.slots)
-            self._host.pool.release(hold.slots)
+            self.host.pool.release(hold.slots)
         if not self._holds:
             while self._later:
                 self.offer_chain(self._later.popleft())
@@ -188,48 +231,43 @@ class Offloader:
     def _begin(self, chain: Chain) -> _Batch | None:
         """The next piece of a chain; None if nothing of it can go down now."""
         hashes = chain.hashes[: chain.end]
-        device = self._pool.chain_to(hashes)
-        host = self._host.pool.chain_to(hashes)
+        device, host = self.pool.chain_to(hashes), self.host.pool.chain_to(hashes)
         start = copied_from = len(host)
-        if self._remote is not None:
+        if self.remote is not None:
             start = next((at for at in range(chain.done, start) if hashes[at] not in self._vaulted), start)
-        most = max(1, BATCH_BYTES // self._memory.block_bytes)
+        most = max(1, BATCH_BYTES // self.memory.block_bytes)
         end = min(max(len(device), len(host)), start + most)
         if end <= max(start, chain.done):  # a host too small for all that goes down must not copy it round and round
             return None
-        self._host.pool.acquire(host)
-        slots = self._host.allocate(max(0, end - copied_from))
+        self.host.pool.acquire(host)
+        slots = self.host.allocate(max(0, end - copied_from))
         end = min(end, copied_from + len(slots))
         if end <= max(start, chain.done):
-            self._host.pool.release([*host, *slots])
+            self.host.pool.release([*host, *slots])
             return None
         device = device[:end] if slots else []
-        self._pool.acquire(device)
+        self.pool.acquire(device)
         copy = None
         if slots:
             pairs = zip(device[copied_from:], slots, strict=True)
-            moves = [partial(self._memory.read, block, self._host.view(slot)) for block, slot in pairs]
-            copy = CopyJob(moves, self._memory.block_bytes, self._wake)
-            self._copier.offload(copy)
+            moves = [partial(self.memory.read, block, self.host.view(slot)) for block, slot in pairs]
+            copy = CopyJob(moves, self.memory.block_bytes, self.wake)
+            self.copier.offload(copy)
         else:
-            self._wake()
+            self.wake()
         return _Batch(chain, start, end, device, [*host, *slots], copied_from, copy)
 
     def _finish(self, batch: _Batch) -> None:
         chain, at = batch.chain, batch.copied_from
-        if batch.forgotten:
-            self._pool.release(batch.device)
-            self._host.pool.release(batch.host)
+        is_whole = not batch.forgotten
+        if batch.copy is not None and is_whole:
+            end = at + batch.copy.close()
+            batch.host[at:end] = self._list(chain.root, chain.hashes, at, batch.device[at:end], batch.host[at:end])
+            is_whole = end == len(batch.host)  # else the device could not be read
+        self.pool.release(batch.device)
+        if not is_whole:
+            self.host.pool.release(batch.host)
             return
-        if batch.copy is not None:
-            done = batch.copy.close()
-            slots = batch.host[at : at + done]
-            filled = self._list(chain.root, chain.hashes, at, batch.device[at : at + done], slots)
-            batch.host[at : at + done] = filled
-            self._pool.release(batch.device)
-            if done < len(batch.host) - at:  # a device that could not be read
-                self._host.pool.release(batch.host)
-                return
         self._to_vault(batch)
         if batch.end < chain.end:
             self.offer_chain(replace(chain, done=batch.end))
@@ -238,51 +276,41 @@ class Offloader:
         self, root: Root, hashes: Sequence[bytes], start: int, blocks: Sequence[int], slots: Sequence[int]
     ) -> list[int]:
         """What was copied from `blocks` to `slots` is on the host now. Returns the slots to hold."""
-        listed = next((at for at, block in enumerate(blocks) if not self._pool.lists_block(block)), len(blocks))
-        if start and not self._host.pool.lists(hashes[start - 1]):
+        listed = next((at for at, block in enumerate(blocks) if not self.pool.lists_block(block)), len(blocks))
+        if start and not self.host.pool.lists(hashes[start - 1]):
             listed = 0  # thrown away meanwhile
-        contents = [self._pool.content(block) for block in blocks[:listed]]
+        contents = [self.pool.content(block) for block in blocks[:listed]]
         self.offloaded_total += listed
-        ids, lossy = [content.ids for content in contents], [content.lossy for content in contents]
-        return [*self._host.fill(slots[:listed], root, hashes, start, ids, lossy), *slots[listed:]]
+        return [*self.host.fill(slots[:listed], root, hashes, start, contents), *slots[listed:]]
 
     def _to_vault(self, batch: _Batch) -> None:
         """Hand what vaults have not been given yet to their writer; the host's chain is held until it is through."""
-        chain, size = batch.chain, batch.end - batch.start
-        if (
-            self._remote is None
-            or batch.forgotten
-            or not all(map(self._host.pool.lists_block, batch.host[: batch.end]))
-        ):
-            self._host.pool.release(batch.host)
+        chain = batch.chain
+        if self.remote is None or not all(map(self.host.pool.lists_block, batch.host[: batch.end])):
+            self.host.pool.release(batch.host)
             return
-        if self._holds and self._holding + batch.end > self._host.pool.num_blocks // VAULT_SHARE:
-            self._host.pool.release(batch.host)
+        if self._holds and self._holding + batch.end > self.host.pool.num_blocks // VAULT_SHARE:
+            self.host.pool.release(batch.host)
             self._later.append(replace(chain, end=batch.end, done=batch.start))
             return
-        hold = _VaultHold(chain.last, batch.host[: batch.end], size, self._on_hold_done)
+        hold = _VaultHold(chain.last, batch.host[: batch.end], batch.end - batch.start, self.wake)
         self._holds.add(hold)
         self._holding += len(hold.slots)
-        self._host.pool.release(batch.host[batch.end :])
+        self.host.pool.release(batch.host[batch.end :])
         taking = True
         for at in range(batch.start, batch.end):
-            content = self._host.pool.content(batch.host[at])
+            content = self.host.pool.content(batch.host[at])
             parent = parent_of(chain.root, chain.hashes, at)
             run = chain.hashes[at - at % RUN_BLOCKS]
             name = BlockName(root_at(chain.root, at), chain.hashes[at], parent, pack_ids(content.ids), run)
-            view = self._host.view(batch.host[at])
-            taking = taking and self._remote.offload(name, view, lossy=content.lossy, on_done=hold.one_done)
+            view = self.host.view(batch.host[at])
+            taking = taking and self.remote.offload(name, view, lossy=content.lossy, on_done=hold.one_done)
             if not taking:  # and no later block without its parents
                 hold.one_done()
                 continue
             self._vaulted[name.hash] = None
             if len(self._vaulted) > KEPT_VAULTED:
                 self._vaulted.popitem(last=False)
-
-    def _on_hold_done(self, hold: _VaultHold) -> None:
-        """Any thread."""
-        self._let_go.append(hold)
-        self._wake()
 
     def missed(self, hashes: Sequence[bytes]) -> None:
         """Vaults do not have these, whatever they were given: they are offered again when their chain is."""
@@ -306,13 +334,9 @@ class Offloader:
         self._later = deque((chain for chain in map(left, self._later) if chain.end), self._later.maxlen)
         if self._batch is not None and left(self._batch.chain).end < self._batch.chain.end:
             self._batch.forgotten = True
-        for block_hash in hashes:
-            self._vaulted.pop(block_hash, None)
-
-    # ------------------------------------------------------------------ queries
+        self.missed(hashes)
 
     def vaulted(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain vaults were given."""
         return depth_of(hashes, self._vaulted.__contains__)
 
     def carries(self, last: bytes) -> bool:
@@ -326,8 +350,8 @@ class Offloader:
 
     def carried(self) -> list[bytes]:
         """Last blocks of chains on their way down, and so held."""
-        ends = (hold.slots[-1] for hold in self._holds if self._host.pool.lists_block(hold.slots[-1]))
-        on_host = (self._host.pool.content(end).hash for end in ends)
+        ends = (hold.slots[-1] for hold in self._holds if self.host.pool.lists_block(hold.slots[-1]))
+        on_host = (self.host.pool.content(end).hash for end in ends)
         batch = [self._batch.chain.last] if self._batch is not None else []
         return batch + [end for end in on_host if end]
 

@@ -11,13 +11,13 @@ Whatever the reuse watch thinks of them: a crash is reuse that nobody could have
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvfleet.worker.tiers.break_even import SURE
-from kvfleet.worker.tiers.copier import Copier
-from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.host import Copier, HostTier
 from kvfleet.worker.tiers.offloader import Chain, Offloader
 from kvproto.messages import Tier
 
@@ -43,10 +43,8 @@ class Exposed(NamedTuple):
 def choose(
     chains: Iterable[Exposed], budget_s: float, *, compute_s: float, copy_s: float, carry_s: float
 ) -> tuple[Exposed, int, float] | None:
-    """The chain to be protected next, up to which block, and the seconds that this takes; None if there is none.
-
-    For one block: `compute_s` to compute it, `copy_s` to copy it to the host, `carry_s` from there to a vault or back.
-    """
+    """The chain to be protected next, up to which block, and the seconds that this takes; None if there is none. For
+    one block: `compute_s` to compute it, `copy_s` to copy it to the host, `carry_s` from there to a vault or back."""
     worst = max(chains, key=lambda chain: chain.end - chain.vaulted, default=None)
     if worst is None or (worst.end - worst.vaulted) * compute_s <= PROTECT_S:
         return None
@@ -61,23 +59,24 @@ def choose(
     return worst, end, again_s + (end - worst.vaulted) * each_s
 
 
+@dataclass(eq=False, slots=True)
 class Protector:
     """One chain at a time: the next one is chosen when vaults have said what they take of the last."""
 
-    def __init__(
-        self, pool: BlockPool, host: HostTier, offloader: Offloader, copier: Copier, remote: RemoteTiers
-    ) -> None:
-        self.protected_total = 0  # blocks that vaults were given
-        self._pool = pool
-        self._host = host
-        self._offloader = offloader
-        self._copier = copier
-        self._remote = remote
-        self._maintained_at = float("-inf")
-        self._budget_s = 0.0
-        self._on_its_way: tuple[Chain, int] | None = None  # and how much of it vaults had before
-        self._losses = remote.losses
-        self._doubted_at = float("-inf")
+    pool: BlockPool
+    host: HostTier
+    offloader: Offloader
+    copier: Copier
+    remote: RemoteTiers
+    protected_total: int = 0  # blocks that vaults were given
+    _maintained_at: float = float("-inf")
+    _budget_s: float = 0.0
+    _on_its_way: tuple[Chain, int] | None = None  # and how much of it vaults had before
+    _losses: int = field(init=False)
+    _doubted_at: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        self._losses = self.remote.losses
 
     def maintain(self, now: float, sequences: Iterable[Sequence], prefill_tokens_per_s: float) -> None:
         """Called between steps, as often as there are any."""
@@ -86,16 +85,16 @@ class Protector:
             return
         self._maintained_at = now
         self._doubt(now)
-        speed = self._remote.speed(Tier.VAULT)
+        speed = self.remote.speed(Tier.VAULT)
         if not prefill_tokens_per_s or speed is None or speed.bytes_per_s <= 0:
             return
-        copy_s = self._copier.speed_out.seconds(self._host.block_bytes)
-        carry_s = self._host.block_bytes / speed.bytes_per_s
+        copy_s = self.copier.speed_out.seconds(self.host.block_bytes)
+        carry_s = self.host.block_bytes / speed.bytes_per_s
         most_s = max(SHARE * SAVED_UP_S, copy_s + carry_s)  # a block, however slow the way
         self._budget_s = min(self._budget_s + SHARE * since, most_s)
         if not self._arrived():
             return
-        compute_s = self._pool.block_size / prefill_tokens_per_s
+        compute_s = self.pool.block_size / prefill_tokens_per_s
         chains = [self._exposed(one) for one in sequences if one.started and not one.private]
         chosen = choose(chains, self._budget_s, compute_s=compute_s, copy_s=copy_s, carry_s=carry_s)
         if chosen is None:
@@ -104,29 +103,28 @@ class Protector:
         self._budget_s -= seconds
         chain = Chain(worst.sequence.root, worst.sequence.hashes, end, worst.vaulted)
         self._on_its_way = chain, worst.vaulted
-        self._offloader.offer_chain(chain)
+        self.offloader.offer_chain(chain)
 
     def _arrived(self) -> bool:
-        """Whether nothing is on its way any more."""
         if self._on_its_way is not None:
             chain, before = self._on_its_way
-            if self._offloader.carries(chain.last):
+            if self.offloader.carries(chain.last):
                 return False
-            self.protected_total += max(0, self._offloader.vaulted(chain.hashes[: chain.end]) - before)
+            self.protected_total += max(0, self.offloader.vaulted(chain.hashes[: chain.end]) - before)
             self._on_its_way = None
         return True
 
     def _exposed(self, sequence: Sequence) -> Exposed:
         hashes = sequence.hashes
         end = min(sequence.filled, len(hashes))
-        on_host = self._host.pool.depth(hashes)
+        on_host = self.host.pool.depth(hashes)
         if sequence.state is not SequenceState.RUNNING:  # what it has computed is nobody's now, but not yet gone
-            end = max(self._pool.depth(hashes), on_host)
-        return Exposed(sequence, end, min(on_host, end), min(self._offloader.vaulted(hashes), end))
+            end = max(self.pool.depth(hashes), on_host)
+        return Exposed(sequence, end, min(on_host, end), min(self.offloader.vaulted(hashes), end))
 
     def _doubt(self, now: float) -> None:
         """Vaults may not have what they were given: one began anew, or a block did not get through."""
-        losses = self._remote.losses
+        losses = self.remote.losses
         if losses != self._losses and now - self._doubted_at >= DOUBT_S:
             self._losses, self._doubted_at = losses, now
-            self._offloader.doubt()
+            self.offloader.doubt()

@@ -29,12 +29,12 @@ class _Conduct:
     faults: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(eq=False, slots=True)
 class Quarantine:
     """Of all vaults and peers of one worker, by their id: who restarts is not better for it."""
 
-    def __init__(self) -> None:
-        self._conducts: dict[str, _Conduct] = {}
-        self.shut_out_total = 0
+    shut_out_total: int = 0
+    _conducts: dict[str, _Conduct] = field(default_factory=dict)
 
     def allows(self, source: str, now: float) -> bool:
         conduct = self._conducts.get(source)
@@ -62,15 +62,10 @@ class Quarantine:
         return {source: conduct.until - now for source, conduct in self._conducts.items() if now < conduct.until}
 
     def faults(self) -> dict[str, dict[str, int]]:
-        """By source, then by reason."""
         return {source: dict(conduct.faults) for source, conduct in self._conducts.items()}
 
     def _conduct(self, source: str) -> _Conduct:
         if source not in self._conducts and len(self._conducts) >= MAX_SOURCES:
-            oldest = min(self._conducts, key=lambda one: self._last_seen(self._conducts[one]))
-            del self._conducts[oldest]
+            seen = {one: max(conduct.until, *conduct.recent, float("-inf")) for one, conduct in self._conducts.items()}
+            del self._conducts[min(seen, key=seen.__getitem__)]
         return self._conducts.setdefault(source, _Conduct())
-
-    @staticmethod
-    def _last_seen(conduct: _Conduct) -> float:
-        return max(conduct.until, *conduct.recent, float("-inf"))

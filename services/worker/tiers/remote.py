@@ -15,23 +15,21 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
-from kvfleet.worker.tiers.block_codec import BlockShape
-from kvfleet.worker.tiers.connection_thread import Connect
+from kvfleet.worker.tiers.connection_thread import GONE, ConnectionJob
 from kvfleet.worker.tiers.deadlines import Deadlines
+from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
 from kvfleet.worker.tiers.fetching import Fetch, Intake
 from kvfleet.worker.tiers.landing import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggard, slowest
 from kvfleet.worker.tiers.looking import Look, SourceQuestion
 from kvfleet.worker.tiers.quarantine import WRONG, Quarantine
-from kvfleet.worker.tiers.remote_counts import RemoteCounts
-from kvfleet.worker.tiers.source import LOOK_LIMIT_S, Source, SourceAddress
+from kvfleet.worker.tiers.source import Source, SourceAddress
 from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
 from kvfleet.worker.tiers.write_behind import WriteBehind
-from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.keys import KeyRing
 from kvproto.messages import Tier, TierLoad
@@ -49,67 +47,43 @@ MAX_FAR = 64  # peers of other regions that are remembered
 FAR_LOOK_LIMIT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """`kv_format` and `shape` are of the worker's pool; `codec` is how it writes to vaults. `max_queued_bytes` is what
-    may wait for one vault, `look_limit_s` how long an engine waits to hear who has what."""
-
-    worker: str
-    host: str
-    kv_format: bytes
-    shape: BlockShape
-    codec: BlockCodec = BlockCodec.RAW
-    max_queued_bytes: int = 256 * 1024 * 1024
-    look_limit_s: float = LOOK_LIMIT_S
-
-
+@dataclass(eq=False)
 class RemoteTiers:
-    """The engine's thread calls it. Callbacks run on transfer threads: they hand over to that thread and return."""
+    """The engine's thread calls it. Callbacks run on transfer threads: they hand over to that thread and return.
+    Without `far_keys` nobody of another region is asked."""
 
-    def __init__(
-        self,
-        settings: RemoteSettings,
-        keyring: KeyRing,
-        *,
-        tls: ssl.SSLContext | None = None,
-        far_keys: KeyRing | None = None,
-        tracer: Tracer = tracing.NULL,
-    ) -> None:
-        """Without `far_keys` nobody of another region is asked."""
-        self._tracer = tracer
-        self._settings = settings
-        self._keyring = keyring
-        self._far_keys = far_keys
-        self._tls = tls
-        self._lock = threading.Lock()
-        self._vaults: dict[str, Source] = {}
-        self._writes: dict[str, WriteBehind] = {}
-        self._peers: dict[str, Source] = {}
-        self._far: OrderedDict[str, Source] = OrderedDict()  # peers of other regions, last used last
-        self._ring = VaultRing()
-        self._quarantine = Quarantine()
-        self._strays: OrderedDict[bytes, str] = OrderedDict()  # block hash -> vault, not the owner, that has it
-        self._ending: list[threading.Thread] = []
-        self._closed = False
-        self._vault_changes = 0
-        self.counts = RemoteCounts()
-        self._deadlines = Deadlines()
-        self._intake = Intake(
-            settings.kv_format, settings.shape, self.counts, self._deadlines, self._fault, self._missing, tracer
-        )
+    settings: RemoteSettings
+    keyring: KeyRing
+    tls: ssl.SSLContext | None = None
+    far_keys: KeyRing | None = None
+    tracer: Tracer = tracing.NULL
+    counts: RemoteCounts = field(default_factory=RemoteCounts)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _vaults: dict[str, Source] = field(default_factory=dict)
+    _peers: dict[str, Source] = field(default_factory=dict)
+    _far: OrderedDict[str, Source] = field(default_factory=OrderedDict)  # peers of other regions, last used last
+    _ring: VaultRing = field(default_factory=VaultRing)
+    _quarantine: Quarantine = field(default_factory=Quarantine)
+    _strays: OrderedDict[bytes, str] = field(default_factory=OrderedDict)  # block hash -> vault, not the owner, with it
+    _ending: list[threading.Thread] = field(default_factory=list)
+    _closed: bool = False
+    _vault_changes: int = 0
+    _deadlines: Deadlines = field(default_factory=Deadlines)
+
+    def __post_init__(self) -> None:
+        self._intake = Intake(self.settings, self.counts, self._deadlines, self._fault, self._missing, self.tracer)
         self._deadlines.after(IDLE_S, self._rest_idle)
 
     # ------------------------------------------------------------------ who is there: the worker's loop
 
     def set_vaults(self, addresses: Iterable[SourceAddress]) -> None:
-        """All there are now."""
         with self._lock:
             if self._closed:
                 return
             before = [one.address for one in self._vaults.values()]
             leaving = self._replace(Tier.VAULT, self._vaults, {one.id: one for one in addresses})
             self._vault_changes += before != [one.address for one in self._vaults.values()]
-            self._ring = self._ring.with_vaults(self._vaults)
+            self._ring = VaultRing(self._ring.ring.with_nodes(self._vaults))
             for vault in self._vaults.values():
                 vault.start()
         self._end(leaving)
@@ -125,25 +99,20 @@ class RemoteTiers:
                     peer.start()  # it is about to be asked, and nothing is fetched before it is measured
         self._end(leaving)
 
-    def _replace(
-        self, tier: Tier, sources: dict[str, Source], wanted: dict[str, SourceAddress]
-    ) -> list[Source | WriteBehind]:
+    def _replace(self, tier: Tier, sources: dict[str, Source], wanted: dict[str, SourceAddress]) -> list[Source]:
         """Under the lock. Returns what is to end."""
-        leaving: list[Source | WriteBehind] = []
-        for source in [one for one in sources.values() if wanted.get(one.id) != one.address]:
+        leaving = [one for one in sources.values() if wanted.get(one.id) != one.address]
+        for source in leaving:
             del sources[source.id]
-            leaving.append(source)
-            if tier is Tier.VAULT:
-                leaving.append(self._writes.pop(source.id))
         for address in wanted.values():
             if address.id not in sources:
-                connect = self._connect_to(tier, address)
-                sources[address.id] = Source(tier, address, connect, look_limit_s=self._settings.look_limit_s)
+                connect = partial(self._connect, tier, address, self.keyring)
+                source = sources[address.id] = Source(tier, address, connect, self.settings.look_limit_s)
                 if tier is Tier.VAULT:
-                    self._writes[address.id] = self._write_behind(address, connect)
+                    source.writes = WriteBehind(address.id, connect, self.settings, self._deadlines, self.counts)
         return leaving
 
-    def _end(self, leaving: Iterable[Source | WriteBehind]) -> None:
+    def _end(self, leaving: Iterable[Source]) -> None:
         """Not under the lock: what waits there is given back to the engine, which may be calling just now."""
         ending = [thread for one in leaving for thread in one.close()]
         with self._lock:
@@ -152,7 +121,7 @@ class RemoteTiers:
     def introduce(self, source: str, addresses: Sequence[str]) -> None:
         """A worker of another region, called `<region>.<id>`: it can be named as `peer` from now on, and its link is
         being measured."""
-        if self._far_keys is None:
+        if self.far_keys is None:
             return
         address = SourceAddress(source, "", "", tuple(addresses))
         leaving: list[Source] = []
@@ -164,8 +133,8 @@ class RemoteTiers:
                 leaving.append(known)
                 known = None
             if known is None:
-                connect = self._connect_to(Tier.PEER, address, self._far_keys)
-                known = Source(Tier.PEER, address, connect, look_limit_s=FAR_LOOK_LIMIT_S)
+                connect = partial(self._connect, Tier.PEER, address, self.far_keys)
+                known = Source(Tier.PEER, address, connect, FAR_LOOK_LIMIT_S)
             self._far[source] = known
             while len(self._far) > MAX_FAR:
                 leaving.append(self._far.popitem(last=False)[1])
@@ -181,33 +150,18 @@ class RemoteTiers:
     def _peer(self, peer: str) -> Source | None:
         return self._far.get(peer) if split(peer)[0] else self._peers.get(peer)
 
-    def _connect_to(self, tier: Tier, address: SourceAddress, keys: KeyRing | None = None) -> Connect:
-        def connect() -> DataPlaneClient:
-            client = DataPlaneClient.connect(
-                address.data_plane,
-                keys or self._keyring,
-                identity=self._settings.worker,
-                expect=split(address.id)[1],
-                same_host=address.host == self._settings.host,
-                tls=self._tls,
-                timeout_s=CONNECT_S,
-            )
-            self.counts.connected(tier, client)
-            return client
-
-        return connect
-
-    def _write_behind(self, address: SourceAddress, connect: Connect) -> WriteBehind:
-        return WriteBehind(
-            f"vault-{address.id}",
-            connect,
-            kv_format=self._settings.kv_format,
-            shape=self._settings.shape,
-            codec=self._settings.codec,
-            max_bytes=self._settings.max_queued_bytes,
-            deadlines=self._deadlines,
-            counts=self.counts,
+    def _connect(self, tier: Tier, address: SourceAddress, keys: KeyRing) -> DataPlaneClient:
+        client = DataPlaneClient.connect(
+            address.data_plane,
+            keys,
+            identity=self.settings.worker,
+            expect=split(address.id)[1],
+            same_host=address.host == self.settings.host,
+            tls=self.tls,
+            timeout_s=CONNECT_S,
         )
+        self.counts.connected(tier, client)
+        return client
 
     def _rest_idle(self) -> None:
         since = time.monotonic() - IDLE_S
@@ -226,8 +180,7 @@ class RemoteTiers:
             if self._closed:
                 return
             self._closed = True
-            leaving: list[Source | WriteBehind] = [*self._vaults.values(), *self._peers.values(), *self._far.values()]
-            leaving += self._writes.values()
+            leaving = [*self._vaults.values(), *self._peers.values(), *self._far.values()]
         self._end(leaving)
         until = time.monotonic() + CLOSE_S
         for thread in self._ending:
@@ -249,26 +202,24 @@ class RemoteTiers:
         """Ask all vaults concerned, and `peer` if it is not "", what they have of a chain's rest. The finding is
         ready, with what is known by then, after at most `limit_s`, by default LOOK_LIMIT_S."""
         finding = Finding()
-        look = Look(names, finding, on_ready, self._noticed)
+        look = Look(names, finding, on_ready, self._noticed, exact, self.tracer, traceparent)
         now = time.monotonic()
         with self._lock:
             laggards = self._laggards(self._vaults)
             questions = [
-                SourceQuestion(self._vaults[vault], look, names, shares, exact)
+                SourceQuestion(look, self._vaults[vault], shares)
                 for vault, shares in self._ring.shares(names).items()
                 if vault not in laggards and self._quarantine.allows(vault, now)
             ]
             if (source := self._peer(peer)) is not None and self._quarantine.allows(peer, now):
-                questions.append(SourceQuestion(source, look, names, by_root(names), exact))
+                questions.append(SourceQuestion(look, source, by_root(names)))
         look.expect([question.source.tier for question in questions])
-        if traceparent:
-            for question in questions:
-                question.traced = self._tracer, traceparent
         for question in questions:
             own_limit = question.source.id in self._far  # which is long, and pauses where it is missed
-            if not question.source.look(question, None if own_limit else limit_s):
+            job = ConnectionJob(question.run, question.fail)
+            if not question.source.look(job, None if own_limit else limit_s):
                 self._deadlines.after(0.0, partial(look.answered, question.source.tier))
-        within_s = self._settings.look_limit_s if limit_s is None else limit_s
+        within_s = self.settings.look_limit_s if limit_s is None else limit_s
         self._deadlines.after(within_s if questions else 0.0, look.end)
         return finding
 
@@ -285,7 +236,7 @@ class RemoteTiers:
     ) -> None:
         """Bring blocks to `targets` (raw pool bytes, writable), in order as far as that is possible. `on_progress` is
         called when the fetch has ended, at least. What fails is data in `landing`, never an exception."""
-        fetch = Fetch(tier, names, targets, landing, self._intake, exact=exact, on_progress=on_progress)
+        fetch = Fetch(tier, names, targets, landing, self._intake, exact, on_progress)
         now = time.monotonic()
         parts = []
         with self._lock:
@@ -298,13 +249,13 @@ class RemoteTiers:
                 if not shares:
                     continue
                 if holder not in sources:
-                    fetch.cut(shares[0].at[0], "gone")
+                    fetch.cut(shares[0].at[0], GONE)
                 elif not self._quarantine.allows(holder, now):
                     fetch.cut(shares[0].at[0], "quarantined")
                 else:
                     parts.append((sources[holder], shares))
             if not homes:
-                fetch.cut(0, "gone")
+                fetch.cut(0, GONE)
         fetch.start(parts)
 
     def offload(self, name: BlockName, payload: memoryview, *, lossy: bool, on_done: Callable[[], None]) -> bool:
@@ -313,11 +264,11 @@ class RemoteTiers:
         vault."""
         with self._lock:
             owner = self._ring.owner(name)
-            write_behind = self._writes.get(owner) if owner is not None else None
+            vault = self._vaults.get(owner) if owner is not None else None
             allowed = owner is not None and self._quarantine.allows(owner, time.monotonic())
-        if write_behind is None or not allowed or payload.nbytes != self._settings.shape.raw_bytes:
+        if vault is None or vault.writes is None or not allowed or payload.nbytes != self.settings.shape.raw_bytes:
             return False
-        return write_behind.offer(name, payload, lossy=lossy, on_done=on_done)
+        return vault.writes.offer(name, payload, lossy=lossy, on_done=on_done)
 
     @property
     def losses(self) -> int:
@@ -328,7 +279,7 @@ class RemoteTiers:
     def erase(self, names: Sequence[BlockName]) -> None:
         """Have vaults forget these blocks, those excepted that others continue; also what waits to be offloaded."""
         with self._lock:
-            writes = list(self._writes.values())
+            writes = [vault.writes for vault in self._vaults.values() if vault.writes is not None]
         for write_behind in writes:
             write_behind.erase(names)
 
@@ -352,16 +303,6 @@ class RemoteTiers:
 
     def loads(self) -> dict[str, TierLoad]:
         return self.counts.loads()
-
-    def faults(self) -> dict[str, dict[str, int]]:
-        """Blocks that failed their checks, by source, then by reason."""
-        with self._lock:
-            return self._quarantine.faults()
-
-    def shut_out(self) -> dict[str, float]:
-        """Who is not asked, and for how many seconds yet."""
-        with self._lock:
-            return self._quarantine.shut_out(time.monotonic())
 
     # ------------------------------------------------------------------ under the lock, or on transfer threads
 

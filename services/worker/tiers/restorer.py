@@ -12,9 +12,9 @@ A job that takes longer than it may ends with what has arrived by then.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,22 +23,10 @@ from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_o
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Restored
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.break_even import (
-    ComputeSeconds,
-    RestoredPart,
-    answer_limit_s,
-    cheapest,
-    host_offers,
-    is_worth_going_on,
-    location_of,
-    look_worth_s,
-    price_of_computing,
-    remote_offers,
-)
-from kvfleet.worker.tiers.copier import Copier, CopyJob
-from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers import break_even
+from kvfleet.worker.tiers.break_even import ComputeSeconds, RestoredPart
+from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier
 from kvfleet.worker.tiers.landing import Landing
-from kvfleet.worker.tiers.restore_job import Arrived, RestoreJob, RestoreSample, RunningPart
 from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
 
@@ -53,45 +41,104 @@ SLACK = 0.2  # of what computing would take
 GRACE_S = 0.005
 
 
+Arrived = tuple[bool, tuple[int, ...]]  # whether a block is lossy, and its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreSample:
+    """A restored chain of which the last block is to be computed again and compared. Blocks from `start` on came from
+    `source`: a vault's or peer's id, "" the host."""
+
+    root: Root
+    hashes: Sequence[bytes]
+    ids: tuple[int, ...]  # of the last block
+    start: int
+    tier: Tier
+    source: str
+
+
+@dataclass(slots=True)
+class RunningPart:
+    """A part under way: from the host by the copier, else through a landing."""
+
+    part: RestoredPart
+    slots: list[int] = field(default_factory=list)  # of the host, held: where it is copied from, or staged in
+    copy: CopyJob | None = None
+    landing: Landing | None = None
+
+    @property
+    def arrived(self) -> int:
+        """Blocks so far, gaps or not; of those staged on the host, once that copy has begun, those it has made."""
+        if self.copy is not None:
+            return self.copy.done
+        return 0 if self.landing is None else sum(header is not None for header in self.landing.headers)
+
+    @property
+    def ended(self) -> bool:
+        if self.copy is not None:
+            return self.copy.ended
+        return self.landing is not None and self.landing.ended and not self.slots
+
+
+@dataclass(slots=True)
+class RestoreJob:
+    root: Root
+    hashes: Sequence[bytes]
+    ids: list[tuple[int, ...]]  # of each block; empty where it is not known
+    start: int
+    end: int
+    exact: bool
+    held: Sequence[int]  # the chain before them, on the device
+    began: float
+    deadline: float
+    compute_s: float  # what computing them would take
+    blocks: list[int] = field(default_factory=list)  # where they go
+    running: list[RunningPart] = field(default_factory=list)
+    waiting: list[EngineSequence] = field(default_factory=list)
+    ahead: bool = False  # nobody waits: it is brought for those to come
+
+    def came_short(self, tier: Tier, depth: int) -> None:
+        """More than `depth` blocks were found there, and are not to be had: that is not tried again."""
+        for location in [sequence.spec.location for sequence in self.waiting]:
+            if location is not None and tier is Tier.VAULT:
+                location.finding.vault = min(location.finding.vault, depth)
+            elif location is not None and tier is Tier.PEER:
+                location.finding.peer = min(location.finding.peer, depth)
+
+    def sample(self, count: int) -> RestoreSample:
+        at = self.start + count - 1
+        last = next(running for running in self.running if running.part.start <= at < running.part.end)
+        source = last.landing.sources.get(at - last.part.start, "") if last.landing is not None else ""
+        hashes = list(self.hashes[: at + 1])
+        return RestoreSample(self.root, hashes, self.ids[count - 1], last.part.start, last.part.tier, source)
+
+
+@dataclass(eq=False, slots=True)
 class Restorer:
     """`wake` is called, from any thread, when there is something to poll."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        memory: BlockMemory,
-        host: HostTier | None,
-        copier: Copier,
-        remote: RemoteTiers | None,
-        wake: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.tokens_total: Counter[Tier] = Counter()
-        self.restores_total: Counter[Tier] = Counter()
-        self.seconds_total: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
-        self.failures_total: Counter[tuple[Tier, str]] = Counter()
-        self._pool = pool
-        self._memory = memory
-        self._host = host
-        self._copier = copier
-        self._remote = remote
-        self._wake = wake
-        self._clock = clock
-        self.samples: deque[RestoreSample] = deque(maxlen=MOST_SAMPLES)
-        self.sampled = SAMPLED
-        self._exact_restores = 0
-        self._jobs: list[RestoreJob] = []
-        self._looking: dict[int, tuple[EngineSequence, float]] = {}
-        self._unstarted: list[Callable[[], None]] = []
-
-    # ------------------------------------------------------------------ begin
+    pool: BlockPool
+    memory: BlockMemory
+    host: HostTier
+    copier: Copier
+    remote: RemoteTiers | None
+    wake: Callable[[], None]
+    clock: Callable[[], float]
+    tokens_total: Counter[Tier] = field(default_factory=Counter)
+    restores_total: Counter[Tier] = field(default_factory=Counter)
+    seconds_total: dict[Tier, float] = field(default_factory=lambda: dict.fromkeys(Tier, 0.0))
+    failures_total: Counter[tuple[Tier, str]] = field(default_factory=Counter)
+    samples: deque[RestoreSample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
+    sampled: int = SAMPLED
+    _exact_restores: int = 0
+    _jobs: list[RestoreJob] = field(default_factory=list)
+    _looking: dict[int, tuple[EngineSequence, float]] = field(default_factory=dict)
+    _unstarted: list[Callable[[], None]] = field(default_factory=list)
 
     def claims(self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: ComputeSeconds) -> bool:
-        """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now.
-
-        `spare` blocks of the pool are left to those who run.
-        """
-        size = self._pool.block_size
+        """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now. `spare` blocks are
+        left to those who run."""
+        size = self.pool.block_size
         start, usable = len(match.blocks), (len(sequence.ids) - 1) // size
         if sequence.restores >= MOST_RESTORES or start >= usable:
             return False
@@ -101,57 +148,76 @@ class Restorer:
                 sequence.restores += 1
                 job.waiting.append(sequence)
                 return True
-        location = location_of(sequence)
-        compute_s = price_of_computing(location, compute_s)
-        price = partial(cheapest, start=start, block_bytes=self._memory.block_bytes, compute_s=compute_s)
-        offers = host_offers(self._host, self._copier.speed_in.bytes_per_s, sequence, start, usable)
+        location = break_even.location_of(sequence)
+        compute_s = break_even.price_of_computing(location, compute_s)
+        price = partial(break_even.cheapest, start=start, block_bytes=self.memory.block_bytes, compute_s=compute_s)
+        offers = break_even.host_offers(self.host, self.copier.speed_in.bytes_per_s, sequence, start, usable)
         if location is not None:
-            assert self._remote is not None
+            assert self.remote is not None
             found = location.finding
             if found.ready:
-                offers += remote_offers(self._remote, location, min(found.vault, usable), min(found.peer, usable))
+                offers += break_even.remote_offers(
+                    self.remote, location, min(found.vault, usable), min(found.peer, usable)
+                )
             else:
                 left = max((offer.end for offer in offers), default=start)
-                best = price(offers + remote_offers(self._remote, location, usable, usable, hopes=True))
-                is_worth = compute_s(left, usable) > look_worth_s(location)
+                best = price(offers + break_even.remote_offers(self.remote, location, usable, usable, hopes=True))
+                is_worth = compute_s(left, usable) > break_even.look_worth_s(location)
                 if is_worth and best and best[-1].tier is not Tier.HOST:
-                    self._looking[id(sequence)] = sequence, self._clock() + answer_limit_s(location)
+                    self._looking[id(sequence)] = sequence, self.clock() + break_even.answer_limit_s(location)
                     return True
         parts = price(offers)
-        room = self._pool.available - self._pool.idle_among(match.blocks) - spare
+        room = self.pool.available - self.pool.idle_among(match.blocks) - spare
         parts = [part._replace(end=min(part.end, start + room)) for part in parts if part.start < start + room]
         if not parts:
             return False
         sequence.restores += 1
-        self._begin(sequence, match, parts, location, compute_s(parts[0].start, parts[-1].end))
-        return True
-
-    def _begin(
-        self,
-        sequence: EngineSequence,
-        match: Match,
-        parts: list[RestoredPart],
-        location: ChainLocation | None,
-        compute_s: float,
-    ) -> None:
-        size, pool = self._pool.block_size, self._pool
         start, end = parts[0].start, parts[-1].end
-        pool.acquire(match.blocks)
-        now = self._clock()
+        saved_s, now = compute_s(start, end), self.clock()
         job = RestoreJob(
             root=sequence.root,
             hashes=sequence.hashes,
             ids=[tuple(sequence.ids[at * size : (at + 1) * size]) for at in range(start, end)],
             start=start,
             end=end,
-            exact=sequence.spec.exact,
-            held=list(match.blocks),
-            blocks=pool.allocate(end - start),
+            exact=exact,
+            held=match.blocks,
             began=now,
-            deadline=now + LATE * max(part.seconds for part in parts) + max(GRACE_S, SLACK * compute_s),
-            compute_s=compute_s,
+            deadline=now + LATE * max(part.seconds for part in parts) + max(GRACE_S, SLACK * saved_s),
+            compute_s=saved_s,
             waiting=[sequence],
         )
+        self._begin(job, parts, location)
+        return True
+
+    def preload(self, root: Root, hashes: Sequence[bytes], tier: Tier, peer: str, limit_s: float) -> int:
+        """Bring a chain from vaults or a peer before anybody asks for it. Returns how many blocks are on their way."""
+        held = self.pool.chain_to(hashes)
+        start = len(held)
+        count = min(len(hashes) - start, self.pool.available - self.pool.idle_among(held))
+        if self.remote is None or count <= 0:
+            return 0
+        hashes, now = list(hashes[: start + count]), self.clock()
+        job = RestoreJob(
+            root=root,
+            hashes=hashes,
+            ids=[()] * count,
+            start=start,
+            end=start + count,
+            exact=False,
+            held=held,
+            began=now,
+            deadline=now + limit_s,
+            compute_s=limit_s,
+            ahead=True,
+        )
+        location = ChainLocation(names_of(root, hashes, (), self.pool.block_size), Finding(True), peer)
+        self._begin(job, [RestoredPart(tier, start, start + count, limit_s)], location)
+        return count
+
+    def _begin(self, job: RestoreJob, parts: list[RestoredPart], location: ChainLocation | None) -> None:
+        self.pool.acquire(job.held)
+        job.blocks = self.pool.allocate(job.end - job.start)
         self._jobs.append(job)
         job.running = [self._prepare(job, part, location) for part in parts]
 
@@ -163,82 +229,38 @@ class Restorer:
             start()
 
     def _prepare(self, job: RestoreJob, part: RestoredPart, location: ChainLocation | None) -> RunningPart:
-        """Holds what a part needs, now; it begins with `start`."""
         blocks = job.blocks[part.start - job.start : part.end - job.start]
-        if part.tier is Tier.HOST:
-            return self._prepare_copy(job, part, blocks)
-        assert self._remote is not None
+        if part.tier is Tier.HOST:  # its slots, and the chain before them, are held while they are read
+            chain = self.host.pool.chain_to(job.hashes[: part.end])
+            self.host.pool.acquire(chain)
+            copy = self._copy(blocks, chain[part.start :])
+            self._unstarted.append(partial(self.copier.bring, copy))
+            return RunningPart(part, chain, copy)
+        assert self.remote is not None
         assert location is not None
-        running = RunningPart(part, landing=Landing([None] * len(blocks), traceparent=location.traceparent))
-        assert running.landing is not None
-        targets = [self._memory.view(block) for block in blocks]
-        addressable = [target for target in targets if target is not None]
-        if len(addressable) < len(targets):
-            addressable = self._stage(running, len(blocks))
+        landing = Landing([None] * len(blocks), traceparent=location.traceparent)
+        running = RunningPart(part, landing=landing)
+        targets = [view for block in blocks if (view := self.memory.view(block)) is not None]
+        if len(targets) < len(blocks):  # the device's memory cannot be written to directly: it lands on the host first
+            running.slots = self.host.allocate(len(blocks))
+            targets = [self.host.view(slot) for slot in running.slots]
         fetch = partial(
-            self._remote.fetch,
+            self.remote.fetch,
             part.tier,
-            location.names[part.start : part.start + len(addressable)],
-            addressable,
-            running.landing,
+            location.names[part.start : part.start + len(targets)],
+            targets,
+            landing,
             exact=job.exact,
             peer=location.peer,
-            on_progress=self._wake,
+            on_progress=self.wake,
         )
         self._unstarted.append(fetch)
         return running
 
-    def _prepare_copy(self, job: RestoreJob, part: RestoredPart, blocks: Sequence[int]) -> RunningPart:
-        """Its slots, and the chain before them, are held while they are read."""
-        assert self._host is not None
-        chain = self._host.pool.chain_to(job.hashes[: part.end])
-        self._host.pool.acquire(chain)
-        moves = [
-            partial(self._memory.write, block, self._host.view(slot))
-            for block, slot in zip(blocks, chain[part.start :], strict=True)
-        ]
-        running = RunningPart(part, chain, CopyJob(moves, self._memory.block_bytes, self._wake))
-        assert running.copy is not None
-        self._unstarted.append(partial(self._copier.bring, running.copy))
-        return running
-
-    def _stage(self, running: RunningPart, count: int) -> list[memoryview]:
-        """Slots of the host for blocks that the device's memory cannot be written with directly."""
-        if self._host is None:
-            return []
-        running.slots = self._host.allocate(count)
-        return [self._host.view(slot) for slot in running.slots]
-
-    def preload(self, root: Root, hashes: Sequence[bytes], tier: Tier, peer: str, limit_s: float) -> int:
-        """Bring a chain from vaults or a peer before anybody asks for it. Returns how many blocks are on their way."""
-        held = self._pool.chain_to(hashes)
-        start = len(held)
-        count = min(len(hashes) - start, self._pool.available - self._pool.idle_among(held))
-        if self._remote is None or count <= 0:
-            return 0
-        hashes = list(hashes[: start + count])
-        self._pool.acquire(held)
-        now = self._clock()
-        blocks = self._pool.allocate(count)
-        part = RestoredPart(tier, start, start + count, limit_s)
-        job = RestoreJob(
-            root=root,
-            hashes=hashes,
-            ids=[()] * count,
-            start=start,
-            end=start + count,
-            exact=False,
-            held=held,
-            blocks=blocks,
-            began=now,
-            deadline=now + limit_s,
-            compute_s=limit_s,
-            ahead=True,
-        )
-        self._jobs.append(job)
-        location = ChainLocation(names_of(root, hashes, (), self._pool.block_size), Finding(True), peer)
-        job.running = [self._prepare(job, part, location)]
-        return count
+    def _copy(self, blocks: Sequence[int], slots: Sequence[int]) -> CopyJob:
+        pairs = zip(blocks, slots, strict=True)
+        moves = [partial(self.memory.write, block, self.host.view(slot)) for block, slot in pairs]
+        return CopyJob(moves, self.memory.block_bytes, self.wake)
 
     @property
     def preloading(self) -> bool:
@@ -246,26 +268,18 @@ class Restorer:
 
     def _bring_staged(self, job: RestoreJob, running: RunningPart) -> None:
         """What has landed on the host goes on to the device."""
-        if not running.staged or running.copy is not None:
+        if running.landing is None or not running.landing.ended or not running.slots or running.copy is not None:
             return
-        assert running.landing is not None
-        assert self._host is not None
-        if not running.landing.ended:
-            return
-        blocks = job.blocks[running.part.start - job.start :]
-        pairs = zip(blocks, running.slots[: running.landing.close()], strict=False)
-        moves = [partial(self._memory.write, block, self._host.view(slot)) for block, slot in pairs]
-        running.copy = CopyJob(moves, self._memory.block_bytes, self._wake)
-        self._copier.bring(running.copy)
-
-    # ------------------------------------------------------------------ end
+        first, landed = running.part.start - job.start, running.landing.close()
+        running.copy = self._copy(job.blocks[first : first + landed], running.slots[:landed])
+        self.copier.bring(running.copy)
 
     def poll(self) -> list[EngineSequence]:
         """Sequences whose turn may come again."""
         self.start()
         if not self._jobs and not self._looking:
             return []
-        now = self._clock()
+        now = self.clock()
         back: list[EngineSequence] = []
         for key, (sequence, deadline) in list(self._looking.items()):
             location = sequence.spec.location
@@ -284,7 +298,7 @@ class Restorer:
                 arrived = sum(running.arrived for running in job.running)
                 missing, elapsed = job.end - job.start - arrived, now - job.began
                 block_s = job.compute_s / (job.end - job.start)
-                if wanted and is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
+                if wanted and break_even.is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
                     job.deadline = now + LATE * missing * elapsed / arrived
                     continue
                 for running in job.running:
@@ -297,28 +311,28 @@ class Restorer:
     def due_in(self) -> float | None:
         """Seconds until `poll` has to be called though nothing woke the engine; None: no need."""
         due = [job.deadline for job in self._jobs] + [deadline for _, deadline in self._looking.values()]
-        return max(0.0, min(due) - self._clock()) if due else None
+        return max(0.0, min(due) - self.clock()) if due else None
 
     def drop(self, sequence: EngineSequence) -> None:
-        """It does not wait any more."""
         self._looking.pop(id(sequence), None)
         for job in self._jobs:
             if sequence in job.waiting:
                 job.waiting.remove(sequence)
 
     def _finish(self, job: RestoreJob, now: float) -> list[EngineSequence]:
-        pool, size = self._pool, self._pool.block_size
+        pool = self.pool
         came: list[Arrived] = []  # block by block without a gap
-        by_tier: Counter[Tier] = Counter()
         for running in job.running:
-            arrived = self._end(running, job, job.blocks[running.part.start - job.start :])
+            arrived = self._end(running)
             tier, wanted = running.part.tier, running.part.end - running.part.start
             self.seconds_total[tier] += now - job.began
             if len(came) == running.part.start - job.start:
                 came += arrived
+                tokens = len(arrived) * pool.block_size
                 self.restores_total[tier] += bool(arrived)
-                if arrived:
-                    by_tier[tier] += len(arrived)
+                self.tokens_total[tier] += tokens
+                for sequence in job.waiting[: bool(arrived)]:  # who came later found them
+                    sequence.restored[tier] = sequence.restored.get(tier, 0) + tokens
             if len(arrived) < wanted:
                 job.came_short(tier, running.part.start + len(arrived))
             failure = running.landing.failure if running.landing is not None and len(arrived) < wanted else ""
@@ -326,56 +340,42 @@ class Restorer:
                 self.failures_total[tier, failure] += 1
             for sequence in job.waiting:
                 if (trace := sequence.spec.trace) is not None:
-                    nbytes = len(arrived) * self._memory.block_bytes
+                    nbytes = len(arrived) * self.memory.block_bytes
                     trace.restores.append(Restored(tier, job.began, now, wanted, len(arrived), nbytes, failure))
-        self._memory.landed(job.blocks[: len(came)])
+        self.memory.landed(job.blocks[: len(came)])
         if job.held and not pool.lists_block(job.held[-1]):
             came = []  # what comes before them was thrown away meanwhile
         is_lossy = bool(came and job.held) and pool.content(job.held[-1]).lossy
-        for at, one in enumerate(came):
+        for at, (lossy, ids) in enumerate(came):
             block_hash = job.hashes[job.start + at]
             if job.exact and pool.is_lossy(block_hash):
                 break  # somebody computed it on lossy ones meanwhile: exact ones are not listed beside them
-            is_lossy = is_lossy or one.lossy
-            job.ids[at] = job.ids[at] or one.ids
+            is_lossy = is_lossy or lossy
+            job.ids[at] = job.ids[at] or ids
             job.blocks[at] = pool.fill(
                 job.blocks[at], job.root, job.hashes, job.start + at, job.ids[at], lossy=is_lossy
             )
             is_lossy = is_lossy or pool.is_lossy(block_hash)
         pool.release([*job.held, *job.blocks])
         if came and not is_lossy:
-            self._sample(job, len(came))
-        for tier, blocks in by_tier.items():
-            self.tokens_total[tier] += blocks * size
-            for sequence in job.waiting[:1]:  # who came later found them
-                sequence.restored[tier] = sequence.restored.get(tier, 0) + blocks * size
+            self._exact_restores += 1
+            if self._exact_restores % self.sampled == 0:
+                self.samples.append(job.sample(len(came)))
         return job.waiting
 
-    def _sample(self, job: RestoreJob, count: int) -> None:
-        """Every so many restores of exact blocks one is noted, to be checked when there is nothing to do."""
-        self._exact_restores += 1
-        if self._exact_restores % self.sampled:
-            return
-        self.samples.append(job.sample(count))
-
-    def _end(self, running: RunningPart, job: RestoreJob, blocks: Sequence[int]) -> list[Arrived]:
-        """Stop a part. Returns what came."""
+    def _end(self, running: RunningPart) -> list[Arrived]:
         done = running.copy.close() if running.copy is not None else 0
         if running.landing is None:
-            assert self._host is not None
             slots = running.slots[running.part.start : running.part.start + done]
-            contents = [self._host.pool.content(slot) for slot in slots if self._host.pool.lists_block(slot)]
-            self._host.pool.release(running.slots)
-            return [Arrived(content.lossy, content.ids) for content in contents]
+            contents = [self.host.pool.content(slot) for slot in slots if self.host.pool.lists_block(slot)]
+            self.host.pool.release(running.slots)
+            return [(content.lossy, content.ids) for content in contents]
         arrived = running.landing.close()
-        if running.staged:
-            assert self._host is not None
-            self._host.pool.release(running.slots)
+        if running.slots:
+            self.host.pool.release(running.slots)
             arrived = done
         headers = [header for header in running.landing.headers[:arrived] if header is not None]
-        return [Arrived(header.lossy, unpack_ids(header.ids)) for header in headers]
-
-    # ------------------------------------------------------------------ queries
+        return [(header.lossy, unpack_ids(header.ids)) for header in headers]
 
     def held(self) -> list[list[int]]:
         """Blocks of the device that jobs hold, by holder."""

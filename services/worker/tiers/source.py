@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvfleet.worker.tiers.connection_thread import Connect, ConnectionJob, ConnectionThread
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter
+from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.messages import MemberRecord, Role, State, Tier, WorkerRecord
 
-LOOK_LIMIT_S = 0.02
 LATE_LOOKS = 3  # in a row, before there is a pause: one alone says that somebody's cores were busy
 FIRST_PAUSE_S = 0.5  # without looks; doubles with each late one that follows
 LONGEST_PAUSE_S = 15.0
@@ -59,40 +59,41 @@ def peers_of(workers: Iterable[WorkerRecord], me: WorkerRecord) -> list[SourceAd
     ]
 
 
+@dataclass(eq=False)
 class Source:
-    def __init__(
-        self, tier: Tier, address: SourceAddress, connect: Connect, *, look_limit_s: float = LOOK_LIMIT_S
-    ) -> None:
-        self.tier = tier
-        self.address = address
-        self.id = address.id
-        self._connect = connect
-        self._look_limit_s = look_limit_s
-        self._lock = threading.Lock()
-        self._meter = LinkSpeedMeter()
-        self._looks: ConnectionThread | None = None
-        self._fetches: ConnectionThread | None = None
-        self._closed = False
-        self._waiting_bytes = 0  # of fetches that wait or run
-        self._unasked_until = float("-inf")
-        self._late = 0
-        self._kept_alive = time.monotonic()
-        self._staging = bytearray()
+    tier: Tier
+    address: SourceAddress
+    connect: Connect
+    look_limit_s: float
+    writes: WriteBehind | None = None  # of a vault
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _meter: LinkSpeedMeter = field(default_factory=LinkSpeedMeter)
+    _looks: ConnectionThread | None = None
+    _fetches: ConnectionThread | None = None
+    _closed: bool = False
+    _waiting_bytes: int = 0  # of fetches that wait or run
+    _unasked_until: float = float("-inf")
+    _late: int = 0
+    _kept_alive: float = field(default_factory=time.monotonic)
+    _staging: bytearray = field(default_factory=bytearray)
+
+    @property
+    def id(self) -> str:
+        return self.address.id
 
     def start(self) -> None:
-        """Connect, and measure."""
         with self._lock:
             if self._closed or self._looks is not None:
                 return
             name = f"{self.tier.value}-{self.id}"
-            self._looks = ConnectionThread(f"{name}-look", self._connect, self._keep_alive)
-            self._fetches = ConnectionThread(f"{name}-fetch", self._connect, self._probe)
+            self._looks = ConnectionThread(f"{name}-look", self.connect, self._keep_alive)
+            self._fetches = ConnectionThread(f"{name}-fetch", self.connect, self._probe)
 
     def close(self) -> list[threading.Thread]:
         """Ends its connections, without waiting: the threads that will end."""
         with self._lock:
             self._closed = True
-        return self.rest()
+        return self.rest() + ([self.writes.close()] if self.writes is not None else [])
 
     def rest(self) -> list[threading.Thread]:
         """Ends its connections until they are needed again."""
@@ -104,12 +105,9 @@ class Source:
         return [one.thread for one in ending]
 
     def is_idle(self, since: float) -> bool:
-        """Whether it has connections that nobody has used since then."""
         with self._lock:
             threads = [one for one in (self._looks, self._fetches) if one is not None]
         return bool(threads) and all(one.used_at < since and one.busy_since is None for one in threads)
-
-    # ------------------------------------------------------------------ to look
 
     def look(self, job: ConnectionJob, limit_s: float | None = None) -> bool:
         """False: it would not be answered in time, or at all. Who has more time than usual, `limit_s`, asks it however
@@ -117,11 +115,11 @@ class Source:
         self.start()
         looks = self._looks
         now = time.monotonic()
-        patient = limit_s is not None and limit_s > self._look_limit_s
+        patient = limit_s is not None and limit_s > self.look_limit_s
         if looks is None or (now < self._unasked_until and not patient):
             return False
         busy_since = looks.busy_since
-        if busy_since is not None and now - busy_since > (self._look_limit_s if limit_s is None else limit_s):
+        if busy_since is not None and now - busy_since > (self.look_limit_s if limit_s is None else limit_s):
             return False
         return looks.submit(job)
 
@@ -129,7 +127,7 @@ class Source:
         """A look took so long: who is late again and again is left alone for a while, so that not each look waits in
         vain."""
         with self._lock:
-            self._late = 0 if seconds <= self._look_limit_s else self._late + 1
+            self._late = 0 if seconds <= self.look_limit_s else self._late + 1
             if self._late >= LATE_LOOKS:
                 pause = FIRST_PAUSE_S * 2 ** min(self._late - LATE_LOOKS, 10)
                 self._unasked_until = time.monotonic() + min(pause, LONGEST_PAUSE_S)
@@ -139,8 +137,6 @@ class Source:
         if now - self._kept_alive >= KEEP_ALIVE_S:
             self._kept_alive = now
             client.echo(0, now + PROBE_LIMIT_S)
-
-    # ------------------------------------------------------------------ to fetch
 
     def fetch(self, job: ConnectionJob, nbytes: int) -> bool:
         """`ended` follows in any case, unless this is False."""
@@ -158,8 +154,7 @@ class Source:
             self._waiting_bytes -= nbytes
 
     def cancel(self, job: ConnectionJob) -> None:
-        fetches = self._fetches
-        if fetches is not None:
+        if (fetches := self._fetches) is not None:
             fetches.cancel(job)
 
     def staging(self, nbytes: int) -> memoryview:

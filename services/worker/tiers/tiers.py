@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,12 @@ from kvfleet.worker.blocks.chain_location import BlockName, names_of
 from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.copier import Copier
-from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.offloader import Offloader
+from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier
+from kvfleet.worker.tiers.offloader import Offloader, ReuseWatch
 from kvfleet.worker.tiers.protection import Protector
 from kvfleet.worker.tiers.restorer import Restorer
-from kvfleet.worker.tiers.reuse import ReuseWatch
 from kvproto.block_hash import ForkedRoot, Root, in_tier, own_root, root_at
-from kvproto.messages import Tier, TierEvents, TierLoad
+from kvproto.messages import Tier, TierLoad
 
 if TYPE_CHECKING:
     from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
@@ -33,85 +31,62 @@ PROBE_BLOCKS = 4
 MOST_ERASING = 1024  # sequences that wait for blocks that are on their way
 
 
-@dataclass(frozen=True, slots=True)
-class _Erasure:
-    """What is to be forgotten of a sequence once what is on its way is there. `known`: its hashes."""
-
-    root: Root
-    hashes: Sequence[bytes]
-    ids: Sequence[int]
-    keep: int
-    known: frozenset[bytes]
-
-
+@dataclass(eq=False)
 class Tiers:
-    """Without a `host` tier nothing is offloaded; vaults and peers are still read where blocks of the device have an
-    address on the host. `wake` is called from any thread when there is something to maintain."""
+    """Without blocks in the `host` tier nothing is offloaded; vaults and peers are still read where blocks of the
+    device have an address on the host. `wake` is called from any thread when there is something to maintain."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        memory: BlockMemory,
-        host: HostTier | None,
-        remote: RemoteTiers | None,
-        wake: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.pool = pool
-        self.memory = memory
-        self.host = host
-        self.remote = remote
-        self.reuse = ReuseWatch()
-        self._erasing: deque[_Erasure] = deque(maxlen=MOST_ERASING)
-        self.copier = Copier()
-        self.wake = wake
-        self.lent: dict[int, list[tuple[BlockPool, list[int]]]] = {}  # chains held for peers, by lending
-        self.restorer = Restorer(pool, memory, host, self.copier, remote, self._wake, clock)
-        self.offloader = (
-            Offloader(pool, memory, host, self.copier, remote, self.reuse, self._wake) if host is not None else None
-        )
-        self.protector: Protector | None = None
-        self._audit = PoolAudit(host.pool) if host is not None else None
-        if host is not None and self.offloader is not None and remote is not None:
-            self.protector = Protector(pool, host, self.offloader, self.copier, remote)
-        if host is not None:
-            self._probe(host)
+    pool: BlockPool
+    memory: BlockMemory
+    host: HostTier
+    remote: RemoteTiers | None
+    wake: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    copier: Copier = field(default_factory=Copier)
+    reuse: ReuseWatch = field(default_factory=ReuseWatch)
+    lent: dict[int, list[tuple[BlockPool, list[int]]]] = field(default_factory=dict)  # chains for peers, by lending
+    protector: Protector | None = None
+    # what is to be forgotten once it is no longer on its way: its hashes, and what forgets it
+    _erasing: deque[tuple[frozenset[bytes], Callable[[], int]]] = field(
+        default_factory=lambda: deque(maxlen=MOST_ERASING)
+    )
 
-    def _wake(self) -> None:
-        self.wake()
+    def __post_init__(self) -> None:
+        parts = self.pool, self.memory, self.host, self.copier, self.remote
+        self.restorer = Restorer(*parts, lambda: self.wake(), self.clock)
+        self.offloader = Offloader(*parts, self.reuse, lambda: self.wake())
+        self._audit = PoolAudit(self.host.pool)
+        if self.host.blocks and self.remote is not None:
+            self.protector = Protector(self.pool, self.host, self.offloader, self.copier, self.remote)
+        self._probe()
 
-    def _probe(self, host: HostTier) -> None:
+    def _probe(self) -> None:
         """Copies in memory are priced from the first request on. The pool is empty: blocks are free to be written."""
-        blocks = self.pool.allocate(min(PROBE_BLOCKS, self.pool.available))
-        slots = host.allocate(len(blocks))
-        pairs = list(zip(blocks, map(host.view, slots), strict=False))
+        blocks = self.pool.allocate(min(PROBE_BLOCKS, self.pool.available, self.host.blocks))
+        slots = self.host.allocate(len(blocks))
+        pairs = list(zip(blocks, map(self.host.view, slots), strict=True))
         for _ in range(2):  # the first touches the memory
-            self.copier.measure(
-                [partial(self.memory.read, block, view) for block, view in pairs],
-                [partial(self.memory.write, block, view) for block, view in pairs],
-                host.block_bytes,
-            )
+            for copy, speed in ((self.memory.read, self.copier.speed_out), (self.memory.write, self.copier.speed_in)):
+                job = CopyJob([partial(copy, *pair) for pair in pairs], self.host.block_bytes, lambda: None)
+                took = job.run()
+                speed.start(job.done * self.host.block_bytes, took)
         self.pool.release(blocks)
-        host.pool.release(slots)
+        self.host.pool.release(slots)
 
     def close(self) -> None:
         self.copier.close()
 
-    # ------------------------------------------------------------------ what happens to sequences
-
     def started(self, sequence: EngineSequence) -> None:
-        """A request runs for the first time."""
         self.reuse.ask(own_root(sequence.root), sequence.hashes)
 
     def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
         """Its prompt is computed: the part that was found was of use again, the rest may be."""
-        if self.offloader is not None:
-            self.offloader.offer(sequence, prefill_tokens_per_s)
+        self.offloader.offer(sequence, prefill_tokens_per_s)
 
     def leaves(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
         """It is about to let go of its blocks for good."""
         self.restorer.drop(sequence)
-        if self.offloader is not None and sequence.filled:
+        if sequence.filled:
             self.reuse.extend(sequence.hashes[: sequence.filled])
             location = sequence.spec.location
             if location is not None and location.finding.ready:  # a vault may have lost what it was given
@@ -121,12 +96,12 @@ class Tiers:
     def paused(self, sequence: EngineSequence) -> None:
         """It is about to let go of its blocks until somebody reads on."""
         self.restorer.drop(sequence)
-        if self.offloader is not None and sequence.filled:
+        if sequence.filled:
             self.offloader.offer(sequence, 0.0, reused=True)
 
     def preempted(self, sequence: EngineSequence) -> None:
         """It is about to give its blocks to others, and wants them back."""
-        if self.offloader is not None and sequence.filled:
+        if sequence.filled:
             self.offloader.save(sequence)
 
     def claims(
@@ -141,45 +116,29 @@ class Tiers:
 
     def maintain(self) -> list[EngineSequence]:
         """Between steps. Returns sequences that go back to the queue."""
-        if self.offloader is not None:
-            self.offloader.maintain()
+        self.offloader.maintain()
         for _ in range(len(self._erasing)):
-            late = self._erasing.popleft()
-            if late.known.isdisjoint(self._carried()):
-                self.erase(late.root, late.hashes, late.ids, late.keep)
+            known, erase = self._erasing.popleft()
+            if known.isdisjoint(self._carried()):
+                erase()
             else:
-                self._erasing.append(late)
+                self._erasing.append((known, erase))
         return self.restorer.poll()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing is on its way down."""
-        return self.offloader is None or self.offloader.is_settled
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that are out of the queue."""
-        return self.restorer.waiting
 
     def copied(self) -> None:
         """What this step copies between blocks is copied: blocks that were taken from the pool may be written."""
         self.restorer.start()
 
-    def due_in(self) -> float | None:
-        """Seconds until `maintain` is needed though nothing woke the engine."""
-        return self.restorer.due_in()
-
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
         """Forget what only this token sequence has behind its first `keep` tokens, in every tier; what is on its way
         down or to a peer, when it is there. Returns how many blocks went at once."""
-        late = _Erasure(root, hashes, ids, keep, frozenset(hashes))
-        if not late.known.isdisjoint(self._carried()):
-            self._erasing.append(late)
+        known = frozenset(hashes)
+        if not known.isdisjoint(self._carried()):
+            self._erasing.append((known, partial(self.erase, root, hashes, ids, keep)))
         gone = self.pool.erase(root, hashes, ids, keep)
         first = max(keep // self.pool.block_size, root.blocks if isinstance(root, ForkedRoot) else 0)
-        if self.offloader is not None and self.host is not None:
-            self.offloader.forget(hashes[first:])
-            gone += self.host.erase(root, hashes, ids, keep)
+        self.offloader.forget(hashes[first:])
+        gone += self.host.erase(root, hashes, ids, keep)
         if self.remote is not None and len(hashes) > first:
             self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[first:])
         return gone
@@ -189,12 +148,10 @@ class Tiers:
         its way goes nowhere."""
         first = hashes[-1]
         gone = {first: root_at(root, len(hashes) - 1)} | self.pool.continuations(first)
-        if self.host is not None:
-            gone |= self.host.pool.continuations(first)
-            self.host.drop(first)
+        gone |= self.host.pool.continuations(first)
+        self.host.drop(first)
         self.pool.drop(first)
-        if self.offloader is not None:
-            self.offloader.forget(list(gone))
+        self.offloader.forget(list(gone))
         if self.remote is not None:
             self.remote.erase([BlockName(kept_under, block_hash, b"", b"") for block_hash, kept_under in gone.items()])
 
@@ -202,38 +159,37 @@ class Tiers:
         """Last blocks of chains that are held here, by no sequence."""
         lent = [(pool, chain[-1]) for held in self.lent.values() for pool, chain in held]
         ends = [pool.content(last).hash for pool, last in lent if pool.lists_block(last)]
-        carried = self.offloader.carried() if self.offloader is not None else []
-        return [end for end in ends if end] + carried + self.restorer.carried()
-
-    # ------------------------------------------------------------------ queries
-
-    def take_changes(self) -> list[TierEvents]:
-        return self.host.take_changes() if self.host is not None else []
+        return [end for end in ends if end] + self.offloader.carried() + self.restorer.carried()
 
     @property
     def digest(self) -> int:
-        """The part of these tiers in that of all."""
-        return in_tier(self.host.pool.digest, Tier.HOST.number) if self.host is not None else 0
+        return in_tier(self.host.pool.digest, Tier.HOST.number)
 
     def holdings(self) -> dict[Tier, list[bytes]]:
-        return {Tier.HOST: self.host.pool.hashes()} if self.host is not None else {}
+        return {Tier.HOST: self.host.pool.hashes()} if self.host.blocks else {}
 
     def rates(self) -> dict[str, float]:
-        """Bytes per second to the device, by tier."""
-        found = {}
-        if self.host is not None and self.copier.speed_in.bytes_per_s:
-            found[Tier.HOST.value] = self.copier.speed_in.bytes_per_s
+        found = {Tier.HOST: self.copier.speed_in.bytes_per_s}
         for tier in (Tier.VAULT, Tier.PEER):
             speed = self.remote.speed(tier) if self.remote is not None else None
             if speed is not None:
-                found[tier.value] = speed.bytes_per_s
-        return found
+                found[tier] = speed.bytes_per_s
+        return {tier.value: rate for tier, rate in found.items() if rate}
 
     def loads(self) -> dict[str, TierLoad]:
         loads = dict(self.remote.loads()) if self.remote is not None else {}
+        if self.host.blocks:
+            pool, size = self.host.pool, self.host.block_bytes
+            loads[Tier.HOST.value] = TierLoad(
+                blocks=pool.addressed,
+                bytes_used=(pool.used + pool.cached) * size,
+                bytes_total=pool.num_blocks * size,
+                offloaded_blocks_total=self.offloader.offloaded_total,
+                evictions_total=pool.evictions,
+            )
         tokens, failures = self.restorer.tokens_total, self.restorer.failures_total
         per_token = self.memory.block_bytes / self.pool.block_size
-        for tier in ([Tier.HOST] if self.host else []) + ([Tier.VAULT, Tier.PEER] if self.remote else []):
+        for tier in ([Tier.HOST] if self.host.blocks else []) + ([Tier.VAULT, Tier.PEER] if self.remote else []):
             known = loads.get(tier.value, TierLoad())
             loads[tier.value] = replace(
                 known,
@@ -243,22 +199,11 @@ class Tiers:
                 restore_seconds_total=self.restorer.seconds_total[tier],
                 failures_total=known.failures_total | {why: n for (of, why), n in failures.items() if of is tier},
             )
-        if self.host is not None and self.offloader is not None:
-            pool, size = self.host.pool, self.host.block_bytes
-            loads[Tier.HOST.value] = replace(
-                loads[Tier.HOST.value],
-                blocks=pool.addressed,
-                bytes_used=(pool.used + pool.cached) * size,
-                bytes_total=pool.num_blocks * size,
-                offloaded_blocks_total=self.offloader.offloaded_total,
-                evictions_total=pool.evictions,
-            )
         return loads
 
     def readable(self) -> list[tuple[BlockPool, Callable[[int], memoryview]]]:
         """The pools with this worker's blocks, fastest first, and how a block's bytes are had."""
-        pools: list[tuple[BlockPool, Callable[[int], memoryview]]] = [(self.pool, self._read_device)]
-        return pools if self.host is None else [*pools, (self.host.pool, self.host.view)]
+        return [(self.pool, self._read_device), (self.host.pool, self.host.view)]
 
     def _read_device(self, block: int) -> memoryview:
         view = self.memory.view(block)
@@ -268,23 +213,16 @@ class Tiers:
         return view
 
     def held(self) -> list[list[int]]:
-        """Blocks of the device that are held here, by holder."""
-        offloading = self.offloader.held() if self.offloader is not None else []
-        return [*self.restorer.held(), *offloading, *self._lent_of(self.pool)]
+        return self.restorer.held() + self.offloader.held() + self._lent_of(self.pool)
+
+    def _held_on_host(self) -> list[list[int]]:
+        return self.restorer.held_on_host() + self.offloader.held_on_host() + self._lent_of(self.host.pool)
 
     def _lent_of(self, pool: BlockPool) -> list[list[int]]:
         return [chain for held in self.lent.values() for of, chain in held if of is pool]
 
-    def _held_on_host(self, host: HostTier) -> list[list[int]]:
-        offloading = self.offloader.held_on_host() if self.offloader is not None else []
-        return [*self.restorer.held_on_host(), *offloading, *self._lent_of(host.pool)]
-
     def audit(self) -> None:
-        """As `Engine.audit`, of the host."""
-        if self.host is not None and self._audit is not None:
-            self._audit.look(self._held_on_host(self.host))
+        self._audit.look(self._held_on_host())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the host's books do not balance."""
-        if self.host is not None:
-            check_integrity(self.host.pool, self._held_on_host(self.host))
+        check_integrity(self.host.pool, self._held_on_host())

@@ -7,6 +7,7 @@ the run until the owner joined. A dead vault's runs are lost with it, so nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,28 +25,22 @@ class RingShare(NamedTuple):
     at: list[int]
     owned: bool = True
 
+    def parts(self, size: int) -> Iterator[list[int]]:
+        return (self.at[start : start + size] for start in range(0, len(self.at), size))
 
+
+@dataclass(frozen=True, slots=True)
 class VaultRing:
     """Immutable: who joins or leaves makes a new one."""
 
-    def __init__(self, vaults: Iterable[str] = ()) -> None:
-        self._ring = HashRing(vaults)
-
-    @property
-    def vaults(self) -> tuple[str, ...]:
-        return self._ring.nodes
-
-    def with_vaults(self, vaults: Iterable[str]) -> VaultRing:
-        ring = VaultRing()
-        ring._ring = self._ring.with_nodes(vaults)
-        return ring
+    ring: HashRing = field(default_factory=HashRing)
 
     def keepers(self, name: BlockName) -> tuple[str, ...]:
         """The one that a block is written to, then the one that kept it before that one joined."""
-        return tuple(islice(self._ring.walk((name.run or name.hash).hex()), KEEPERS))
+        return tuple(islice(self.ring.walk((name.run or name.hash).hex()), KEEPERS))
 
     def owner(self, name: BlockName) -> str | None:
-        return self._ring.owner((name.run or name.hash).hex())
+        return self.ring.owner((name.run or name.hash).hex())
 
     def shares(self, names: Sequence[BlockName]) -> dict[str, list[RingShare]]:
         """By vault: all that it may hold of `names`."""
@@ -68,7 +63,7 @@ class VaultRing:
                 continue
             for at in range(start, end):
                 stray = strays.get(names[at].hash)
-                _add(homes, stray if stray is not None and stray in self._ring.nodes else owner, root, (at,))
+                _add(homes, stray if stray is not None and stray in self.ring.nodes else owner, root, (at,))
         return homes
 
 

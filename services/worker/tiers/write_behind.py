@@ -1,4 +1,5 @@
-"""Blocks on their way to one vault, and what it is to forget. Thread-safe; owns the queue and a connection of its own.
+"""Blocks on their way to one vault, and what it is to forget. Thread-safe; owns their queue, bounded in bytes, and a
+connection of its own.
 
     offer ──▶ queue ──a batch──▶ has it? ──▶ encode ──▶ put ──▶ done
                 ▲──────────── it did not get through ─────│
@@ -12,55 +13,141 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 
 from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.block_codec import BlockShape, choose, encoded_bytes
-from kvfleet.worker.tiers.connection_thread import Connect, ConnectionThread
+from kvfleet.worker.tiers.block_codec import choose, encoded_bytes
+from kvfleet.worker.tiers.connection_thread import GONE, Connect, ConnectionJob, ConnectionThread
 from kvfleet.worker.tiers.deadlines import Deadlines
-from kvfleet.worker.tiers.offload_queue import Offload, OffloadQueue
-from kvfleet.worker.tiers.remote_counts import RemoteCounts
+from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
 from kvfleet.worker.tiers.vault_ring import by_root
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, PutStatus
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.messages import Tier
 
+BATCH_BLOCKS = 64
+BATCH_BYTES = 16 * 1024 * 1024
 OFFLOAD_LIMIT_S = 10.0
 ERASE_LIMIT_S = 5.0
 AGAIN_S = 2.0  # from an erase that failed, or that a broken put may have outlived, to the second one
 
-Blocks = list[tuple[BlockHeader, memoryview]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offload:
+    """`payload` stays as it is until `on_done` is called; nothing is done with it after `expires`."""
+
+    name: BlockName
+    payload: memoryview
+    lossy: bool
+    on_done: Callable[[], None]
+    expires: float
 
 
+@dataclass(eq=False, slots=True)
+class OffloadQueue:
+    """What waits for one vault, oldest first. Parents come before their children and are written before them: order is
+    never changed. Guarded by the lock of its `WriteBehind`."""
+
+    max_bytes: int
+    nbytes: int = 0  # of what waits and of the batch that is under way
+    _waiting: deque[Offload] = field(default_factory=deque)
+    _batch: list[Offload] = field(default_factory=list)
+    _unwanted: set[bytes] = field(default_factory=set)  # of the batch
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, offload: Offload) -> bool:
+        """False: it is full. A block larger than all of it may wait alone."""
+        if self.nbytes and self.nbytes + offload.payload.nbytes > self.max_bytes:
+            return False
+        self._waiting.append(offload)
+        self.nbytes += offload.payload.nbytes
+        return True
+
+    def take(self) -> list[Offload]:
+        """The next batch, of one root and equally lossy; the one before it must be done."""
+        assert not self._batch
+        size = 0
+        while self._waiting and len(self._batch) < BATCH_BLOCKS:
+            offload = self._waiting[0]
+            first = self._batch[0] if self._batch else offload
+            size += offload.payload.nbytes
+            if (first.name.root, first.lossy) != (offload.name.root, offload.lossy):
+                break
+            if self._batch and size > BATCH_BYTES:
+                break
+            self._batch.append(self._waiting.popleft())
+        return self._batch.copy()
+
+    def done(self) -> None:
+        """The batch under way has come to its end, whichever."""
+        self._leave(self._batch)
+        self._batch = []
+        self._unwanted.clear()
+
+    def put_back(self, now: float) -> list[Offload]:
+        """The batch under way did not get through: it is first again, but for what has expired or was dropped
+        meanwhile, which is returned."""
+        ended = [one for one in self._batch if one.expires <= now or one.name.hash in self._unwanted]
+        self._waiting.extendleft(reversed([one for one in self._batch if one not in ended]))
+        self._leave(ended)
+        self._batch = []
+        self._unwanted.clear()
+        return ended
+
+    def expired(self, now: float) -> list[Offload]:
+        """Takes out what has waited too long."""
+        expired = list(takewhile(lambda offload: offload.expires <= now, self._waiting))
+        for _ in expired:
+            self._waiting.popleft()
+        self._leave(expired)
+        return expired
+
+    def drop(self, hashes: Collection[bytes]) -> list[Offload]:
+        """Takes out what waits of these blocks; those under way do not come back."""
+        self._unwanted.update(one.name.hash for one in self._batch if one.name.hash in hashes)
+        dropped = [offload for offload in self._waiting if offload.name.hash in hashes]
+        if dropped:
+            self._waiting = deque(offload for offload in self._waiting if offload.name.hash not in hashes)
+            self._leave(dropped)
+        return dropped
+
+    def drop_all(self) -> list[Offload]:
+        dropped = list(self._waiting)
+        self._waiting.clear()
+        self._leave(dropped)
+        return dropped
+
+    def _leave(self, offloads: Collection[Offload]) -> None:
+        self.nbytes -= sum(offload.payload.nbytes for offload in offloads)
+
+    def check_integrity(self) -> None:
+        assert self.nbytes == sum(offload.payload.nbytes for offload in [*self._waiting, *self._batch])
+        assert all(one.expires <= other.expires for one, other in pairwise(self._waiting))
+
+
+@dataclass(eq=False)
 class WriteBehind:
-    def __init__(
-        self,
-        name: str,
-        connect: Connect,
-        *,
-        kv_format: bytes,
-        shape: BlockShape,
-        codec: BlockCodec,
-        max_bytes: int,
-        deadlines: Deadlines,
-        counts: RemoteCounts,
-    ) -> None:
-        self._format = kv_format
-        self._shape = shape
-        self._codec = codec
-        self._deadlines = deadlines
-        self._counts = counts
-        self._lock = threading.Lock()
-        self._queue = OffloadQueue(max_bytes)
-        self._asked_to_drain = False
-        self._watched = False
-        self._closed = False
-        self._broke_at = float("-inf")  # when a put ended of which nobody knows what became of it
-        self._scratch = bytearray()
-        self._connection = ConnectionThread(f"{name}-write", connect, self._maintain)
+    vault: str
+    connect: Connect
+    settings: RemoteSettings
+    deadlines: Deadlines
+    counts: RemoteCounts
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _asked_to_drain: bool = False
+    _watched: bool = False
+    _closed: bool = False
+    _broke_at: float = float("-inf")  # when a put ended of which nobody knows what became of it
+    _scratch: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self._queue = OffloadQueue(self.settings.max_queued_bytes)
+        self._connection = ConnectionThread(f"vault-{self.vault}-write", self.connect, self._maintain)
 
     # ------------------------------------------------------------------ any thread
 
@@ -72,31 +159,57 @@ class WriteBehind:
                 return False
             watch, self._watched = not self._watched, True
         if watch:
-            self._deadlines.after(OFFLOAD_LIMIT_S, self._expire)
+            self.deadlines.after(OFFLOAD_LIMIT_S, self._expire)
         self._drain_soon()
         return True
 
     def erase(self, names: Sequence[BlockName]) -> None:
-        self.drop({name.hash for name in names})
+        """Nothing of these blocks is written that is not under way already, and the vault forgets them."""
+        with self._lock:
+            dropped = self._queue.drop({name.hash for name in names})
+        self._give_back(dropped, "erased")
         again = time.monotonic() - self._broke_at < OFFLOAD_LIMIT_S
         self._erase(names, last=False)
         if again:
-            self._deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
+            self.deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
 
-    def drop(self, hashes: Collection[bytes]) -> None:
-        """Nothing of these blocks is written that is not under way already."""
-        with self._lock:
-            dropped = self._queue.drop(hashes)
-        self._give_back(dropped, "erased")
-
-    def close(self) -> list[threading.Thread]:
+    def close(self) -> threading.Thread:
         """Waits for nothing: the thread that will end. What waits is given back now, what is under way with it."""
         with self._lock:
             self._closed = True
             dropped = self._queue.drop_all()
         self._connection.close()
-        self._give_back(dropped, "gone")
-        return [self._connection.thread]
+        self._give_back(dropped, GONE)
+        return self._connection.thread
+
+    def _drain_soon(self) -> None:
+        with self._lock:
+            if self._asked_to_drain:
+                return
+            self._asked_to_drain = True
+        if not self._connection.submit(ConnectionJob(self._drain, self._broke)):
+            self._asked_to_drain = False  # `_maintain` asks again
+
+    def _erase(self, names: Sequence[BlockName], *, last: bool) -> None:
+        def run(client: DataPlaneClient) -> None:
+            for share in by_root(names):
+                for at in share.parts(MAX_BLOCKS):
+                    client.erase(share.root, [names[one].hash for one in at], time.monotonic() + ERASE_LIMIT_S)
+
+        def fail(reason: str) -> None:
+            if last or self._closed:
+                self.counts.failed(Tier.VAULT, "erase")
+            else:
+                self.deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
+
+        if not self._connection.submit(ConnectionJob(run, fail)):
+            fail(GONE)
+
+    def _give_back(self, offloads: Sequence[Offload], reason: str) -> None:
+        if offloads:
+            self.counts.failed(Tier.VAULT, f"offload_{reason}", len(offloads))
+        for offload in offloads:
+            offload.on_done()
 
     # ------------------------------------------------------------------ the connection's thread
 
@@ -104,32 +217,6 @@ class WriteBehind:
         """Connected, or nothing to do: what waits since there was no connection goes now."""
         if len(self._queue):
             self._drain_soon()
-
-    def _drain_soon(self) -> None:
-        with self._lock:
-            if self._asked_to_drain:
-                return
-            self._asked_to_drain = True
-        if not self._connection.submit(_Job(self._drain, self._broke)):
-            self._asked_to_drain = False  # `_maintain` asks again
-
-    def _erase(self, names: Sequence[BlockName], *, last: bool) -> None:
-        """Tried twice. Any thread."""
-
-        def run(client: DataPlaneClient) -> None:
-            for share in by_root(names):
-                for start in range(0, len(share.at), MAX_BLOCKS):
-                    hashes = [names[at].hash for at in share.at[start : start + MAX_BLOCKS]]
-                    client.erase(share.root, hashes, time.monotonic() + ERASE_LIMIT_S)
-
-        def fail(reason: str) -> None:
-            if last or self._closed:
-                self._counts.failed(Tier.VAULT, "erase")
-            else:
-                self._deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
-
-        if not self._connection.submit(_Job(run, fail)):
-            fail("gone")
 
     def _drain(self, client: DataPlaneClient) -> None:
         """One batch; then whatever else was asked for has its turn."""
@@ -139,21 +226,17 @@ class WriteBehind:
             batch = self._queue.take()
         self._give_back(expired, "expired")
         if batch:
-            self._note(batch, self._written(client, batch, min(offload.expires for offload in batch)))
+            told = Counter(self._written(client, batch, min(offload.expires for offload in batch)))
+            with self._lock:
+                self._queue.done()
+            self.counts.offloaded(told[PutStatus.STORED])
+            for status in (PutStatus.REFUSED, PutStatus.CORRUPT):
+                if told[status]:
+                    self.counts.failed(Tier.VAULT, f"put_{status.value}", told[status])
+            for offload in batch:
+                offload.on_done()
         self._asked_to_drain = False
-        if len(self._queue):
-            self._drain_soon()
-
-    def _note(self, batch: Sequence[Offload], statuses: Sequence[PutStatus]) -> None:
-        with self._lock:
-            self._queue.done()
-        told = Counter(statuses)
-        self._counts.offloaded(told[PutStatus.STORED])
-        for status in (PutStatus.REFUSED, PutStatus.CORRUPT):
-            if told[status]:
-                self._counts.failed(Tier.VAULT, f"put_{status.value}", told[status])
-        for offload in batch:
-            offload.on_done()
+        self._maintain(client)
 
     def _broke(self, reason: str) -> None:
         """The batch did not get through, if there was one."""
@@ -165,40 +248,37 @@ class WriteBehind:
         self._give_back(ended, "expired")
 
     def _written(self, client: DataPlaneClient, batch: Sequence[Offload], deadline: float) -> list[PutStatus]:
-        root, lossy = batch[0].name.root, batch[0].lossy
-        statuses = [PutStatus.PRESENT] * len(batch)
-        asked = list(range(len(batch)))
-        if self._codec is not BlockCodec.RAW:  # encoding costs more than to ask
+        """What became of those that the vault did not have."""
+        root = batch[0].name.root
+        if self.settings.codec is not BlockCodec.RAW:  # encoding costs more than to ask
             held = client.has(root, [offload.name.hash for offload in batch], False, deadline)
-            asked = [at for at in asked if not held[at]]
-        blocks = self._encoded([batch[at] for at in asked], lossy=lossy)
-        if blocks:
-            for at, status in zip(asked, client.put(root, blocks, deadline), strict=True):
-                statuses[at] = status
-        return statuses
+            batch = [offload for offload, has in zip(batch, held, strict=True) if not has]
+        return client.put(root, self._encoded(batch), deadline) if batch else []
 
-    def _encoded(self, offloads: Sequence[Offload], *, lossy: bool) -> Blocks:
+    def _encoded(self, offloads: Sequence[Offload]) -> list[tuple[BlockHeader, memoryview]]:
         """Sealed; payloads lie in the scratch buffer, or where they were where a block stays raw."""
-        quantises = self._codec is not BlockCodec.RAW and self._shape.dtype != "int8"
-        size = encoded_bytes(self._codec, self._shape) if quantises else 0
+        codec, shape = self.settings.codec, self.settings.shape
+        quantises = codec is not BlockCodec.RAW and shape.dtype != "int8"
+        size = encoded_bytes(codec, shape) if quantises else 0
         if len(self._scratch) < size * len(offloads):
             self._scratch = bytearray(size * len(offloads))
-        blocks: Blocks = []
+        blocks = []
         for at, offload in enumerate(offloads):
-            room = memoryview(self._scratch)[at * size : (at + 1) * size]
-            encoded = choose(self._codec, self._shape, offload.payload, room)
-            payload = offload.payload if encoded.codec is BlockCodec.RAW else room
-            if encoded.codec is not BlockCodec.RAW:
-                self._counts.quantised(encoded.snr_db, self._shape.raw_bytes, encoded.length)
+            payload, room = offload.payload, memoryview(self._scratch)[at * size : (at + 1) * size]
+            encoded = choose(codec, shape, payload, room)
+            is_lossy = encoded.codec is not BlockCodec.RAW
+            if is_lossy:
+                payload = room
+                self.counts.quantised(encoded.snr_db, shape.raw_bytes, encoded.length)
             elif quantises:
-                self._counts.stayed_raw()
+                self.counts.stayed_raw()
             header = BlockHeader(
                 *offload.name[:4],
-                self._format,
+                self.settings.kv_format,
                 encoded.codec,
-                self._shape.raw_bytes,
+                shape.raw_bytes,
                 encoded.length,
-                lossy or encoded.codec is not BlockCodec.RAW,
+                offload.lossy or is_lossy,
                 encoded.snr_db,
             )
             blocks.append((header.sealed(payload), payload))
@@ -210,22 +290,7 @@ class WriteBehind:
         """What is under way expires with its put."""
         with self._lock:
             expired = self._queue.expired(time.monotonic())
-            self._watched = bool(len(self._queue))
-            watch = self._watched
+            watch = self._watched = bool(len(self._queue))
         self._give_back(expired, "expired")
         if watch:
-            self._deadlines.after(OFFLOAD_LIMIT_S / 10, self._expire)
-
-    def _give_back(self, offloads: Sequence[Offload], reason: str) -> None:
-        if offloads:
-            self._counts.failed(Tier.VAULT, f"offload_{reason}", len(offloads))
-        for offload in offloads:
-            offload.on_done()
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Of the connection's thread."""
-
-    run: Callable[[DataPlaneClient], None]
-    fail: Callable[[str], None]
+            self.deadlines.after(OFFLOAD_LIMIT_S / 10, self._expire)

@@ -15,7 +15,7 @@ from ingress_rig import Served, serve, until
 from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.ingress.runs import transcript as strays
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.tiers.reuse import ReuseWatch
+from kvfleet.worker.tiers.offloader import ReuseWatch
 from kvproto.client import Generation
 from kvproto.messages import Sampling
 from kvproto.subjects import Subjects
@@ -98,7 +98,6 @@ def _key(tenant: str) -> dict[str, str]:
 
 def _is_offloading(engine: Engine) -> bool:
     assert engine.tiers is not None
-    assert engine.tiers.offloader is not None
     return engine.tiers.offloader.has_work
 
 

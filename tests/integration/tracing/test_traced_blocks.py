@@ -15,8 +15,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
+from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.landing import Landing
-from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.dataplane import handshake_bytes, link, wire
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, ProtocolError
@@ -169,7 +170,7 @@ def test_what_a_vaults_disk_brought_is_counted(tmp_path: Path) -> None:
     for life in ("writes", "reads"):
         disk = DiskStore(tmp_path / "disk", 4 * 2**20)
         found = disk.open()
-        thread = DiskThread(disk, 4 * 2**20)
+        thread = DiskThread(disk)
         store = VaultStore(2**20, thread, on_disk=found)
         thread.start(store)
         server = DataPlaneServer(store, KEYS, "v0", unix_path=tmp_path / "v0.sock", on_traced=seen.append)

@@ -16,8 +16,7 @@ from vault_rig import Fleet, replayed, split
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.kv_indexer import Follows, KvIndexer
 from kvfleet.vault.loop import VaultLoop
-from kvfleet.vault.store.block_table import bytes_for
-from kvfleet.vault.store.changes import BLOCKS_PER_EVENT
+from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, bytes_for
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.block_hash import digest_term, in_tier
@@ -171,7 +170,7 @@ async def test_more_changes_than_an_event_takes_are_several(rig: Rig) -> None:
     with rig.store._lock:
         for number in range(count):
             names = {"hash": number.to_bytes(16, "big"), "parent": (number // 7).to_bytes(16, "little")}
-            rig.store._table.add_on_disk(replace(one.header, **names))
+            rig.store.table.add_on_disk(replace(one.header, **names))
     await until(lambda: sum(len(run.hashes) for e in rig.fleet.events for c in e.changes for run in c.runs) == count)
     assert len(rig.fleet.events) >= 3
     assert await rig.fleet.snapshot("v0") == replayed(rig.fleet.events)

@@ -16,8 +16,9 @@ from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers.block_codec import BlockShape
+from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.remote import RemoteSettings, RemoteTiers
+from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import chain

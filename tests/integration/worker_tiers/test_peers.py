@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.worker.network.peers import MOST_PEERS, Peers
-from kvfleet.worker.network.tier_network import TierNetwork
+from kvfleet.worker.network.tier_network import MOST_PEERS, Peers, TierNetwork
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.source import SourceAddress
 from kvproto import codec

@@ -74,8 +74,8 @@ def test_a_peer_is_asked_too(make_vault: MakeVault, make_remote: MakeRemote) -> 
     fetched = Fetched(remote, names[:7], Tier.PEER, peer="w2").wait()
     assert fetched.check() == 7
     assert set(fetched.landing.sources.values()) == {"w2"}
-    assert remote.loads()["peer"].restores_total == 1
-    assert remote.loads()["vault"].restores_total == 0
+    assert sum(count for what, count in peer.store.asked if what == "get") == 7
+    assert "get" not in dict(vault.store.asked)
 
 
 def test_a_peer_that_nobody_asks_costs_no_connection_and_is_asked_again_when_needed(

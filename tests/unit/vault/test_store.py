@@ -148,8 +148,8 @@ def test_a_block_that_is_not_what_it_says_is_refused() -> None:
         assert store.counters.refused[why] == 1, why
     assert store.reserve(replace(one.header, ids=one.header.ids[:8])) is None
     assert store.counters.refused["not_genuine"] == 2
-    assert store.blocks == 0
-    assert store.used_bytes == 0
+    assert len(store.table.resident) == 0
+    assert store.table.memory.used_bytes == 0
 
 
 def test_a_buffer_is_committed_as_what_it_was_reserved_for() -> None:
@@ -173,13 +173,13 @@ def test_a_buffer_is_committed_as_what_it_was_reserved_for() -> None:
 def test_the_bound_holds_and_counts_everything() -> None:
     store = a_store(8.9)
     put(store, *chain(100))
-    assert store.blocks == 8
-    assert store.used_bytes <= store.max_bytes
+    assert len(store.table.resident) == 8
+    assert store.table.memory.used_bytes <= store.table.memory.max_bytes
     sizes = (100, 5000, 300_000, 64, 2_000_000)
     big = VaultStore(3_000_000)
     for number in range(60):
         put(big, block(ROOT, 4 * number, size=sizes[number % 5]))
-        assert big.used_bytes <= big.max_bytes
+        assert big.table.memory.used_bytes <= big.table.memory.max_bytes
     assert big.counters.stored_total == 60
 
 
@@ -271,7 +271,7 @@ def test_memory_of_one_size_is_had_for_another() -> None:
     assert put(store, *large) == [True, True]
     assert get(store, large) == as_put(large)
     put(store, *chain(20, first_id=5000))
-    assert store.blocks > 10
+    assert len(store.table.resident) > 10
 
 
 # ---------------------------------------------------------------------------------------------- erase
@@ -284,7 +284,7 @@ def test_what_others_continue_is_not_erased() -> None:
     assert store.erase(ROOT, hashes(trunk)) == 1
     assert get(store, trunk) == [*as_put(trunk[:2]), None]
     assert store.erase(ROOT, [*hashes(trunk), branch.hash]) == 3, "deepest first, whatever the order"
-    assert store.blocks == 0
+    assert len(store.table.resident) == 0
     assert store.counters.erased_total == 4
     assert store.erase(ROOT, hashes(trunk)) == 0
     removed = [change.hash for change in store.take_changes() if change.removed]
@@ -309,7 +309,7 @@ def test_bytes_that_memory_did_not_keep_are_a_miss_and_can_be_put_again() -> Non
     now = [0.0]
     store, blocks = a_store(clock=lambda: now[0], check_after_s=60.0), chain(3)
     put(store, *blocks)
-    store._table.resident[blocks[1].hash].view[17] ^= 1
+    store.table.resident[blocks[1].hash].view[17] ^= 1
     now[0] = 59.0
     assert None not in get(store, blocks), "checked when it came: whoever fetches it finds out"
     now[0] = 61.0
@@ -324,7 +324,7 @@ def test_a_damaged_block_that_two_are_sending() -> None:
     store, (one,) = a_store(1, check_after_s=0.0), chain(1)
     put(store, one)
     served = store.get(ROOT, [one.hash], False)
-    store._table.resident[one.hash].view[0] ^= 1
+    store.table.resident[one.hash].view[0] ^= 1
     assert get(store, [one]) == [None]
     assert put(store, one) == [False], "its buffer is still being sent"
     served.release()

@@ -28,7 +28,7 @@ class Rig:
     def __init__(self, folder: Path, blocks: int = 16, disk_bytes: int = DISK_BYTES) -> None:
         self.disk = DiskStore(folder, disk_bytes)
         found = self.disk.open()
-        self.thread = DiskThread(self.disk, disk_bytes)
+        self.thread = DiskThread(self.disk)
         self.store = VaultStore(blocks * ONE, self.thread, on_disk=found)
         self.thread.start(self.store)
 
@@ -47,7 +47,7 @@ class Rig:
         """So that the disk keeps pace."""
         for one in blocks:
             assert self.put(one) == [True]
-            wait_until(lambda: self.store._table.room >= self.store._spare_bytes)
+            wait_until(lambda: self.store.table.room >= self.store._spare_bytes)
 
     def get(self, asked: Sequence[Block], root: bytes = ROOT, exact: bool = False) -> list[bytes | None]:
         served = self.store.get(root, hashes(asked), exact)
@@ -56,14 +56,14 @@ class Rig:
         return found
 
     def is_on_disk_alone(self, one: Block) -> bool:
-        return one.hash in self.store._table.on_disk and one.hash not in self.store._table.resident
+        return one.hash in self.store.table.on_disk and one.hash not in self.store.table.resident
 
     def close(self, last_words_s: float = 0.0) -> None:
         """And the folder has what the store says it has."""
         self.thread.close(last_words_s)
         self.store.check_integrity()
-        assert self.store._table.locked_bytes == 0
-        assert {header.hash: header for header in self.disk.open()} == self.store._table.on_disk
+        assert self.store.table.locked_bytes == 0
+        assert {header.hash: header for header in self.disk.open()} == self.store.table.on_disk
         self.disk.close()
 
 
@@ -87,8 +87,8 @@ def test_what_memory_has_no_room_for_comes_back_from_disk(rig: Rig) -> None:
     blocks = chain(64)
     rig.put_calmly(*blocks)
     store = rig.store
-    assert store.blocks < 17
-    assert store.held_blocks == 64
+    assert len(store.table.resident) < 17
+    assert store.table.held_blocks == 64
     assert store.has(ROOT, hashes(blocks), True) == [True] * 64
     for start in range(0, 64, 8):
         assert rig.get(blocks[start : start + 8]) == payloads(blocks[start : start + 8])
@@ -103,7 +103,7 @@ def test_a_restart_finds_what_was_written_and_what_was_in_memory_as_far_as_there
     rig.put_calmly(*blocks)
     rig.close(last_words_s=5.0)
     again = Rig(tmp_path)
-    assert again.store.blocks == 0
+    assert len(again.store.table.resident) == 0
     assert [change.hash for change in again.store.take_changes()] == hashes(blocks), "told of, parents first"
     assert again.get(blocks[20:30]) == payloads(blocks[20:30])
     again.close()
@@ -146,12 +146,12 @@ def test_blocks_that_arrive_when_nothing_could_be_written_are_written(rig: Rig) 
     blocks = singles(15)
     buffers = [rig.store.reserve(one.header) for one in blocks]
     wait_until(lambda: not rig.thread._woken and not rig.thread._spilling)
-    assert rig.store._table.room < rig.store._spare_bytes
+    assert rig.store.table.room < rig.store._spare_bytes
     for one, buffer in zip(blocks, buffers, strict=True):
         assert buffer is not None
         buffer[:] = one.payload
         assert rig.store.commit(one.header, buffer)
-    wait_until(lambda: rig.store._table.room >= rig.store._spare_bytes)
+    wait_until(lambda: rig.store.table.room >= rig.store._spare_bytes)
 
 
 def test_a_disk_that_is_full_or_broken_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_or_broken_is_as_none(tmp_path: Path, monkeypatch: p
     assert rig.put(*blocks) == [True] * 60
     wait_until(lambda: rig.thread.failures_total)
     assert rig.get(blocks[-8:]) == payloads(blocks[-8:])
-    assert rig.store.disk_blocks == 0
+    assert len(rig.store.table.on_disk) == 0
     rig.close(last_words_s=1.0)
 
 
@@ -258,7 +258,7 @@ def test_erased_while_it_is_read_from_disk(rig: Rig, monkeypatch: pytest.MonkeyP
     gate.wait()
     erasing = threading.Thread(target=rig.store.erase, args=(ROOT, hashes(blocks[first:])))
     erasing.start()
-    wait_until(lambda: away[0].hash not in rig.store._table.on_disk)
+    wait_until(lambda: away[0].hash not in rig.store.table.on_disk)
     gate.open()
     asking.join(LIMIT_S)
     erasing.join(LIMIT_S)
@@ -271,10 +271,10 @@ def test_erased_while_it_is_written_to_disk(tmp_path: Path, monkeypatch: pytest.
     gate = Gate(monkeypatch, "append")
     rig.put(*blocks)
     gate.wait()
-    (entry,) = rig.store._table._pinned
+    (entry,) = rig.store.table._pinned
     assert rig.store.erase(ROOT, [entry.header.hash]) == 1
     gate.open()
-    wait_until(lambda: not rig.store._table._pinned)
+    wait_until(lambda: not rig.store.table._pinned)
     rig.close()
     again = Rig(tmp_path)
     assert not any(again.store.has(ROOT, [entry.header.hash], False))
@@ -309,7 +309,7 @@ def test_the_disk_is_bounded_and_what_it_gives_up_is_told(tmp_path: Path) -> Non
     held = {change.hash for change in rig.store.take_changes() if not change.removed}
     assert len(held) == 200
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 64 * 1024
-    assert rig.store.held_blocks < 100
+    assert rig.store.table.held_blocks < 100
     assert rig.store.counters.disk_evictions_total > 100
     rig.close()
 
@@ -318,11 +318,11 @@ def test_an_exact_block_replaces_a_lossy_one_on_disk_too(tmp_path: Path) -> None
     rig = Rig(tmp_path)
     lossy, exact = block(ROOT, 0, lossy=True, size=1024), block(ROOT, 0)
     rig.put_calmly(lossy, *chain(40, first_id=100))
-    assert rig.store._table.on_disk[lossy.hash].lossy
+    assert rig.store.table.on_disk[lossy.hash].lossy
     assert rig.get([lossy], exact=True) == [None]
     assert rig.put(exact) == [True]
     rig.put_calmly(*chain(40, first_id=500))
-    assert not rig.store._table.on_disk[exact.hash].lossy
+    assert not rig.store.table.on_disk[exact.hash].lossy
     assert rig.put(lossy) == [False]
     assert rig.get([exact], exact=True) == [exact.payload]
     rig.close()
@@ -332,7 +332,7 @@ def test_from_disk_into_memory_that_is_all_in_use(tmp_path: Path) -> None:
     rig = Rig(tmp_path, blocks=8)
     blocks = chain(16)
     rig.put_calmly(*blocks)
-    held = [one for one in blocks if one.hash in rig.store._table.resident]
+    held = [one for one in blocks if one.hash in rig.store.table.resident]
     away = [one for one in blocks if one not in held]
     served = rig.store.get(ROOT, hashes([*held, *away]), False)
     assert sum(one is not None for one in served.blocks) == 8
@@ -369,7 +369,7 @@ def test_many_threads_above_a_disk(tmp_path: Path) -> None:
                     case _:
                         time.sleep(0.0005)  # so that the disk keeps pace, mostly
                         rig.put(*(chance.choice([asked, lossy[start : start + 4]])))
-                assert rig.store.used_bytes <= rig.store.max_bytes
+                assert rig.store.table.memory.used_bytes <= rig.store.table.memory.max_bytes
         except BaseException as error:  # noqa: BLE001 - a thread's: the test raises it
             failures.append(error)
 

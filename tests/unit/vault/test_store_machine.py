@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvfleet.vault.store.block_table import bytes_for
-from kvfleet.vault.store.changes import StoredChange, net, tier_events
+from kvfleet.vault.store.block_table import StoredChange, bytes_for, net, tier_events
 from kvfleet.vault.store.store import ServedBlocks, VaultStore
 from kvproto.dataplane.block import BlockHeader
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
@@ -133,9 +132,9 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def balanced(self) -> None:
         self.store.check_integrity()
-        assert self.store.used_bytes <= self.store.max_bytes
-        assert self.store.holdings() == ([], list(self.store._table.held()))
-        assert set(self.store._table.held()) == self.held == set(self.version)
+        assert self.store.table.memory.used_bytes <= self.store.table.memory.max_bytes
+        assert self.store.holdings() == ([], list(self.store.table.held()))
+        assert set(self.store.table.held()) == self.held == set(self.version)
 
     def teardown(self) -> None:
         for one, buffer in self.arriving:
@@ -143,7 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
         for served, _ in self.sending:
             served.release()
         self.store.check_integrity()
-        assert self.store._table.locked_bytes == 0
+        assert self.store.table.locked_bytes == 0
 
 
 StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -173,7 +172,7 @@ def test_many_threads_at_once() -> None:
                         served.release()
                     case _:
                         put(store, asked[0], abandon=chance.random() < 0.1)
-                assert store.used_bytes <= store.max_bytes
+                assert store.table.memory.used_bytes <= store.table.memory.max_bytes
         except BaseException as error:  # noqa: BLE001 - a thread's: the test raises it
             failures.append(error)
 
@@ -206,7 +205,7 @@ def test_many_threads_at_once() -> None:
     assert failures == []
     store.check_integrity()
     counters = store.counters
-    assert store._table.locked_bytes == 0
+    assert store.table.locked_bytes == 0
     assert min(counters.hits_total, counters.evictions_total, counters.erased_total, counters.replaced_total) > 0
     assert counters.damaged_total == 0
 

@@ -52,9 +52,7 @@ class TieredRig:
         )
         self.pool = BlockPool(blocks, SIZE)
         memory = runner.memory
-        self.host = (
-            HostTier(memoryview(bytearray(host * memory.block_bytes)), memory.block_bytes, SIZE) if host else None
-        )
+        self.host = HostTier(memoryview(bytearray(host * memory.block_bytes)), memory.block_bytes, SIZE)
         self.remote = MemoryRemote(memory.block_bytes, faults=faults) if remote else None
         self.woken = threading.Event()
         self.tiers = Tiers(self.pool, memory, self.host, self.remote, self.woken.set, clock)
@@ -126,7 +124,7 @@ class TieredRig:
     def settle(self) -> None:
         """Until nothing is being copied or written."""
         offloader = self.tiers.offloader
-        self.until(lambda: offloader is None or not (offloader.has_work or offloader.held_on_host()))
+        self.until(lambda: not (offloader.has_work or offloader.held_on_host()))
 
     def flush_device(self) -> None:
         """Others need all blocks of the device."""
@@ -134,7 +132,6 @@ class TieredRig:
         self.pool.release(blocks)
 
     def flush_host(self) -> None:
-        assert self.host is not None
         self.host.pool.release(self.host.allocate(self.host.pool.available))
 
     def cached(self, request: str) -> dict[str, int]:

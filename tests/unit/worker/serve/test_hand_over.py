@@ -112,7 +112,7 @@ def test_with_nobody_to_take_over_its_blocks_go_to_vaults(make_rig: MakeRig) -> 
     assert rig.remote is not None
     assert not rig.remote.kept[Tier.VAULT]
     rig.engine.hand_over("a", 0, keep=True)
-    rig.until(lambda: rig.tiers.is_settled)
+    rig.until(lambda: rig.tiers.offloader.is_settled)
     hashes = chain(ROOT, [*PROMPT, *outputs][: len(PROMPT) + len(outputs) - 1], SIZE)
     assert set(hashes) <= set(rig.remote.kept[Tier.VAULT])
 

@@ -73,7 +73,6 @@ class Rig:
 
     def settle(self) -> None:
         offloader = self.tiers.offloader
-        assert offloader is not None
         self.maintain(lambda: offloader.has_work or offloader._holds)
         self.engine.maintain()
         self.remote._pool.submit(lambda: None).result()
@@ -118,7 +117,6 @@ def test_what_a_vault_is_slow_to_take(rig: Rig) -> None:
     rig.remote.gate.clear()
     rig.run(PROMPT)
     offloader = rig.tiers.offloader
-    assert offloader is not None
     rig.maintain(lambda: not offloader._holds)
     rig.engine.kv.erase(ROOT, PROMPT)
     for _ in range(50):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.offload_queue import BATCH_BLOCKS, BATCH_BYTES, Offload, OffloadQueue
+from kvfleet.worker.tiers.write_behind import BATCH_BLOCKS, BATCH_BYTES, Offload, OffloadQueue
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
 
@@ -36,7 +36,7 @@ def test_it_is_bounded_and_what_is_under_way_counts() -> None:
     assert numbers(batch) == list(range(10))
     assert not queue.add(offload(10)), "its memory is in use still"
     queue.done()
-    assert queue.bytes == 0
+    assert queue.nbytes == 0
     assert queue.add(offload(10))
 
 
@@ -142,7 +142,7 @@ class Queue(RuleBasedStateMachine):
         self.queue.check_integrity()
         assert len(self.queue) == len(self.waiting)
         if not self.waiting and not self.batch:
-            assert self.queue.bytes == 0
+            assert self.queue.nbytes == 0
 
     def teardown(self) -> None:
         assert numbers(self.queue.drop_all()) == self.waiting

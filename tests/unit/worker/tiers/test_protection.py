@@ -62,8 +62,8 @@ class Rig(TieredRig):
         assert self.tiers.remote is not None
         self.remote.close()
         self.remote = GatedRemote(self.runner.memory.block_bytes)
-        self.tiers.remote = self.tiers.restorer._remote = self.remote
-        self.tiers.offloader._remote = self.tiers.protector._remote = self.remote  # type: ignore[union-attr]
+        self.tiers.remote = self.tiers.restorer.remote = self.remote
+        self.tiers.offloader.remote = self.tiers.protector.remote = self.remote  # type: ignore[union-attr]
         self.clock = Clock()
         self.runner._clock, self.runner._sleep = self.clock, self._pass
         self.runner._prefill_seconds = 1 / rate
@@ -88,7 +88,6 @@ class Rig(TieredRig):
 
     def settle_copies(self) -> None:
         offloader = self.tiers.offloader
-        assert offloader is not None
         while offloader._batch is not None or offloader._queue or (self.remote.gate.is_set() and offloader._holds):
             self.engine.maintain()
             self.woken.wait(0.001)
@@ -141,7 +140,6 @@ def test_what_is_quickly_computed_again_is_not_carried(rig: Rig) -> None:
     rig.add("short", LONG[:100], 20)
     rig.turns(5.0, step_s=0.5)
     assert rig.remote.given == 0
-    assert rig.host is not None
     assert rig.host.pool.addressed == 0
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet.worker.tiers.break_even import HANDLING_S, SURE, Offer, RestoredPart, cheapest, is_worth_going_on
-from kvfleet.worker.tiers.copier import Copier, CopyJob
+from kvfleet.worker.tiers.host import Copier, CopyJob
 from kvfleet.worker.tiers.link_speed import LEAST_BYTES, CopySpeed, LinkSpeed
-from kvfleet.worker.tiers.reuse import FEWEST_BLOCKS, ReuseWatch
+from kvfleet.worker.tiers.offloader import FEWEST_BLOCKS, ReuseWatch
 from kvproto.messages import Tier
 from tests.support.waiting import LIMIT_S
 

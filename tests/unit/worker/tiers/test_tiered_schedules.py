@@ -35,9 +35,10 @@ class TieredSchedule(Schedule):
         faulty = chance.random() < 0.5
         faults = Faults(0.1, 0.05, 0.1, 0.1, 0.3) if faulty else Faults()
         self.remote = MemoryRemote(memory.block_bytes, seed, faults) if chance.random() < 0.7 else None
-        host = HostTier(memoryview(bytearray(memory.block_bytes * chance.randint(1, 30))), memory.block_bytes, size)
-        kept = host if chance.random() < 0.9 else None
-        tiers = Tiers(engine.pool, Unaddressed(memory) if seed % 3 == 0 else memory, kept, self.remote)
+        blocks = chance.randint(1, 30)
+        blocks = blocks if chance.random() < 0.9 else 0
+        host = HostTier(memoryview(bytearray(memory.block_bytes * blocks)), memory.block_bytes, size)
+        tiers = Tiers(engine.pool, Unaddressed(memory) if seed % 3 == 0 else memory, host, self.remote)
         tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
         self.engine = Engine(
             engine.runner, engine.pool, engine.scheduler, engine.sequences.detokenizer, clock=self.clock, tiers=tiers
@@ -90,23 +91,22 @@ class TieredSchedule(Schedule):
 
     @property
     def busy(self) -> bool:
-        return bool(self.engine.has_work or self.tiers.waiting)
+        return bool(self.engine.has_work or self.tiers.restorer.waiting)
 
     def check_announced(self, result: StepResult) -> None:
         super().check_announced(result)
         self.follow(result, Tier.HOST, self.below)
-        held = self.tiers.host.pool.hashes() if self.tiers.host else []
-        assert set(held) == set(self.below)
+        assert set(self.tiers.host.pool.hashes()) == set(self.below)
 
     def check(self) -> None:
         end = time.monotonic() + LIMIT_S
-        while self.tiers.offloader is not None and (self.tiers.offloader.has_work or self.tiers.offloader._holds):
+        while self.tiers.offloader.has_work or self.tiers.offloader._holds:
             if (maintained := self.engine.maintain()) is not None:
                 self.check_announced(maintained)
             assert time.monotonic() < end, "an offload never ends"
             time.sleep(0.0005)
         super().check()
-        assert self.tiers.host is None or self.tiers.host.pool.used == 0
+        assert self.tiers.host.pool.used == 0
 
     def close(self) -> None:
         self.tiers.close()

@@ -61,7 +61,6 @@ class TestHost:
         rig.run("a", PROMPT)
         rig.settle()
         rig.flush_device()
-        assert rig.host is not None
         slot = rig.host.pool.chain_to(chain(ROOT, PROMPT, SIZE))[5]
         rig.host.view(slot)[-1] ^= 1
         assert rig.run("b", PROMPT) != expected_tokens(PROMPT, GREEDY)
@@ -116,7 +115,6 @@ class TestReuse:
         for at in range(30):
             rig.run(f"r{at}", [at, *PROMPT])
         rig.settle()
-        assert rig.host is not None
         assert rig.remote is not None
         assert rig.host.pool.addressed == 0
         assert rig.remote.kept[Tier.VAULT] == {}
@@ -127,7 +125,6 @@ class TestReuse:
             for session in range(8):
                 rig.run(f"s{session}t{turn}", [session, *PROMPT])
                 rig.flush_device()
-        assert rig.host is not None
         assert rig.tiers.reuse.share(ROOT) > 0.3
         assert rig.host.pool.addressed > 0
 
@@ -396,7 +393,6 @@ class TestRaces:
         kept.clear()
         rig.run("c", turn, exact=True)
         rig.settle()
-        assert rig.host is not None
         pool = rig.host.pool
         flags = [pool.content(block).lossy for block in pool.chain_to(chain(ROOT, turn, SIZE))]
         assert flags == sorted(flags)
@@ -408,7 +404,6 @@ class TestErase:
         rig = make_rig(remote=True)
         turn = [*PROMPT, *rig.run("a", PROMPT)]
         rig.settle()
-        assert rig.host is not None
         assert rig.remote is not None
         assert rig.engine.kv.erase(ROOT, turn) > 0
         assert rig.pool.addressed == rig.host.pool.addressed == len(rig.remote.kept[Tier.VAULT]) == 0
@@ -447,7 +442,6 @@ class TestEvents:
                 hashes = {block_hash for run in change.runs for block_hash in run.hashes}
                 assert hashes <= held if change.removed else not hashes & held
                 held = held - hashes if change.removed else held | hashes
-        assert rig.host is not None
         assert held == set(rig.host.pool.hashes()) == set(rig.engine.kv.holdings()[Tier.HOST])
 
 

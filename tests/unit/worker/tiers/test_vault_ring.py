@@ -11,6 +11,7 @@ from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
 from kvproto.block_hash import chain, pack_ids, parent_of
 from kvproto.dataplane.block import RUN_BLOCKS, runs_of
+from kvproto.hash_ring import HashRing
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
 
@@ -26,7 +27,7 @@ def names_of(blocks: int, seed: int = 0, root: bytes = ROOT) -> list[BlockName]:
 
 
 def test_a_run_lies_in_one_vault_wherever_in_the_chain_one_begins_to_ask() -> None:
-    ring = VaultRing(f"v{at}" for at in range(5))
+    ring = VaultRing(HashRing(f"v{at}" for at in range(5)))
     names = names_of(4 * RUN_BLOCKS)
     owners = [ring.owner(name) for name in names]
     for start in range(0, len(names), RUN_BLOCKS):
@@ -39,16 +40,16 @@ def test_a_run_lies_in_one_vault_wherever_in_the_chain_one_begins_to_ask() -> No
 
 
 def test_workers_that_heard_of_vaults_in_another_order_agree() -> None:
-    one = VaultRing(["a", "b"]).with_vaults(["c", "b", "a"])
-    other = VaultRing(["c", "a", "b", "a"])
+    one = VaultRing(HashRing(["a", "b"]).with_nodes(["c", "b", "a"]))
+    other = VaultRing(HashRing(["c", "a", "b", "a"]))
     names = [names_of(1, seed)[0] for seed in range(100)]
     assert [one.keepers(name) for name in names] == [other.keepers(name) for name in names]
-    assert one.vaults == ("a", "b", "c")
+    assert one.ring.nodes == ("a", "b", "c")
 
 
 def test_who_kept_a_run_before_another_vault_joined_is_still_asked() -> None:
-    before = VaultRing(["a", "b", "c"])
-    after = before.with_vaults(["a", "b", "c", "d"])
+    before = VaultRing(HashRing(["a", "b", "c"]))
+    after = VaultRing(before.ring.with_nodes(["a", "b", "c", "d"]))
     moved = 0
     for seed in range(200):
         (name,) = names_of(1, seed)
@@ -59,18 +60,18 @@ def test_who_kept_a_run_before_another_vault_joined_is_still_asked() -> None:
 
 def test_a_forked_chain_is_asked_for_under_both_roots() -> None:
     names = names_of(3) + names_of(2, 1, OTHER)
-    ring = VaultRing(["only"])
+    ring = VaultRing(HashRing(["only"]))
     assert [(share.root, share.at) for share in ring.shares(names)["only"]] == [(ROOT, [0, 1, 2]), (OTHER, [3, 4])]
     assert [(share.root, share.at) for share in by_root(names)] == [(ROOT, [0, 1, 2]), (OTHER, [3, 4])]
     assert by_root([]) == []
 
 
 def test_strays_are_fetched_where_they_were_seen() -> None:
-    ring = VaultRing(["a", "b", "c"])
+    ring = VaultRing(HashRing(["a", "b", "c"]))
     names = names_of(10)
     owner = ring.owner(names[0])
     assert owner is not None
-    elsewhere = next(vault for vault in ring.vaults if vault != owner)
+    elsewhere = next(vault for vault in ring.ring.nodes if vault != owner)
     homes = ring.homes(names, {names[4].hash: elsewhere})
     assert {vault: [at for share in shares for at in share.at] for vault, shares in homes.items()} == {
         owner: [0, 1, 2, 3, 5, 6, 7, 8, 9],
@@ -87,7 +88,7 @@ def test_without_vaults_there_is_nobody_to_ask() -> None:
 
 @given(st.integers(1, 200), st.integers(1, 6), st.integers(0, 50))
 def test_every_block_is_asked_for_at_its_keepers_and_fetched_from_one(blocks: int, vaults: int, seed: int) -> None:
-    ring = VaultRing(f"v{at}" for at in range(vaults))
+    ring = VaultRing(HashRing(f"v{at}" for at in range(vaults)))
     names = names_of(blocks, seed)
     asked = sorted(at for shares in ring.shares(names).values() for share in shares for at in share.at)
     assert asked == sorted(list(range(blocks)) * min(2, vaults))

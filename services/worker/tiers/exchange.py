@@ -1,40 +1,49 @@
-"""What vaults and peers were used for, by tier. Thread-safe; owns its numbers."""
+"""What a worker exchanges with vaults and peers: which blocks, how, and how much it was. Counts are
+thread-safe."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import dataclass, field
 
+from kvfleet.worker.tiers.block_codec import BlockShape
+from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.messages import Tier, TierLoad
 from kvservice.distribution import Distribution
 
+LOOK_LIMIT_S = 0.02
 TIERS = (Tier.VAULT, Tier.PEER)
 SNR_DB = (35.0, 38.0, 40.0, 41.0, 42.0, 43.0, 44.0, 45.0, 46.0, 48.0, 50.0, 60.0, 200.0)  # from the gate to no loss
 
 
-class RemoteCounts:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._restores: Counter[Tier] = Counter()
-        self._bytes: Counter[Tier] = Counter()
-        self._seconds = dict.fromkeys(TIERS, 0.0)
-        self._offloaded = 0
-        self._failures: dict[Tier, Counter[str]] = {tier: Counter() for tier in TIERS}
-        self._open: list[tuple[Tier, DataPlaneClient]] = []
-        self._received: Counter[Tier] = Counter()  # over connections that have ended
-        self._sent: Counter[Tier] = Counter()
-        self.snr_db = Distribution(SNR_DB)  # of blocks that were quantised
-        self.quantised_raw_bytes = 0
-        self.quantised_bytes = 0
-        self.kept_raw = 0  # that were to be quantised, and would have lost too much
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """`kv_format` and `shape` are of the worker's pool; `codec` is how it writes to vaults. `max_queued_bytes` is what
+    may wait for one vault, `look_limit_s` how long an engine waits to hear who has what."""
 
-    def restored(self, tier: Tier, nbytes: int, seconds: float) -> None:
-        """A fetch ended that brought so much: raw bytes."""
-        with self._lock:
-            self._restores[tier] += 1
-            self._bytes[tier] += nbytes
-            self._seconds[tier] += seconds
+    worker: str
+    host: str
+    kv_format: bytes
+    shape: BlockShape
+    codec: BlockCodec = BlockCodec.RAW
+    max_queued_bytes: int = 256 * 1024 * 1024
+    look_limit_s: float = LOOK_LIMIT_S
+
+
+@dataclass(eq=False, slots=True)
+class RemoteCounts:
+    snr_db: Distribution = field(default_factory=lambda: Distribution(SNR_DB))  # of blocks that were quantised
+    quantised_raw_bytes: int = 0
+    quantised_bytes: int = 0
+    kept_raw: int = 0  # that were to be quantised, and would have lost too much, or held what is no number
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _offloaded: int = 0
+    _failures: dict[Tier, Counter[str]] = field(default_factory=lambda: {tier: Counter() for tier in TIERS})
+    _open: list[tuple[Tier, DataPlaneClient]] = field(default_factory=list)
+    _received: Counter[Tier] = field(default_factory=Counter)  # over connections that have ended
+    _sent: Counter[Tier] = field(default_factory=Counter)
 
     def offloaded(self, blocks: int) -> None:
         """Blocks that a vault did not have and has now."""
@@ -42,19 +51,16 @@ class RemoteCounts:
             self._offloaded += blocks
 
     def quantised(self, snr_db: float, raw_bytes: int, nbytes: int) -> None:
-        """A block was encoded as it was meant to be."""
         with self._lock:
             self.snr_db.observe(snr_db)
             self.quantised_raw_bytes += raw_bytes
             self.quantised_bytes += nbytes
 
     def stayed_raw(self) -> None:
-        """A block was to be quantised and its noise would have been above the gate, or it holds what is no number."""
         with self._lock:
             self.kept_raw += 1
 
     def connected(self, tier: Tier, connection: DataPlaneClient) -> None:
-        """This worker made a connection."""
         with self._lock:
             self._count_ended()
             self._open.append((tier, connection))
@@ -70,14 +76,11 @@ class RemoteCounts:
             return {tier: (received[tier], sent[tier]) for tier in TIERS}
 
     def _count_ended(self) -> None:
-        open_ones = []
-        for tier, connection in self._open:
-            if connection.closed:
-                self._received[tier] += connection.link.bytes_in
-                self._sent[tier] += connection.link.bytes_out
-            else:
-                open_ones.append((tier, connection))
-        self._open = open_ones
+        ended = [one for one in self._open if one[1].closed]
+        self._open = [one for one in self._open if one not in ended]
+        for tier, connection in ended:
+            self._received[tier] += connection.link.bytes_in
+            self._sent[tier] += connection.link.bytes_out
 
     def failed(self, tier: Tier, reason: str, count: int = 1) -> None:
         with self._lock:
@@ -94,9 +97,6 @@ class RemoteCounts:
         with self._lock:
             return {
                 tier.value: TierLoad(
-                    restores_total=self._restores[tier],
-                    restored_bytes_total=self._bytes[tier],
-                    restore_seconds_total=self._seconds[tier],
                     offloaded_blocks_total=self._offloaded if tier is Tier.VAULT else 0,
                     failures_total=dict(self._failures[tier]),
                 )
