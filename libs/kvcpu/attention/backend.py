@@ -48,11 +48,9 @@ class CpuBackend:
         rows = items.span * group
         record = record_floats(rows, padded)
         decode = record + rows * (padded + DECODE_CHUNK * 3 // 2) + LANES * padded
-        rows = max(TILE_ROWS, group)
-        prefill = record_floats(rows, padded) + rows * (padded + PREFILL_CHUNK) + 2 * PREFILL_CHUNK * padded
-        whole = -(-rows // 4) * 4
-        pairs = 2 * whole_lines(rows) + whole * (padded + PREFILL_CHUNK) * 3 // 2 + padded * (PREFILL_CHUNK + 1)
-        each = -(-max(decode, prefill, pairs) // 1024) * 1024
+        rows = -(-max(TILE_ROWS, group) // 4) * 4
+        prefill = 2 * whole_lines(rows) + rows * (2 * padded + PREFILL_CHUNK) + padded * (2 * PREFILL_CHUNK + 1)
+        each = -(-max(decode, prefill) // 1024) * 1024
         if len(self._scratch) < each * self.threads:
             self._scratch = torch.empty(each * self.threads)  # torch's memory begins a cache line
         if len(self._partials) < items.partials * record:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import AttentionForm
-from kvcpu.fused.modules import ROTATED, FusedMlp, FusedNorm, Rotary
-from kvcpu.linear.packed import Layer, Multiplier, PackedLinear, can_pack, plain_weight
+from kvcpu.layers.modules import ROTATED, FusedMlp, FusedNorm, Rotary
+from kvcpu.layers.packed import Layer, Multiplier, PackedLinear, can_pack, plain_weight
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvcpu.fused.modules import Rotary
-from kvcpu.linear.packed import Multiplier, pack
+from kvcpu.layers.modules import Rotary
+from kvcpu.layers.packed import Multiplier, pack
 from kvcpu.vector.memory import keep_freed_memory
 from kvfleet.worker.model.fused.decoder_layers import LayerFuser
 from kvfleet.worker.model.fused.small_parts import SmallParts

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from kvcpu.attention import attention_call as a
 from kvcpu.attention.backend import CpuBackend, CpuStep
 from kvcpu.blocks import AttentionForm
-from kvcpu.fused import fused_call as f
-from kvcpu.fused.modules import FusedMlp, FusedNorm, Rotary
-from kvcpu.linear import linear_call as c
-from kvcpu.linear.packed import PackedLinear
-from kvcpu.vector.program import Program
+from kvcpu.layers import layer_call as c
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary
+from kvcpu.layers.packed import PackedLinear
+from kvcpu.vector.team import Program
 from kvfleet.worker.model.attention.interface import current_step
 
 Rotation = tuple[Tensor, Tensor] | None
 MOST_TOKENS = 64  # beyond, Python does not show, and results of all layers take memory
-WIDTH = max(c.FIELDS, f.NORM_FIELDS, f.ROTATION_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ class FusedLayer(nn.Module):
             parts.mlp.down,
         ]
         self.entries = [one.entry for one in operations]
-        blocks = self.blocks = np.zeros((len(operations), WIDTH), dtype=np.int64)
+        blocks = self.blocks = np.zeros((len(operations), c.FIELDS), dtype=np.int64)
         for block, one in zip(blocks, operations, strict=True):
             if not isinstance(one, Rotary):
                 block[: len(one.block)] = one.block
@@ -160,9 +158,9 @@ class FusedLayer(nn.Module):
         self.blocks[:, c.SEAT : c.TICKET + 1] = 0
         if self._rotation is not None and position_embeddings is not None:
             cosines, sines = (part.contiguous() for part in position_embeddings)
-            self._rotation[f.COSINES], self._rotation[f.SINES] = cosines.data_ptr(), sines.data_ptr()
+            self._rotation[c.COSINES], self._rotation[c.SINES] = cosines.data_ptr(), sines.data_ptr()
         out = torch.empty(x.shape, dtype=x.dtype)
-        self._first[f.X] = self._out[c.RESIDUAL] = x.data_ptr()
+        self._first[c.X] = self._out[c.RESIDUAL] = x.data_ptr()
         self._down[c.OUT] = out.data_ptr()
         if step is not None:
             step.lay_out(self.index, query, key, value, attended, self.form)
@@ -180,9 +178,9 @@ class FusedLayer(nn.Module):
         parts, item = self._parts, buffers.normed.dtype.itemsize
         rows = len(buffers.normed)
         for norm in (self._first, self._second):
-            norm[f.ROWS], norm[f.X_BYTES] = rows, self.workspace.widths.hidden * item
-            norm[f.KIND], norm[f.OUT] = self._attending[c.KIND], buffers.normed.data_ptr()
-        self._second[f.X] = buffers.residual.data_ptr()
+            norm[c.ROWS], norm[c.X_BYTES] = rows, self.workspace.widths.hidden * item
+            norm[c.KIND], norm[c.OUT] = self._attending[c.KIND], buffers.normed.data_ptr()
+        self._second[c.X] = buffers.residual.data_ptr()
         for block, layer, source, target in (
             (self._attending, parts.attending, buffers.normed, buffers.attending),
             (self._out, parts.out, buffers.attended, buffers.residual),
@@ -270,11 +268,11 @@ class LayerChain:
         inputs = outputs - x.nbytes
         inputs[0] = x.data_ptr()
         blocks[:, :, c.SEAT : c.TICKET + 1] = 0
-        blocks[:, 0, f.X] = blocks[:, -4, c.RESIDUAL] = inputs
+        blocks[:, 0, c.X] = blocks[:, -4, c.RESIDUAL] = inputs
         blocks[:, -1, c.OUT] = outputs
         if rotation is not None and first.rotates:
             cosines, sines = (part.contiguous() for part in rotation)
-            blocks[:, 2, f.COSINES], blocks[:, 2, f.SINES] = cosines.data_ptr(), sines.data_ptr()
+            blocks[:, 2, c.COSINES], blocks[:, 2, c.SINES] = cosines.data_ptr(), sines.data_ptr()
         self._with(step.backend).run()
         self._step, self._rotation, self._results = step, rotation, results.unbind(0)
 

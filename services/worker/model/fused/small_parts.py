@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED
-from kvcpu.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
-from kvcpu.linear.packed import Multiplier, can_pack, plain_weight
+from kvcpu.layers.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
+from kvcpu.layers.packed import Multiplier, can_pack, plain_weight
 from kvcpu.vector.numbers import LANES
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ which stays for lookups.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kvcpu.blocks import MULTIPLIED, Ints
-from kvcpu.linear import linear_call as c
+from kvcpu.layers import layer_call as c
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
 from kvcpu.vector.memory import huge_pages
-
-log = logging.getLogger(__name__)
 
 Layer: TypeAlias = nn.Linear | Conv1D
 SHARES = 8  # items per thread that a product of few rows is cut into
@@ -32,7 +29,7 @@ class Multiplier:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.entry = entry("kvcpu.linear.linear_kernels", "multiply_share")
+        self.entry = entry("kvcpu.layers.layer_kernels", "multiply_share")
         self.scratch = np.zeros(threads * c.SCRATCH_FLOATS, dtype=np.float32)
 
 

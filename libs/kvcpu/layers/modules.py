@@ -11,18 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED, Ints
-from kvcpu.fused import fused_call as c
-from kvcpu.linear.linear_call import SILU, SILU_GATE, TANH, TANH_GATE
-from kvcpu.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
+from kvcpu.layers import layer_call as c
+from kvcpu.layers.packed import Layer, Multiplier, PackedLinear, plain_weight
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
 from kvcpu.vector.numbers import LANES
 
-KERNELS = "kvcpu.fused.fused_kernels"
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
 ROTATED = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
-GATES = {"silu": SILU_GATE, "gelu_tanh": TANH_GATE}
-ACTS = {"silu": SILU, "gelu_tanh": TANH}
+GATES = {"silu": c.SILU_GATE, "gelu_tanh": c.TANH_GATE}
+ACTS = {"silu": c.SILU, "gelu_tanh": c.TANH}
 
 
 class FusedNorm(nn.Module):
@@ -30,14 +28,14 @@ class FusedNorm(nn.Module):
 
     def __init__(self, threads: int, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool) -> None:
         super().__init__()
-        self.entry = entry(KERNELS, "norm_share")
+        self.entry = entry("kvcpu.layers.layer_kernels", "norm_share")
         self._threads = threads
         self.size = len(weight)
         self._weight = weight.detach().float().contiguous()
         self._bias = torch.zeros(self.size) if bias is None else bias.detach().float().contiguous()
         self._epsilon = np.array([eps], dtype=np.float32)
         self._scratch = np.empty(threads * self.size, dtype=np.float32)
-        block = self.block = np.zeros(c.NORM_FIELDS, dtype=np.int64)
+        block = self.block = np.zeros(c.FIELDS, dtype=np.int64)
         self._address = block.ctypes.data
         block[c.SELF], block[c.SIZE], block[c.CENTERED] = self._address, self.size, centered
         block[c.WEIGHT], block[c.BIAS] = self._weight.data_ptr(), self._bias.data_ptr()
@@ -90,10 +88,10 @@ class Rotary:
     """`apply_rotary_pos_emb` of transformers for one flat row of tokens: turns query and key in place."""
 
     def __init__(self, threads: int) -> None:
-        self.entry = entry(KERNELS, "rotate_share")
+        self.entry = entry("kvcpu.layers.layer_kernels", "rotate_share")
         self._threads = threads
         self._scratch: dict[int, npt.NDArray[np.float32]] = {}  # by size: call blocks point into it for good
-        self._block = np.zeros(c.ROTATION_FIELDS, dtype=np.int64)
+        self._block = np.zeros(c.FIELDS, dtype=np.int64)
         self._block[c.SELF] = self._address = self._block.ctypes.data
 
     def __call__(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +118,7 @@ class Rotary:
             key.stride(2),
             key.stride(1),
         )
-        block[c.ROTATION_SCRATCH], block[c.ROTATION_SCRATCH_BYTES] = self._scratch[size].ctypes.data, 12 * size
+        block[c.SCRATCH], block[c.SCRATCH_BYTES] = self._scratch[size].ctypes.data, 12 * size
 
 
 def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
