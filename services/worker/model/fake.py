@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
-from kvfleet.worker.model.base import Abort, StepAborted, host_memory
+from kvfleet.worker.model.base import Abort, BlockMemory, StepAborted, host_memory
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored, Slice
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
@@ -40,12 +40,10 @@ def _value(token: int, position: int) -> int:
 class FakeMemory:
     """See `BlockMemory`: the slots of a FakeRunner, as bytes."""
 
-    rows: tuple[int, int, str]
-
     def __init__(self, slots: array[int], totals: list[int], block_size: int) -> None:
         self.block_bytes = slots.itemsize * block_size
         self.kv_format = kv_format(1, 1, 1, block_size, "fake")
-        self.rows = (block_size, slots.itemsize - SCALE_BYTES, "int8")
+        self.rows: tuple[int, int, str] = (block_size, slots.itemsize - SCALE_BYTES, "int8")
         self._slots, self._totals, self._size = slots, totals, block_size
         self._bytes = memoryview(slots).cast("B")
 
@@ -84,6 +82,7 @@ class FakeRunner:
     bytes_per_slot = 8
     num_layers = 1
     window: int | None = None
+    tolerance = 0.0
 
     def __init__(
         self,
@@ -103,18 +102,16 @@ class FakeRunner:
         self.bytes_per_block = self.bytes_per_slot * block_size
         self.slots = array("Q", bytes(self.bytes_per_slot * num_blocks * block_size))
         self._totals = [0] * num_blocks  # a full block's last slot, for sums without arithmetic per block
-        self.memory = FakeMemory(self.slots, self._totals, block_size)
+        self.memory: BlockMemory = FakeMemory(self.slots, self._totals, block_size)
+        self._pace = pace
         self._decode_seconds = 1 / pace.tokens_per_s if pace.tokens_per_s else 0.0
         self._prefill_seconds = 1 / pace.prefill_tokens_per_s if pace.prefill_tokens_per_s else 0.0
-        self._step_seconds = pace.step_seconds
-        self._clock = pace.clock
-        self._sleep = pace.sleep
         self._due = 0.0
         self.device = "cpu"
         self.abort = Abort()
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
-        self._pace(slices)
+        self._wait(slices)
         drawn: list[Drawn] = []
         for part in slices:
             self._store(part)
@@ -135,8 +132,6 @@ class FakeRunner:
         held = [self.slots[blocks[at // size] * size + at % size] for at in range(tokens)]
         keys = np.array(held, dtype=np.int64).reshape(-1, 1, 1)
         return keys, -keys
-
-    tolerance = 0.0
 
     def difference(self, block: int, other: int) -> float:
         return float(self.memory.view(block) != self.memory.view(other))
@@ -190,7 +185,7 @@ class FakeRunner:
         rank = (token - favourite) % self.vocab_size
         return math.log((self.vocab_size + 1) / self.vocab_size) - math.log((rank + 1) * (rank + 2))
 
-    def _pace(self, slices: Sequence[Slice]) -> None:
+    def _wait(self, slices: Sequence[Slice]) -> None:
         """Sleep until the steps so far would be done at the given speed; time lost elsewhere is not caught up.
 
         Raises StepAborted as soon as nobody waits for the step any more: the time it would have taken is not taken.
@@ -198,19 +193,19 @@ class FakeRunner:
         self.abort.check()
         fed = sum(len(part.ids) for part in slices)
         decodes = sum(1 for part in slices if len(part.ids) == 1)
-        seconds = self._step_seconds + decodes * self._decode_seconds + (fed - decodes) * self._prefill_seconds
+        seconds = self._pace.step_seconds + decodes * self._decode_seconds + (fed - decodes) * self._prefill_seconds
         if seconds <= 0:
             return
-        now = self._clock()
+        now = self._pace.clock()
         self._due = max(self._due, now) + seconds
         left = self._due - now
         try:
             while left > 2 * _LAYER_S:
-                self._sleep(_LAYER_S)
-                left = min(left - _LAYER_S, self._due - self._clock())
+                self._pace.sleep(_LAYER_S)
+                left = min(left - _LAYER_S, self._due - self._pace.clock())
                 self.abort.check()
         except StepAborted:
             self._due = 0.0
             raise
         if left > 0:
-            self._sleep(left)
+            self._pace.sleep(left)

@@ -6,10 +6,14 @@ the paged backends do not compute. The paged backends get no mask, so the mask t
 function of two positions it is made of, and must say what the layer's keywords say. Attention must be all that mixes
 tokens: the batch is one row in which sequences follow each other. Positions are counted from where the model's plain
 forward pass begins: RoBERTa and its kin begin behind the index of their padding token.
+
+`layout_of` tells as much from a `config.json` alone: the model is built without memory, on torch's meta device. Where a
+forward pass needs numbers to go on (some mixtures of experts), the usual fields are believed.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +21,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-from kvfleet.worker.model.kv_pool import KvShape
-from kvfleet.worker.model.support import own_attention, refusal
+from kvcpu.blocks import KvShape
+from kvfleet.worker.model.kv_size import KvLayout
+from kvfleet.worker.model.support import name_of, own_attention, refusal
 from kvproto.errors import UnsupportedModel
 
 NAME = "kvfleet_probe"
 MASKLESS_NAME = "kvfleet_probe_maskless"
+META_NAME = "kvfleet_kv_layout"
+META_TOKENS = 2
 TOKENS = (1, 2)  # the first that is no padding, which has an embedding of zero and may count for no position; nor is 0
 
 # Keywords by which models ask their attention for more than the backends compute.
@@ -233,3 +240,61 @@ def _one_shape(calls: list[_Call], layers: int) -> KvShape:
     if any(call.key.shape != key.shape or call.value.dtype != call.key.dtype for call in calls):
         raise UnsupportedModel("storing keys and values of several shapes")
     return KvShape(layers, key.shape[1], key.shape[3], key.dtype)
+
+
+def layout_of(config: Any, context_length: int) -> KvLayout:
+    """Raises UnsupportedModel, naming feature and model, where the engine would refuse what the attention does."""
+    try:
+        model, calls = _meta_calls(config)
+    except (RuntimeError, NotImplementedError):  # there are no numbers on the meta device
+        return from_fields(config, context_length)
+    shapes = {(heads, head_dim) for heads, head_dim, _ in calls.values()}
+    if len(calls) != config.num_hidden_layers:
+        raise refusal(config, own_attention(model))
+    if len(shapes) != 1:
+        raise refusal(config, "storing keys and values of several shapes")
+    ((heads, head_dim),) = shapes
+    window = furthest([window for _, _, window in calls.values()], context_length)
+    return KvLayout(len(calls), heads, head_dim, context_length, window)
+
+
+def from_fields(config: Any, context_length: int) -> KvLayout:
+    """By the names that most families use."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return KvLayout(layers, kv_heads, head_dim, context_length, furthest(windows, context_length))
+
+
+def _meta_calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]]]:
+    """The model without numbers; layer -> heads and head size of the keys it gives to attention, and its window."""
+    calls: dict[int, tuple[int, int, int | None]] = {}
+
+    def note(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        calls[module.layer_idx] = key.shape[1], key.shape[3], keywords.get("sliding_window")
+        return torch.empty((1, META_TOKENS, query.shape[1], value.shape[3]), dtype=query.dtype, device="meta"), None
+
+    AttentionInterface.register(META_NAME, note)
+    with torch.device("meta"), torch.inference_mode():
+        try:
+            own = copy.deepcopy(config)  # the model writes into it
+            model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, trust_remote_code=False)
+            model.set_attn_implementation(META_NAME)
+        except (ValueError, AttributeError) as error:
+            why = str(error).splitlines()[0]
+            raise UnsupportedModel(f"{name_of(config)}: {why}", field="model") from error
+        model.config.pad_token_id = None  # else ids, which are not there, are looked at
+        model(
+            input_ids=torch.zeros((1, META_TOKENS), dtype=torch.int64),
+            position_ids=torch.arange(META_TOKENS)[None],
+            use_cache=False,
+        )
+    return model, calls

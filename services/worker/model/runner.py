@@ -14,10 +14,9 @@ from torch import Tensor
 
 from kvcpu.blocks import Ints
 from kvfleet.worker.model.attention.interface import ABORT, STEP, AttentionBackend
-from kvfleet.worker.model.base import Abort
+from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.block_memory import PoolMemory, stream_of
-from kvfleet.worker.model.kv_pool import KvPool, is_out_of_memory
+from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, is_out_of_memory, stream_of
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.sampler import sample
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
@@ -36,7 +35,7 @@ class TorchRunner:
         self.abort = Abort()
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
         self._stream = stream_of(loaded.device)
-        self.memory = PoolMemory(self.pool, self._stream)
+        self.memory: BlockMemory = PoolMemory(self.pool, self._stream)
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length
         self.eos_ids = loaded.eos_ids
@@ -44,7 +43,9 @@ class TorchRunner:
         self.num_layers = loaded.kv_shape.layers
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.bytes_per_block = loaded.kv_shape.bytes_per_block(block_size)
+        self.bytes_per_block = self.pool.block_bytes
+        exact = loaded.kv_shape.dtype is torch.float32 and not loaded.kv_shape.quantized
+        self.tolerance = 1e-3 if exact else 0.1
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         batch = RaggedBatch.of(slices, self.block_size)
@@ -84,11 +85,6 @@ class TorchRunner:
 
     def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Tensor, Tensor]:
         return self.pool.read(blocks, tokens, layer)
-
-    @property
-    def tolerance(self) -> float:
-        exact = self.pool.shape.dtype is torch.float32 and not self.pool.shape.quantized
-        return 1e-3 if exact else 0.1
 
     def difference(self, block: int, other: int) -> float:
         return self.pool.difference(block, other)

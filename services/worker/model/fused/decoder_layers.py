@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcpu.blocks import AttentionForm
+from kvcpu.blocks import AttentionForm, KvShape
 from kvcpu.layers.modules import ROTATED, FusedMlp, FusedNorm, Rotary
 from kvcpu.layers.packed import Layer, Multiplier, PackedLinear, can_pack, plain_weight
 from kvfleet.worker.model.attention.interface import attending
@@ -26,7 +26,7 @@ from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.layer import FusedLayer, LayerChain, Parts, Widths, Workspace
 from kvfleet.worker.model.fused.small_parts import TRIALS, same, signature
-from kvfleet.worker.model.kv_pool import KvPool, KvShape
+from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.schedule.step_plan import Slice
 
 log = logging.getLogger(__name__)
