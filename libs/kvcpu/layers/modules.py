@@ -50,11 +50,8 @@ class FusedNorm(nn.Module):
         block = self.block
         block[c.SEAT] = block[c.TICKET] = 0
         block[c.ROWS], block[c.KIND] = flat.shape[0], MULTIPLIED[x.dtype]
-        block[c.X], block[c.X_BYTES], block[c.OUT] = (
-            flat.data_ptr(),
-            flat.stride(0) * x.dtype.itemsize,
-            out.data_ptr(),
-        )
+        block[c.X], block[c.OUT] = flat.data_ptr(), out.data_ptr()
+        block[c.X_BYTES] = flat.stride(0) * x.dtype.itemsize
         team.run(self.entry.address, self._address, 1 if x.numel() <= SERIAL_NUMBERS else self._threads)
         return out
 
@@ -91,13 +88,13 @@ class Rotary:
         self.entry = entry("kvcpu.layers.layer_kernels", "rotate_share")
         self._threads = threads
         self._scratch: dict[int, npt.NDArray[np.float32]] = {}  # by size: call blocks point into it for good
-        self._block = np.zeros(c.FIELDS, dtype=np.int64)
-        self._block[c.SELF] = self._address = self._block.ctypes.data
+        self.block = np.zeros(c.FIELDS, dtype=np.int64)
+        self.block[c.SELF] = self._address = self.block.ctypes.data
 
     def __call__(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
         """`query` and `key` `[1, heads, T, size]`, the others `[1, T, size]`."""
         cosines, sines = cosines.contiguous(), sines.contiguous()
-        block = self._block
+        block = self.block
         self.lay_out(block, query, key)
         block[c.SEAT] = block[c.TICKET] = 0
         block[c.COSINES], block[c.SINES] = cosines.data_ptr(), sines.data_ptr()
@@ -113,11 +110,8 @@ class Rotary:
         block[c.ROWS], block[c.SIZE], block[c.KIND] = query.shape[2], size, MULTIPLIED[query.dtype]
         block[c.X], block[c.OTHER] = query.data_ptr(), key.data_ptr()
         block[c.HEADS], block[c.TOKEN_STRIDE], block[c.HEAD_STRIDE] = query.shape[1], query.stride(2), query.stride(1)
-        block[c.OTHER_HEADS], block[c.OTHER_TOKEN_STRIDE], block[c.OTHER_HEAD_STRIDE] = (
-            key.shape[1],
-            key.stride(2),
-            key.stride(1),
-        )
+        block[c.OTHER_HEADS] = key.shape[1]
+        block[c.OTHER_TOKEN_STRIDE], block[c.OTHER_HEAD_STRIDE] = key.stride(2), key.stride(1)
         block[c.SCRATCH], block[c.SCRATCH_BYTES] = self._scratch[size].ctypes.data, 12 * size
 
 
@@ -135,16 +129,12 @@ def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
     )
 
 
-class BoundRotary:
+def bound(rotary: Rotary, theirs: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """`rotary` where it fits, else the function that it stands for: models call that with shapes of their own."""
 
-    def __init__(self, rotary: Rotary, theirs: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self._rotary = rotary
-        self._theirs = theirs
-
-    def __call__(
-        self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *others: Any, **more: Any
-    ) -> tuple[Tensor, Tensor]:
+    def rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *others: Any, **more: Any) -> Any:
         if others or more or not fits(query, key, cosines, sines):
-            return self._theirs(query, key, cosines, sines, *others, **more)
-        return self._rotary(query, key, cosines, sines)
+            return theirs(query, key, cosines, sines, *others, **more)
+        return rotary(query, key, cosines, sines)
+
+    return rotated

@@ -25,7 +25,7 @@ from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.layer import FusedLayer, LayerChain, Parts, Widths, Workspace
-from kvfleet.worker.model.fused.small_parts import TRIALS, same, signature
+from kvfleet.worker.model.fused.small_parts import TRIALS, SmallParts, same, signature
 from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.schedule.step_plan import Slice
 
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 BLOCK_SIZE = 16
 # What a layer may raise that does not bear to be called by itself: it stays as it is, and the model loads.
 REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, AssertionError)
-Fuse = Callable[[nn.Module], object]  # makes the small parts of a module fast, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class LayerFuser:
         self._workspaces: dict[Widths, Workspace] = {}
         self._calls = _calls({name: layer for name, layer in model.named_modules() if _names(layer)}, run)
 
-    def usual(self, fuse_parts: Fuse) -> dict[str, tuple[int, AttentionForm]]:
+    def usual(self) -> dict[str, tuple[int, AttentionForm]]:
         """Names of the layers that do what a fused one does, with the attention of each. Changes nothing."""
         verdicts: dict[object, bool] = {}
         found = {}
@@ -89,7 +88,7 @@ class LayerFuser:
                 continue
             alike = signature(layer)
             if alike not in verdicts:
-                verdicts[alike] = self._agrees(name, layer, call, fuse_parts)
+                verdicts[alike] = self._agrees(name, layer, call)
             if verdicts[alike]:
                 found[name] = attended
         return found
@@ -108,16 +107,14 @@ class LayerFuser:
                 for alike, several in groupby(container, key=_workspace_of):
                     layers = [layer for layer in several if isinstance(layer, FusedLayer)]
                     if alike is not None and len(layers) > 1:
-                        chain = LayerChain(layers, self._multiplier.threads)
-                        for place, layer in enumerate(layers):
-                            layer.chain, layer.place = chain, place
+                        LayerChain(layers, self._multiplier.threads)
 
-    def _agrees(self, name: str, layer: nn.Module, call: _Call, fuse_parts: Fuse) -> bool:
+    def _agrees(self, name: str, layer: nn.Module, call: _Call) -> bool:
         original, other = copy.deepcopy(layer).float(), copy.deepcopy(layer).float()
         exact = _Call(call.inputs.float(), call.others, {key: _floats(value) for key, value in call.keywords.items()})
         try:
             attended = _attention_of(original, exact)
-            fuse_parts(other)
+            SmallParts(self._multiplier, self._rotary).fuse(other)
             fused = None if attended is None else self._fused(other, *attended)
             if fused is None:
                 return False
@@ -155,16 +152,8 @@ class LayerFuser:
         if rotary is not None and head_dim % ROTATED:
             return None
         joined = PackedLinear(self._multiplier, torch.cat(weights), _joined_bias(products))
-        parts = Parts(
-            first,
-            joined,
-            rotary,
-            form,
-            index,
-            PackedLinear(self._multiplier, plain_weight(out), out.bias),
-            second,
-            mlp,
-        )
+        out = PackedLinear(self._multiplier, plain_weight(out), out.bias)
+        parts = Parts(first, joined, rotary, form, index, out, second, mlp)
         fused = FusedLayer(parts, self._workspaces.setdefault(widths, Workspace(widths)), self._multiplier.threads)
         for name, value in vars(layer).items():  # models look at some, such as the kind of a layer's attention
             if isinstance(value, str | int | float) and not hasattr(fused, name):
@@ -173,7 +162,7 @@ class LayerFuser:
 
 
 def _workspace_of(layer: nn.Module) -> tuple[Workspace, bool] | None:
-    return (layer.workspace, layer.rotates) if isinstance(layer, FusedLayer) else None
+    return (layer.workspace, layer.parts.rotary is not None) if isinstance(layer, FusedLayer) else None
 
 
 def _names(layer: nn.Module) -> _Names | None:

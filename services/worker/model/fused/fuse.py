@@ -29,7 +29,7 @@ def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = LayerFuser(model, multiplier, rotary, run)
-        usual = layers.usual(lambda copied: SmallParts(multiplier, rotary).fuse(copied))
+        usual = layers.usual()
         small.fuse(model)
         whole = sum(layers.replace(name, *attention) for name, attention in usual.items())
         layers.chain()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED
-from kvcpu.layers.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary, bound, fits
 from kvcpu.layers.packed import Multiplier, can_pack, plain_weight
 from kvcpu.vector.numbers import LANES
 
@@ -151,22 +151,17 @@ def _with_rotary(module: Any, rotary: Rotary) -> bool:
     weight = next(module.parameters(), None)
     if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in MULTIPLIED:
         return False
-    ours = BoundRotary(rotary, theirs)
+    ours = bound(rotary, theirs)
     if weight.device.type != "cpu" or not _same_rotation(ours, theirs, size, weight.dtype):
         return False
-    rebound = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, ROTARY: ours},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    names = {**forward.__globals__, ROTARY: ours}
+    rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     rebound.__kwdefaults__ = forward.__kwdefaults__
     module.forward = MethodType(rebound, module)
     return True
 
 
-def _same_rotation(ours: BoundRotary, theirs: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
+def _same_rotation(ours: Callable[..., Any], theirs: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
     query, key = (torch.randn(1, TOKENS, heads, size).to(dtype).transpose(1, 2) for heads in (3, 2))
     angles = torch.randn(1, TOKENS, size)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
