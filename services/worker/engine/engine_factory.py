@@ -98,8 +98,7 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
 
 def import_torch() -> None:
     """What serving a model takes: seconds, once in a process. A fake worker starts without it."""
-    from kvfleet.worker.model.deferred_compiler import defer_compiler
-    from kvfleet.worker.model.kept_scan import keep_scan
+    from kvfleet.worker.model.quick_imports import defer_compiler, keep_scan
 
     keep_scan()
     defer_compiler()

@@ -15,7 +15,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
@@ -27,6 +27,7 @@ from kvproto.messages import TokenLogprobs
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _LAYER_S = 0.02  # of a simulated step, after which it looks whether it is still wanted
+SLOT_BYTES = 8
 _VALUE_BITS = 20  # shift that leaves 44 bits: a sum over a million positions still fits 64
 
 
@@ -76,39 +77,28 @@ class FakePace:
     sleep: Callable[[float], None] = time.sleep
 
 
+@dataclass(eq=False, kw_only=True)
 class FakeRunner:
     """Slots hold running sums within their block, so a block's last valid slot stands for the whole block."""
 
-    bytes_per_slot = 8
-    num_layers = 1
+    num_blocks: int = 4096
+    block_size: int = 16
+    vocab_size: int = 32_000
+    context_length: int = 32_768
+    eos_ids: tuple[int, ...] = ()
+    pace: FakePace = FakePace()
+    abort: Abort = field(default_factory=Abort)
+    device: str = "cpu"
+    num_layers: int = 1
     window: int | None = None
-    tolerance = 0.0
+    tolerance: float = 0.0
+    _due: float = 0.0
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 4096,
-        block_size: int = 16,
-        vocab_size: int = 32_000,
-        context_length: int = 32_768,
-        eos_ids: tuple[int, ...] = (),
-        pace: FakePace = FakePace(),
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.eos_ids = eos_ids
-        self.bytes_per_block = self.bytes_per_slot * block_size
-        self.slots = array("Q", bytes(self.bytes_per_slot * num_blocks * block_size))
-        self._totals = [0] * num_blocks  # a full block's last slot, for sums without arithmetic per block
-        self.memory: BlockMemory = FakeMemory(self.slots, self._totals, block_size)
-        self._pace = pace
-        self._decode_seconds = 1 / pace.tokens_per_s if pace.tokens_per_s else 0.0
-        self._prefill_seconds = 1 / pace.prefill_tokens_per_s if pace.prefill_tokens_per_s else 0.0
-        self._due = 0.0
-        self.device = "cpu"
-        self.abort = Abort()
+    def __post_init__(self) -> None:
+        self.bytes_per_block = SLOT_BYTES * self.block_size
+        self.slots = array("Q", bytes(self.bytes_per_block * self.num_blocks))
+        self._totals = [0] * self.num_blocks  # a full block's last slot, for sums without arithmetic per block
+        self.memory: BlockMemory = FakeMemory(self.slots, self._totals, self.block_size)
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         self._wait(slices)
@@ -193,19 +183,22 @@ class FakeRunner:
         self.abort.check()
         fed = sum(len(part.ids) for part in slices)
         decodes = sum(1 for part in slices if len(part.ids) == 1)
-        seconds = self._pace.step_seconds + decodes * self._decode_seconds + (fed - decodes) * self._prefill_seconds
+        pace = self.pace
+        seconds = pace.step_seconds
+        seconds += decodes / pace.tokens_per_s if pace.tokens_per_s else 0.0
+        seconds += (fed - decodes) / pace.prefill_tokens_per_s if pace.prefill_tokens_per_s else 0.0
         if seconds <= 0:
             return
-        now = self._pace.clock()
+        now = self.pace.clock()
         self._due = max(self._due, now) + seconds
         left = self._due - now
         try:
             while left > 2 * _LAYER_S:
-                self._pace.sleep(_LAYER_S)
-                left = min(left - _LAYER_S, self._due - self._pace.clock())
+                self.pace.sleep(_LAYER_S)
+                left = min(left - _LAYER_S, self._due - self.pace.clock())
                 self.abort.check()
         except StepAborted:
             self._due = 0.0
             raise
         if left > 0:
-            self._pace.sleep(left)
+            self.pace.sleep(left)

@@ -1,7 +1,7 @@
 """Runs a Hugging Face model on a step's slices: the ModelRunner that computes for real.
 
 Owns the model and its KV pool. The model is called as any caller would call it, on one flat row of tokens with their
-positions; what makes it paged and ragged is the attention step that travels along as a keyword.
+positions; what makes it paged and ragged is the attention step that it is called within.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcpu.blocks import Ints
-from kvfleet.worker.model.attention.interface import ABORT, STEP, AttentionBackend
+from kvfleet.worker.model.attention.interface import AttentionBackend, attending
 from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, is_out_of_memory, stream_of
@@ -34,6 +34,7 @@ class TorchRunner:
         self._backend = backend
         self.abort = Abort()
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
+        self.read_kv, self.difference = self.pool.read, self.pool.difference
         self._stream = stream_of(loaded.device)
         self.memory: BlockMemory = PoolMemory(self.pool, self._stream)
         self.vocab_size = loaded.vocab_size
@@ -68,13 +69,13 @@ class TorchRunner:
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
         """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`. Raises StepAborted."""
-        output = self._model(
-            input_ids=self._move(batch.ids).unsqueeze(0),
-            position_ids=self._move(batch.positions + self._first_position).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=self._move(rows),
-            **{STEP: self._backend.prepare(batch, self.pool), ABORT: self.abort},
-        )
+        with attending(self._backend.prepare(batch, self.pool), self.abort):
+            output = self._model(
+                input_ids=self._move(batch.ids).unsqueeze(0),
+                position_ids=self._move(batch.positions + self._first_position).unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=self._move(rows),
+            )
         logits: Tensor = output.logits[0]
         return logits
 
@@ -82,12 +83,6 @@ class TorchRunner:
         self.pool.copy(copies)
         if copies and self._stream is not None:
             self._stream.stepped()
-
-    def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Tensor, Tensor]:
-        return self.pool.read(blocks, tokens, layer)
-
-    def difference(self, block: int, other: int) -> float:
-        return self.pool.difference(block, other)
 
     def _move(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
