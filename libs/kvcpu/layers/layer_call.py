@@ -18,20 +18,16 @@ ROWS_PER_TICKET = 16  # of a norm, or tokens of a rotation
 
 # Fields that all have, then those of one operation.
 (
-    SELF,  # its own address, for the two counters that threads share
-    SEAT,
-    TICKET,
+    SELF, SEAT, TICKET,  # its own address, for the two counters that threads share
     ROWS,  # of x; tokens of a rotation
     KIND,
-    X,  # of a rotation the first of two tensors, which are turned in place
-    X_BYTES,  # from row to row
+    X, X_BYTES,  # from row to row; of a rotation X is the first of two tensors, which are turned in place
     OUT,
     WEIGHT,  # packed; floats of a norm
     BIAS,  # address of floats; of a product 0: none
-    SCRATCH,
-    SCRATCH_BYTES,  # per thread
+    SCRATCH, SCRATCH_BYTES,  # per thread
     OWN,
-) = range(13)
+) = range(13)  # fmt: skip
 
 COLUMNS, DEPTH, OUT_BYTES, ACT, PANELS_PER_ITEM, ROWS_PER_ITEM = range(OWN, OWN + 6)
 RESIDUAL = OWN + 6  # address of what is added to the result, laid out like it, 0: none

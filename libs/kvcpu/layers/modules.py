@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED, Ints
 from kvcpu.layers import layer_call as c
-from kvcpu.layers.packed import Layer, Multiplier, PackedLinear, plain_weight
+from kvcpu.layers.packed import PackedLinear
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
 from kvcpu.vector.numbers import LANES
 
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
 ROTATED = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
-GATES = {"silu": c.SILU_GATE, "gelu_tanh": c.TANH_GATE}
-ACTS = {"silu": c.SILU, "gelu_tanh": c.TANH}
 
 
 class FusedNorm(nn.Module):
@@ -57,24 +55,12 @@ class FusedNorm(nn.Module):
 
 
 class FusedMlp(nn.Module):
-    """Two products, the activation being part of the first."""
+    """`down(up(x))`, the activation and the gate being part of `up`."""
 
     def __init__(self, up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
         self.up = up
         self.down = down
-
-    @classmethod
-    def gated(cls, multiplier: Multiplier, gate: Layer, up: Layer, down: Layer, act: str) -> FusedMlp:
-        """`down(act(gate(x)) * up(x))`, without biases in gate and up."""
-        first = PackedLinear(multiplier, plain_weight(up), None, plain_weight(gate), GATES[act])
-        return cls(first, PackedLinear(multiplier, plain_weight(down), down.bias))
-
-    @classmethod
-    def plain(cls, multiplier: Multiplier, up: Layer, down: Layer, act: str) -> FusedMlp:
-        """`down(act(up(x)))`."""
-        first = PackedLinear(multiplier, plain_weight(up), up.bias, act=ACTS[act])
-        return cls(first, PackedLinear(multiplier, plain_weight(down), down.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.up(x))

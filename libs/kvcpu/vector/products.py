@@ -109,27 +109,19 @@ def accumulate(b, rows, columns, overwrite, arguments, kind, add, meanwhile=None
         b.store(total, b.plus(*place))
 
 
-PRODUCT = LITERAL, LITERAL, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, LITERAL
+def _product(kind, add):
+    @instruction(LITERAL, LITERAL, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, LITERAL)
+    def product(b, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
+        arguments = left, left_bytes, right, right_bytes, depth, out, out_bytes
+        accumulate(b, rows, columns, fresh, arguments, kind, add)
+
+    return product
 
 
-@instruction(*PRODUCT)
-def product(b, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
-    """out[r][c] (+)= sum over d of left[r][d] * right[d][c] for `rows` rows and `columns` vectors of LANES columns.
-
-    Both are literals: all accumulators live in registers. `fresh` (a literal): out is overwritten instead of added to.
-    """
-    arguments = left, left_bytes, right, right_bytes, depth, out, out_bytes
-    accumulate(b, rows, columns, fresh, arguments, F32, add_floats)
-
-
-@instruction(*PRODUCT)
-def pair_product(b, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
-    """As `product`, of bfloat16 in pairs: out[r][c] (+)= sum over d < depth of left[r][d] . right[d][c], each a pair.
-
-    Accumulates in fp32, by the processor's own instruction for it where there is one (AVX512-BF16).
-    """
-    arguments = left, left_bytes, right, right_bytes, depth, out, out_bytes
-    accumulate(b, rows, columns, fresh, arguments, I32, add_pairs)
+# out[r][c] (+)= sum over d < depth of left[r][d] * right[d][c] for a number of rows and of vectors of columns that are
+# literals: all accumulators live in registers. `fresh` (a literal): out is overwritten instead of added to. Of floats,
+# or of pairs of bfloat16, which are accumulated in fp32.
+product, pair_product = _product(F32, add_floats), _product(I32, add_pairs)
 
 
 @instruction(COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)

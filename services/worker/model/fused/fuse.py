@@ -96,21 +96,21 @@ class LayerFuser:
                 found[name] = attended
         return found
 
-    def replace(self, name: str, layer: int, form: AttentionForm) -> bool:
-        """After its small parts were fused."""
-        fused = self._fused(self._model.get_submodule(name), layer, form)
-        if fused is not None:
-            self._model.set_submodule(name, fused)
-        return fused is not None
-
-    def chain(self) -> None:
-        """After all were replaced: those that stand next to one another in a list run together."""
+    def replace(self, usual: dict[str, tuple[int, AttentionForm]]) -> int:
+        """After their small parts were fused; returns how many. Neighbours in a list run together."""
+        replaced = 0
+        for name, attended in usual.items():
+            fused = self._fused(self._model.get_submodule(name), *attended)
+            if fused is not None:
+                self._model.set_submodule(name, fused)
+                replaced += 1
         for container in self._model.modules():
             if isinstance(container, nn.ModuleList):
                 for alike, several in groupby(container, key=_workspace_of):
                     layers = [layer for layer in several if isinstance(layer, FusedLayer)]
                     if alike is not None and len(layers) > 1:
                         LayerChain(layers, self._multiplier.threads)
+        return replaced
 
     def _agrees(self, name: str, layer: nn.Module, call: _Call) -> bool:
         original, other = copy.deepcopy(layer).float(), copy.deepcopy(layer).float()
@@ -257,8 +257,7 @@ def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[
         layers = LayerFuser(model, multiplier, rotary, run)
         usual = layers.usual()
         small.fuse(model)
-        whole = sum(layers.replace(name, *attention) for name, attention in usual.items())
-        layers.chain()
+        whole = layers.replace(usual)
     return {"layers": whole, **small.done}
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED
+from kvcpu.layers.layer_call import SILU, SILU_GATE, TANH, TANH_GATE
 from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary, bound, fits
-from kvcpu.layers.packed import Multiplier, can_pack, plain_weight
+from kvcpu.layers.packed import Multiplier, PackedLinear, can_pack, plain_weight
 from kvcpu.vector.numbers import LANES
 
 log = logging.getLogger(__name__)
@@ -111,31 +112,31 @@ def _norms(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
 
 def _mlps(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
     act = next((getattr(module, name) for name in ACT_NAMES if hasattr(module, name)), None)
-    name = _name_of(act) if callable(act) else None
-    if name is None:
+    kinds = _kinds_of(act) if callable(act) else None
+    if kinds is None:
         return
+    alone, gating = kinds
     gate, up, down = (getattr(module, name, None) for name in GATED_NAMES)
     if can_pack(gate) and can_pack(up) and can_pack(down):
         if gate.bias is None and up.bias is None and gate.weight.shape == up.weight.shape:
-            yield FusedMlp.gated(multiplier, gate, up, down, name)
+            first = PackedLinear(multiplier, plain_weight(up), None, plain_weight(gate), gating)
+            yield FusedMlp(first, PackedLinear(multiplier, plain_weight(down), down.bias))
         return
     for names in PLAIN_NAMES:
         up, down = (getattr(module, name, None) for name in names)
         if can_pack(up) and can_pack(down):
-            yield FusedMlp.plain(multiplier, up, down, name)
+            first = PackedLinear(multiplier, plain_weight(up), up.bias, act=alone)
+            yield FusedMlp(first, PackedLinear(multiplier, plain_weight(down), down.bias))
 
 
-def _name_of(act: Callable[[Tensor], Tensor]) -> str | None:
-    """Which activation this is, by what it does."""
+def _kinds_of(act: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:
+    """Which activation this is, by what it does: the kernels' name of it, and of a gate with it."""
     x = torch.linspace(-6, 6, 64)
-    for name, function in (("silu", nn.functional.silu), ("gelu_tanh", _gelu_tanh)):
-        if torch.allclose(act(x), function(x), atol=1e-6):
-            return name
+    if torch.allclose(act(x), nn.functional.silu(x), atol=1e-6):
+        return SILU, SILU_GATE
+    if torch.allclose(act(x), nn.functional.gelu(x, approximate="tanh"), atol=1e-6):
+        return TANH, TANH_GATE
     return None
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return nn.functional.gelu(x, approximate="tanh")
 
 
 def _with_rotary(module: Any, rotary: Rotary) -> bool:
