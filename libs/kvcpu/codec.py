@@ -95,12 +95,6 @@ def _number(b, kind, bits):
     return b.bitcast(bits, F32)
 
 
-def _clamped(b, scale):
-    least, most = (ir.Constant(F32, limit) for limit in (SMALLEST_SCALE, LARGEST_SCALE))
-    scale = b.select(b.fcmp_ordered("<", scale, least), least, scale)
-    return b.select(b.fcmp_ordered(">", scale, most), most, scale)
-
-
 def _quantised(b, kind, source, target, size, inverse):
     """Emits a row's numbers; returns the sums of squares, by lane and in levels, of the row and of what it lost."""
     inverses = b.splat(inverse)
@@ -137,7 +131,9 @@ def quantise(b, kind, source, target, scales, rows, size, sums):
         worst = b.select(b.icmp_unsigned(">", bits, worst), bits, worst)
         scale = b.fdiv(_number(b, kind, bits), ir.Constant(F32, LEVELS))
         zero, some = ir.Constant(F32, 0.0), b.icmp_unsigned("!=", bits, ir.Constant(element, 0))
-        scale = _clamped(b, scale)
+        least, most = (ir.Constant(F32, limit) for limit in (SMALLEST_SCALE, LARGEST_SCALE))
+        scale = b.select(b.fcmp_ordered("<", scale, least), least, scale)
+        scale = b.select(b.fcmp_ordered(">", scale, most), most, scale)
         inverse = b.select(some, b.fdiv(ir.Constant(F32, 1.0), scale), zero)
         b.store(b.select(some, scale, zero), b.offset_by(scales, row, SCALE_BYTES), align=1)
         target_row = b.add(target, b.mul(row, size))

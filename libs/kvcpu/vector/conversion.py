@@ -63,17 +63,9 @@ def add_pairs(b, total, left, right):
     if multiplies_pairs():
         pairs = [b.bitcast(one, _PAIRS) for one in (left, right)]
         return _processors(b, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [total, *pairs])
-    for half in (_low, _high):
-        total = b.fma(half(b, left), half(b, right), total)
-    return total
-
-
-def _low(b, pairs):
-    return b.bitcast(b.shl(pairs, constant(16, I32)), VECTOR)
-
-
-def _high(b, pairs):
-    return b.bitcast(b.and_(pairs, constant(-65536, I32)), VECTOR)
+    low, high = constant(16, I32), constant(-65536, I32)
+    total = b.fma(*(b.bitcast(b.shl(pairs, low), VECTOR) for pairs in (left, right)), total)
+    return b.fma(*(b.bitcast(b.and_(pairs, high), VECTOR) for pairs in (left, right)), total)
 
 
 def to_halves(b, vector, address):

@@ -7,7 +7,7 @@ made. Only a device whose allocator keeps count can tell, a GPU. On the host a s
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -101,22 +101,22 @@ def _check_unchanged(loaded: LoadedModel, before: Tensor, after: Tensor) -> None
         )
 
 
+@dataclass(eq=False, slots=True)
 class CudaMeter:
     """A device's count of what is allocated."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = 0
+    device: torch.device
+    _before: int = 0
 
     def begin(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._before = torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self) -> int:
         """The most that was allocated since `begin`, beyond what was then."""
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device) - self._before
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - self._before
 
     def end(self) -> None:
         """What is not used any more is the device's again."""

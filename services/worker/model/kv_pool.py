@@ -58,10 +58,14 @@ class KvPool:
         self.block_size = block_size
         self.device = device
         self.run_bytes, self.block_bytes = shape.bytes_per_run(block_size), shape.bytes_per_block(block_size)
-        outer = (num_blocks, shape.layers, 2, shape.kv_heads)
-        inner: tuple[int, ...] = (self.run_bytes,) if shape.quantized else (block_size, shape.head_dim)
+        inner = (self.run_bytes,) if shape.quantized else (block_size, shape.head_dim)
+        size = (num_blocks, shape.layers, 2, shape.kv_heads, *inner)
+        dtype = torch.int8 if shape.quantized else shape.dtype
         try:
-            self.data = _zeros((*outer, *inner), torch.int8 if shape.quantized else shape.dtype, device)
+            if device.type == "cpu":  # pages that the system zeroes when they are first touched: gigabytes cost nothing
+                self.data = huge_pages(num_blocks * self.block_bytes).view(dtype).view(size)
+            else:
+                self.data = torch.zeros(size, dtype=dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -133,13 +137,6 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU pages that the system zeroes when they are first touched, so gigabytes cost nothing at start."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    return huge_pages(math.prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
 def free_bytes(device: torch.device) -> int:

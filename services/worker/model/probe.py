@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,18 +70,18 @@ class _Call:
     window: int | None
 
 
+@dataclass(eq=False, slots=True)
 class _Notes:
     """Attention and mask function for one forward pass: compute nothing and note what they are asked for."""
 
-    def __init__(self, context_length: int) -> None:
-        self.calls: list[_Call] = []
-        self._context_length = context_length
-        self._masks: list[tuple[Tensor, MaskFunction]] = []
+    context_length: int
+    calls: list[_Call] = field(default_factory=list)
+    masks: list[tuple[Tensor, MaskFunction]] = field(default_factory=list)
 
     def mask(self, *, mask_function: MaskFunction, device: Any = None, **_: Any) -> Tensor:
         """A tensor that only stands for the function which it is to be made of."""
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-        self._masks.append((mask, mask_function))
+        self.masks.append((mask, mask_function))
         return mask
 
     def attend(
@@ -94,21 +94,18 @@ class _Notes:
             raise UnsupportedModel("attention that is not causal")
         if value.shape != key.shape:
             raise UnsupportedModel("storing keys and values of several shapes")
-        window = _within(keywords.get("sliding_window"), self._context_length)
+        window = _within(keywords.get("sliding_window"), self.context_length)
         if attention_mask is not None:
-            masked = _window_of(self._function_of(attention_mask), self._context_length, query.device)
+            function = next((one for noted, one in self.masks if noted is attention_mask), None)
+            if function is None:
+                raise UnsupportedModel("attention under a mask of the model's own")
+            masked = _window_of(function, self.context_length, query.device)
             if masked != window:
                 raise UnsupportedModel(
                     f"attention with a window of {masked} tokens by its mask and of {window} by its layer"
                 )
         self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window))
         return torch.zeros_like(query).transpose(1, 2), None
-
-    def _function_of(self, mask: Tensor) -> MaskFunction:
-        for noted, function in self._masks:
-            if noted is mask:
-                return function
-        raise UnsupportedModel("attention under a mask of the model's own")
 
 
 def probe(model: Any, context_length: int) -> Attention:

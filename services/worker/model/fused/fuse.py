@@ -13,7 +13,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -201,18 +201,18 @@ def _calls(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[str,
     return seen
 
 
+@dataclass(eq=False, slots=True)
 class _Noting:
     """An AttentionStep of one sequence from its start, by the reference backend: notes what layers ask for."""
 
-    def __init__(self, tokens: int) -> None:
-        self.asked: list[tuple[int, AttentionForm]] = []
-        self._tokens = tokens
+    tokens: int
+    asked: list[tuple[int, AttentionForm]] = field(default_factory=list)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         self.asked.append((layer, form))
-        blocks = range(-(-self._tokens // BLOCK_SIZE))
+        blocks = range(-(-self.tokens // BLOCK_SIZE))
         pool = KvPool(KvShape(1, key.shape[1], key.shape[2], key.dtype), len(blocks), BLOCK_SIZE, key.device)
-        batch = RaggedBatch.of([Slice([0] * self._tokens, 0, blocks, None)], BLOCK_SIZE)
+        batch = RaggedBatch.of([Slice([0] * self.tokens, 0, blocks, None)], BLOCK_SIZE)
         return ReferenceBackend().prepare(batch, pool).attend(0, query, key, value, form)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType
@@ -36,14 +37,14 @@ _POSITION = {"layer_idx", "layer_id", "layer_index"}  # says which layer of all 
 Candidates: TypeAlias = "partial[Iterator[nn.Module]]"
 
 
+@dataclass(eq=False, slots=True)
 class SmallParts:
     """Norms, MLPs and rotations of one model, and how many were fused. Modules that are alike are tried once."""
 
-    def __init__(self, multiplier: Multiplier, rotary: Rotary) -> None:
-        self.done = {"norms": 0, "mlps": 0, "rotary": 0}
-        self._multiplier = multiplier
-        self._rotary = rotary
-        self._verdicts: dict[object, int | None] = {}
+    multiplier: Multiplier
+    rotary: Rotary
+    done: dict[str, int] = field(default_factory=lambda: {"norms": 0, "mlps": 0, "rotary": 0})
+    _verdicts: dict[object, int | None] = field(default_factory=dict)
 
     def fuse(self, model: nn.Module) -> None:
         for name, module in list(model.named_modules()):
@@ -51,11 +52,11 @@ class SmallParts:
                 model.set_submodule(name, nn.Identity())
                 continue
             for kind, candidates in (("norms", _norms), ("mlps", _mlps)):
-                found = self._equivalent(name, module, partial(candidates, multiplier=self._multiplier))
+                found = self._equivalent(name, module, partial(candidates, multiplier=self.multiplier))
                 if found is not None:
                     model.set_submodule(name, found)
                     self.done[kind] += 1
-            self.done["rotary"] += _with_rotary(module, self._rotary)
+            self.done["rotary"] += _with_rotary(module, self.rotary)
 
     def _equivalent(self, name: str, module: nn.Module, candidates: Candidates) -> nn.Module | None:
         """The first candidate that computes what `module` does, None if there is none."""
