@@ -23,10 +23,10 @@ from benchmarks.engine._versus import SHORT, Part, Trials, compare, conclude
 from benchmarks.harness.report import parser, progress
 from benchmarks.harness.yardstick_machine import Machine, measure_machine
 from kvcpu.attention.backend import CpuBackend
-from kvcpu.blocks import AttentionForm
+from kvcpu.blocks import AttentionForm, KvShape
 from kvcpu.vector.memory import huge_pages
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.kv_pool import KvPool, KvShape
+from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.schedule.step_plan import Draw, Slice
 from kvproto.messages import Sampling
 

@@ -1,4 +1,4 @@
-"""What the kernels are given of a step and of the memory that it works on. Plain values and protocols.
+"""What the kernels are given of a step and of the memory that it works on. Plain values.
 
 `[T]` is all tokens of all sequences of a step, one after the other, `[S]` the sequences.
 """
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32
+from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, SCALE_BYTES
 
 Ints = NDArray[np.int64]
 
@@ -34,60 +34,44 @@ class AttentionForm:
     softcap: float | None = None
 
 
-class Batch(Protocol):
+@dataclass(frozen=True, slots=True)
+class Batch:
     """The tokens of one step."""
 
-    @property
-    def ids(self) -> Ints:
-        """`[T]`."""
-
-    @property
-    def slots(self) -> Ints:
-        """`[T]`: block * block_size + offset, where K and V of the token go."""
-
-    @property
-    def first(self) -> Ints:
-        """`[S]`: where each sequence begins in the flat arrays."""
-
-    @property
-    def starts(self) -> Ints:
-        """`[S]`: the position of its first token."""
-
-    @property
-    def counts(self) -> Ints:
-        """`[S]`: how many tokens it has."""
-
-    @property
-    def offsets(self) -> Ints:
-        """`[S]`: where its block table begins in `tables`."""
-
-    @property
-    def tables(self) -> Ints:
-        """Blocks of all sequences, up to that of the last token of each."""
+    ids: Ints  # [T]
+    slots: Ints  # [T], block * block_size + offset: where K and V of the token go
+    first: Ints  # [S], where each sequence begins in the flat arrays
+    starts: Ints  # [S], position of its first token
+    counts: Ints  # [S], how many tokens it has
+    offsets: Ints  # [S], where its block table begins in `tables`
+    tables: Ints  # blocks of all sequences, up to that of the last token of each
 
 
-class Shape(Protocol):
-    """What is stored per token; `quantized`: as int8 with one fp32 scale per token and head."""
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What the model stores per token. `quantized`: as int8 with one fp32 scale per (token, head), else in `dtype`."""
 
-    @property
-    def layers(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def quantized(self) -> bool: ...
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    quantized: bool = False
+
+    def bytes_per_run(self, block_size: int) -> int:
+        """Of K or V of one block, layer and head: numbers, then scales."""
+        if self.quantized:
+            return block_size * (self.head_dim + SCALE_BYTES)
+        return block_size * self.head_dim * self.dtype.itemsize
+
+    def bytes_per_block(self, block_size: int) -> int:
+        return self.layers * 2 * self.kv_heads * self.bytes_per_run(block_size)
 
 
 class Pool(Protocol):
     """K and V of all blocks: `data` is `[blocks, layers, 2, kv_heads, block_size, head_dim]`, contiguous. A run is K or
     V of one block, layer and head."""
 
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def data(self) -> Tensor: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def run_bytes(self) -> int: ...
+    shape: KvShape
+    data: Tensor
+    block_size: int
+    run_bytes: int

@@ -9,10 +9,10 @@ import torch
 from tiny_models import DEVICE
 from torch import Tensor
 
-from kvcpu.blocks import AttentionForm
+from kvcpu.blocks import AttentionForm, KvShape
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.kv_pool import KvPool, KvShape
+from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.schedule.step_plan import Slice
 
 BLOCK, HEAD_DIM = 8, 24

@@ -12,7 +12,7 @@ from tiny_models import make_model
 
 from kvfleet.worker.model import runner as module
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.block_memory import pinned_memory, stream_of
+from kvfleet.worker.model.kv_pool import pinned_memory, stream_of
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.step_plan import Draw, Slice

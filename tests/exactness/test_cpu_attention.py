@@ -12,9 +12,9 @@ from torch import Tensor
 from kvcpu.attention import plan
 from kvcpu.attention.attention_call import DECODE_CHUNK
 from kvcpu.attention.backend import SERIAL_TOKENS, CpuBackend
-from kvcpu.blocks import AttentionForm
+from kvcpu.blocks import AttentionForm, KvShape
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.kv_pool import KvPool, KvShape
+from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.schedule.step_plan import Slice
 
 FORM = AttentionForm(0.2)

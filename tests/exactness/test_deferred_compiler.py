@@ -7,7 +7,7 @@ import sys
 
 LOADED = """
 import sys
-from kvfleet.worker.model.deferred_compiler import defer_compiler
+from kvfleet.worker.model.quick_imports import defer_compiler
 defer_compiler()
 from kvfleet.worker.model.loader import load_model
 from kvfleet.worker.model.model_folder import resolve_model
@@ -55,7 +55,7 @@ def test_an_operator_that_is_missing_on_no_device_is_there_at_the_second_try() -
     """Loading tries again; whoever names the module has it at once."""
     code = """
 import torch
-from kvfleet.worker.model import deferred_compiler, loader
+from kvfleet.worker.model import loader, quick_imports
 
 def needs_more(*_):
     with torch.device("meta"):
@@ -72,6 +72,6 @@ def trained(*asked):
     return whole(*asked)
 loader._trained_model = trained
 load_model(resolve_model("demo"))
-print(len(tries), deferred_compiler.load_meta(), torch._meta_registrations.__name__)
+print(len(tries), quick_imports.load_meta(), torch._meta_registrations.__name__)
 """
     assert run(code) == "missing\n1 False torch._meta_registrations\n"

@@ -18,10 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from kvcpu.attention.backend import CpuBackend
 from kvcpu.blocks import AttentionForm
-from kvcpu.fused.fused_call import ROTATION_FIELDS, ROTATION_SCRATCH
-from kvcpu.fused.modules import Rotary
-from kvcpu.linear.packed import Multiplier
-from kvcpu.vector.program import Program
+from kvcpu.layers.layer_call import FIELDS, SCRATCH
+from kvcpu.layers.modules import Rotary
+from kvcpu.layers.packed import Multiplier
+from kvcpu.vector.team import Program
 from kvfleet.worker.model.assembly import trial_logits
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
@@ -326,14 +326,14 @@ def test_a_model_that_does_something_between_its_layers_gets_what_it_asks_for(na
 def test_rotations_of_two_sizes_do_not_take_each_other_s_memory() -> None:
     """Call blocks keep pointing into it."""
     rotary = Rotary(1)
-    small, large = (np.zeros(ROTATION_FIELDS, dtype=np.int64) for _ in range(2))
+    small, large = (np.zeros(FIELDS, dtype=np.int64) for _ in range(2))
     for block, size in ((small, 32), (large, 64), (small, 32)):
         heads = torch.zeros(1, 2, 3, size)
-        before = int(block[ROTATION_SCRATCH])
+        before = int(block[SCRATCH])
         rotary.lay_out(block, heads, heads)
-        assert block[ROTATION_SCRATCH] == before or not before
+        assert block[SCRATCH] == before or not before
     kept = {array.ctypes.data for array in rotary._scratch.values()}
-    assert {int(small[ROTATION_SCRATCH]), int(large[ROTATION_SCRATCH])} == kept
+    assert {int(small[SCRATCH]), int(large[SCRATCH])} == kept
 
 
 # ---------------------------------------------------------------------------------------------- refusals

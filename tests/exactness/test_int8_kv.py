@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvcpu.attention.backend import CpuBackend
-from kvcpu.blocks import AttentionForm
+from kvcpu.blocks import AttentionForm, KvShape
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.kv_pool import KvPool, KvShape
+from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.model.kv_size import KvLayout
 from kvfleet.worker.model.loader import adopt_model, load_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.worker.model import kept_scan
+from kvfleet.worker.model import quick_imports
 
-STARTED = "from kvfleet.worker.model.kept_scan import keep_scan; keep_scan(); "
+STARTED = "from kvfleet.worker.model.quick_imports import keep_scan; keep_scan(); "
 NAMES = (
     "import transformers; print(sorted(dir(transformers)), sorted(dir(transformers.models)), transformers.LlamaConfig)"
 )
@@ -21,18 +21,18 @@ class Module:
 
     def __init__(self) -> None:
         self.scans = 0
-        setattr(self, kept_scan.SCAN, self.scan)
+        setattr(self, quick_imports.SCAN, self.scan)
 
     def scan(self, path: str) -> dict[object, object]:
         self.scans += 1
         folder = path if Path(path).is_dir() else str(Path(path).parent)
-        return {frozenset(): {name: {"A"} for name, _, _ in sorted(kept_scan._files(folder))}}
+        return {frozenset(): {name: {"A"} for name, _, _ in sorted(quick_imports._files(folder))}}
 
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept_scan, "kept_in", lambda: tmp_path / "kept")
-    for number in range(kept_scan.LEAST_FILES):
+    monkeypatch.setattr(quick_imports, "kept_in", lambda: tmp_path / "kept")
+    for number in range(quick_imports.LEAST_FILES):
         (tmp_path / "models" / f"m{number}").mkdir(parents=True)
         (tmp_path / "models" / f"m{number}" / "modeling.py").write_text("")
     return tmp_path / "models"
@@ -42,8 +42,8 @@ def test_it_is_found_out_once(models: Path) -> None:
     module = Module()
     found = module.scan(str(models))
     for _ in range(3):
-        assert kept_scan._kept(module, module.scan, str(models)) == found  # type: ignore[arg-type]
-    assert kept_scan._kept(module, module.scan, str(models / "m1" / "modeling.py")) != found, "a model's own folder"  # type: ignore[arg-type]
+        assert quick_imports._kept(module, module.scan, str(models)) == found  # type: ignore[arg-type]
+    assert quick_imports._kept(module, module.scan, str(models / "m1" / "modeling.py")) != found, "a model's own folder"  # type: ignore[arg-type]
     assert module.scans == 3
 
 
@@ -51,16 +51,16 @@ def test_a_file_that_is_new_or_other_counts(models: Path) -> None:
     module = Module()
     for number, text in enumerate(("", "__all__ = []", "x = 1")):
         (models / "m1" / "modeling.py").write_text(text)
-        assert kept_scan._kept(module, module.scan, str(models)) == module.scan(str(models))  # type: ignore[arg-type]
+        assert quick_imports._kept(module, module.scan, str(models)) == module.scan(str(models))  # type: ignore[arg-type]
         assert module.scans == 2 * number + 2
 
 
 def test_what_is_kept_and_damaged_is_found_out_again(models: Path) -> None:
     module = Module()
-    found = kept_scan._kept(module, module.scan, str(models))  # type: ignore[arg-type]
+    found = quick_imports._kept(module, module.scan, str(models))  # type: ignore[arg-type]
     (kept,) = (models.parent / "kept").iterdir()
     kept.write_bytes(kept.read_bytes()[:-1])
-    assert kept_scan._kept(module, module.scan, str(models)) == found  # type: ignore[arg-type]
+    assert quick_imports._kept(module, module.scan, str(models)) == found  # type: ignore[arg-type]
     assert module.scans == 2
 
 

@@ -13,9 +13,9 @@ from tiny_models import make_model
 from transformers import AutoConfig, FalconConfig, GPTBigCodeConfig, GPTNeoXConfig, OPTConfig, PreTrainedConfig
 
 from kvfleet.worker.model import kv_size_report
-from kvfleet.worker.model.kv_layout import from_fields, layout_of
 from kvfleet.worker.model.kv_size import KvLayout
 from kvfleet.worker.model.loader import adopt_model, load_model
+from kvfleet.worker.model.probe import from_fields, layout_of
 from kvproto.errors import UnsupportedModel
 
 SMALL: dict[str, Any] = {

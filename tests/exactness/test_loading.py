@@ -14,8 +14,9 @@ from tiny_configs import CONFIGS, CONTEXT
 from tiny_models import TOLERANCE, Rig, make_model, plain_logits
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from kvcpu.blocks import KvShape
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.kv_pool import KvPool, KvShape, blocks_that_fit, free_bytes
+from kvfleet.worker.model.kv_pool import KvPool, blocks_that_fit, free_bytes
 from kvfleet.worker.model.loader import adopt_model, load_model
 from kvfleet.worker.model.probe import probe
 from kvfleet.worker.model.runner import TorchRunner

@@ -12,9 +12,9 @@ from tiny_models import make_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kvcpu.linear import linear_call as c
-from kvcpu.linear import linear_kernels as kernels
-from kvcpu.linear.packed import Multiplier, PackedLinear, pack
+from kvcpu.layers import layer_call as c
+from kvcpu.layers import layer_kernels as kernels
+from kvcpu.layers.packed import Multiplier, PackedLinear, pack
 from kvcpu.vector import compiled, conversion
 from kvcpu.vector.compiled import CompiledEntry
 from kvfleet.worker.model.fused.fuse import optimise

@@ -8,13 +8,14 @@ import pytest
 import torch
 from tiny_models import make_model
 
+from kvcpu.blocks import KvShape
 from kvfleet.worker.engine.engine_factory import _torch_runner
-from kvfleet.worker.model import kv_pool, step_profile
-from kvfleet.worker.model.kv_pool import KvShape, blocks_that_fit, free_bytes, is_out_of_memory
+from kvfleet.worker.model import assembly, kv_pool
+from kvfleet.worker.model.assembly import meter_of, step_bytes
+from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, is_out_of_memory
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.model.step_profile import meter_of, step_bytes
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
 from kvfleet.worker.settings import WorkerSettings
 from kvproto.errors import OutOfMemory
@@ -64,7 +65,7 @@ def test_a_worker_without_a_number_of_blocks_has_those_that_its_steps_leave(monk
         told.append(step)
         return 16
 
-    monkeypatch.setattr(step_profile, "meter_of", lambda device: CountingMeter())
+    monkeypatch.setattr(assembly, "meter_of", lambda device: CountingMeter())
     monkeypatch.setattr(kv_pool, "blocks_that_fit", noted)
     runner = _torch_runner(WorkerSettings(id="w0", threads=1), DEMO_FOLDER)
     assert (told, runner.num_blocks) == ([1_100], 16)

@@ -12,8 +12,8 @@ from numba import njit
 from torch import Tensor
 
 from kvcpu.vector import conversion
+from kvcpu.vector.products import MOST_ROWS, pair_dots, pair_weigh, weigh
 from kvcpu.vector.rows import row_exp_halves
-from kvcpu.vector.tile_products import MOST_ROWS, pair_dots, pair_weigh, weigh
 
 TOKENS = 16
 

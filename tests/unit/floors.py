@@ -27,7 +27,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvfleet.cli": (
         ("console", "process_commands"), ("clients", "operator", "secrets"), ("embedded",), ("planning",),
     ),
-    "kvcpu": (("vector",), ("blocks", "codec", "sampling"), ("linear",), ("attention", "fused")),
+    "kvcpu": (("vector",), ("blocks", "codec", "sampling"), ("attention", "layers")),
 }  # fmt: skip
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"

@@ -14,56 +14,34 @@ DECODE_BYTES = 256 * 1024  # of K in a chunk at most, over all heads of an item:
 PREFILL_CHUNK = 128
 SPREAD = 4  # heads that share K and V from which on so much is computed that requests for memory are spread over it
 
-# Fields of the call block.
+# Fields of the call block: of the step and the pool, then of the layer, then its tensors.
 (
     SELF,  # its own address, for the counters that threads share, zero before a call
-    STORE_SEAT,  # each function has its own: a program runs them without anyone in between
-    STORE_TICKET,
-    SEAT,
-    TICKET,
-    COMBINE_TICKET,
+    STORE_SEAT, STORE_TICKET, SEAT, TICKET, COMBINE_TICKET,  # a program runs the functions without anyone in between
     TOKENS,  # of the step, flat
-    ITEMS,
-    ITEM_TABLE,
-    SLICES,
+    ITEMS, ITEM_TABLE, SLICES, SPLITS, SPLIT_TABLE, PARTIALS,
+    SPAN,  # kv heads of a decode item; fewer where it is the last
     TABLES,  # block tables of all slices, one after the other
     SLOTS,  # [T], where each token is stored
-    SPLITS,
-    SPLIT_TABLE,
-    PARTIALS,
-    SCRATCH,
-    SCRATCH_BYTES,  # per thread
+    SCRATCH, SCRATCH_BYTES,  # per thread
     POOL,
     RUN_BYTES,  # of one run: K or V of one block, layer and head
-    LAYERS,
-    LAYER,
-    BLOCK_SIZE,
+    LAYERS, KV_KIND, BLOCK_SIZE,
     BLOCK_SHIFT,  # its logarithm, or -1 where it is no power of two
-    KV_KIND,
     TILED,  # 1: a tile of LANES tokens never crosses blocks
     DIRECT,  # 1: the pool's rows are what the kernels compute with
     PAIRS,  # 1: bfloat16 is multiplied as such, in pairs
-    HEADS,
-    KV_HEADS,
+    HEADS, KV_HEADS, HEAD_DIM,
     GROUP,  # heads per kv head
-    HEAD_DIM,
     PADDED,  # head_dim, up to the next multiple of LANES
+    LAYER,
     WINDOW,  # 0: none
     FLOATS,  # address of scaling and soft cap (0: none)
-    QUERY,
-    QUERY_TOKEN,
-    QUERY_HEAD,
+    QUERY, QUERY_TOKEN, QUERY_HEAD,
     QUERY_KIND,  # of query, key, value and result alike
-    KEY,
-    KEY_TOKEN,
-    KEY_HEAD,
-    VALUE,
-    VALUE_TOKEN,
-    VALUE_HEAD,
-    OUT,
-    SPAN,  # kv heads of a decode item; fewer where it is the last
+    KEY, KEY_TOKEN, KEY_HEAD, VALUE, VALUE_TOKEN, VALUE_HEAD, OUT,
     FIELDS,
-) = range(47)
+) = range(47)  # fmt: skip
 
 # Columns of the item table.
 DECODE, PREFILL = 0, 1

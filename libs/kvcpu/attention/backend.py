@@ -5,6 +5,7 @@ Owns scratch memory and call block, which all steps reuse; the engine's thread a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -35,7 +36,7 @@ class CpuBackend:
         )
         self.block = np.zeros(c.FIELDS, dtype=np.int64)
         self.floats = np.zeros(2, dtype=np.float32)
-        self.block[c.SELF] = self._address = self.block.ctypes.data
+        self.block[c.SELF] = self.address = self.block.ctypes.data
         self.block[c.FLOATS] = self.floats.ctypes.data
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
@@ -48,11 +49,9 @@ class CpuBackend:
         rows = items.span * group
         record = record_floats(rows, padded)
         decode = record + rows * (padded + DECODE_CHUNK * 3 // 2) + LANES * padded
-        rows = max(TILE_ROWS, group)
-        prefill = record_floats(rows, padded) + rows * (padded + PREFILL_CHUNK) + 2 * PREFILL_CHUNK * padded
-        whole = -(-rows // 4) * 4
-        pairs = 2 * whole_lines(rows) + whole * (padded + PREFILL_CHUNK) * 3 // 2 + padded * (PREFILL_CHUNK + 1)
-        each = -(-max(decode, prefill, pairs) // 1024) * 1024
+        rows = -(-max(TILE_ROWS, group) // 4) * 4
+        prefill = 2 * whole_lines(rows) + rows * (2 * padded + PREFILL_CHUNK) + padded * (2 * PREFILL_CHUNK + 1)
+        each = -(-max(decode, prefill) // 1024) * 1024
         if len(self._scratch) < each * self.threads:
             self._scratch = torch.empty(each * self.threads)  # torch's memory begins a cache line
         if len(self._partials) < items.partials * record:
@@ -63,24 +62,21 @@ class CpuBackend:
     @property
     def operations(self) -> list[tuple[CompiledEntry, int]]:
         """What attends once the call block is laid out, in this order, with the block's address."""
-        return [(one, self._address) for one in (self.store, self.attend, self.combine)]
-
-    def call(self, function: CompiledEntry, threads: int) -> None:
-        team.run(function.address, self._address, threads)
+        return [(one, self.address) for one in (self.store, self.attend, self.combine)]
 
 
+@dataclass(eq=False, slots=True)
 class CpuStep:
     """See `AttentionStep`. Keeps the step's tables alive; the call block points into them."""
 
-    def __init__(self, backend: CpuBackend, batch: Batch, pool: Pool) -> None:
-        self.backend = backend
-        self._batch = batch
-        self._pool = pool
-        self._heads = 0
-        self._items: Items | None = None
+    backend: CpuBackend
+    batch: Batch
+    pool: Pool
+    _heads: int = 0
+    _items: Items | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        kept, wanted = self._pool.shape.dtype, query.dtype
+        kept, wanted = self.pool.shape.dtype, query.dtype
         if not query.dtype is key.dtype is value.dtype is kept:
             query, key, value = query.to(kept), key.to(kept), value.to(kept)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
@@ -88,15 +84,12 @@ class CpuStep:
         out = torch.empty(query.shape, dtype=query.dtype)
         self.lay_out(layer, query, key, value, out, form)
         backend = self.backend
-        backend.call(backend.store, 1 if query.shape[0] <= SERIAL_TOKENS else backend.threads)
-        backend.call(backend.attend, backend.threads)
+        storing = 1 if query.shape[0] <= SERIAL_TOKENS else backend.threads
+        team.run(backend.store.address, backend.address, storing)
+        team.run(backend.attend.address, backend.address, backend.threads)
         if backend.block[c.SPLITS]:
-            backend.call(backend.combine, 1)
+            team.run(backend.combine.address, backend.address, 1)
         return out.to(wanted)
-
-    def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether `lay_out` takes tensors of this kind."""
-        return dtype is self._pool.shape.dtype
 
     def lay_out(self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, form: AttentionForm) -> None:
         """Have the backend's call block attend as `attend` does. The tensors are of the pool's dtype, their last
@@ -125,7 +118,7 @@ class CpuStep:
 
     def _begin(self, query: Tensor) -> None:
         """Tables of the step, when the first layer tells how many heads there are."""
-        pool, batch, backend = self._pool, self._batch, self.backend
+        pool, batch, backend = self.pool, self.batch, self.backend
         shape, block = pool.shape, backend.block
         heads, dim = query.shape[1], query.shape[2]
         group = heads // shape.kv_heads

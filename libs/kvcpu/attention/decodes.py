@@ -15,27 +15,17 @@ import numpy as np
 from numba import njit
 
 from kvcpu.attention import attention_call as c
+from kvcpu.attention import softmax
 from kvcpu.attention.attention_call import DECODE_CHUNK, SPREAD
 from kvcpu.attention.pool_rows import ahead_of, row_of, tile_bytes, tile_of
-from kvcpu.attention.softmax import (
-    MINUS_INFINITY,
-    ONE,
-    accumulators_of,
-    begin_rows,
-    clear_rows,
-    copy_rows,
-    fold,
-    record_bytes,
-    totals_of,
-    write_rows,
-)
-from kvcpu.attention.tiles import multiply
+from kvcpu.attention.softmax import MINUS_INFINITY, ONE
 from kvcpu.vector.cells import copy_bytes, prefetch, read_float, read_int, row_fill, write_float
 from kvcpu.vector.emit import CACHE_LINE
 from kvcpu.vector.numbers import ITEM_BYTES, LANES
-from kvcpu.vector.products import dots
+from kvcpu.vector.products import MOST_ROWS, dots, pair_dots, pair_weigh, tiled, weigh
 from kvcpu.vector.rows import row_cap, row_scale
-from kvcpu.vector.tile_products import MOST_ROWS, pair_dots, pair_weigh, weigh
+
+multiply = tiled((8, 2), (4, 4), (2, 4), (1, 4))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -58,19 +48,19 @@ def decode(p, item, scratch):
 
     record = scratch
     if partial >= 0:
-        record = p[c.PARTIALS] + partial * record_bytes(p[c.SPAN] * group, padded)
+        record = p[c.PARTIALS] + partial * softmax.record_bytes(p[c.SPAN] * group, padded)
     else:
-        scratch += record_bytes(rows, padded)
-    tops, totals, out = record, totals_of(record, rows), accumulators_of(record, rows)
+        scratch += softmax.record_bytes(rows, padded)
+    tops, totals, out = record, softmax.totals_of(record, rows), softmax.accumulators_of(record, rows)
     query_bytes, weight_bytes = (2 * padded, 2) if p[c.PAIRS] else (4 * padded, 4)
     queries = scratch
     scores = queries + 4 * rows * padded
     buffer = scores + 4 * rows * DECODE_CHUNK
-    clear_rows(record, rows, padded)
+    softmax.clear_rows(record, rows, padded)
     if p[c.PAIRS]:
-        copy_rows(p, flat, head, rows, rows, queries)
+        softmax.copy_rows(p, flat, head, rows, rows, queries)
     else:
-        begin_rows(p, flat, head, rows, rows, queries)
+        softmax.begin_rows(p, flat, head, rows, rows, queries)
 
     at = low // LANES * LANES
     while at < high:
@@ -92,7 +82,9 @@ def decode(p, item, scratch):
                 row_fill(where, low - at, MINUS_INFINITY)
             row_fill(where + 4 * (end - at), count - (end - at), MINUS_INFINITY)
             once = ONE if cap > 0 else factor
-            fold(where, count, once, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, p[c.PAIRS])
+            softmax.fold(
+                where, count, once, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, p[c.PAIRS]
+            )
         for token in range(at, end, LANES):
             for h in range(heads):
                 ahead = ahead_of(p, table, head + h, token + DECODE_CHUNK, 0) if token + DECODE_CHUNK < high else 0
@@ -102,7 +94,7 @@ def decode(p, item, scratch):
                 weigh_tile(p, table, head + h, token, first, last, weights, out + row * 4 * padded, buffer, ahead)
         at = end
     if partial < 0:
-        write_rows(p, flat, head, rows, rows, out, totals)
+        softmax.write_rows(p, flat, head, rows, rows, out, totals)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -176,7 +168,7 @@ def _weigh_pairs(p, table, head, token, low, high, weights, out, buffer, ahead):
 def combine_splits(p, scratch):
     """Partial decodes, one after the other in the order of their sequences, to results."""
     padded = p[c.PADDED]
-    size = record_bytes(p[c.SPAN] * p[c.GROUP], padded)
+    size = softmax.record_bytes(p[c.SPAN] * p[c.GROUP], padded)
     at = 0
     while at < p[c.SPLITS]:
         split = p[c.SPLIT_TABLE] + 8 * c.SPLIT_FIELDS * at
@@ -187,19 +179,21 @@ def combine_splits(p, scratch):
         for other in range(1, parts):
             one = total + other * size
             for row in range(rows):
-                top, sums = total + 4 * row, totals_of(total, rows) + 4 * row
+                top, sums = total + 4 * row, softmax.totals_of(total, rows) + 4 * row
                 theirs, ours = read_float(one + 4 * row), read_float(top)
                 if theirs == MINUS_INFINITY:
                     continue
                 largest = max(ours, theirs)
                 left = np.float32(math.exp(ours - largest))
                 right = np.float32(math.exp(theirs - largest))
-                out = accumulators_of(total, rows) + row * 4 * padded
-                add = accumulators_of(one, rows) + row * 4 * padded
+                out = softmax.accumulators_of(total, rows) + row * 4 * padded
+                add = softmax.accumulators_of(one, rows) + row * 4 * padded
                 row_scale(out, padded, left)
                 write_float(scratch, right)
                 multiply(1, padded // LANES, scratch, 4, add, 4, 1, out, 4)
-                write_float(sums, left * read_float(sums) + right * read_float(totals_of(one, rows) + 4 * row))
+                write_float(sums, left * read_float(sums) + right * read_float(softmax.totals_of(one, rows) + 4 * row))
                 write_float(top, largest)
-        write_rows(p, flat, head, rows, rows, accumulators_of(total, rows), totals_of(total, rows))
+        softmax.write_rows(
+            p, flat, head, rows, rows, softmax.accumulators_of(total, rows), softmax.totals_of(total, rows)
+        )
         at += 1

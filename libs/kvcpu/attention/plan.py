@@ -56,15 +56,17 @@ def _prefill(at: int, count: int, start: int, kv_heads: int, group: int, threads
     tokens = max(1, min(max(TILE_ROWS // group, 1), fair))
     lows = np.arange(0, count, tokens, dtype=np.int64)
     highs = np.minimum(lows + tokens, count)
-    items = np.empty((len(lows), kv_heads, c.ITEM_FIELDS), dtype=np.int64)
-    items[:, :, c.ITEM_KIND] = c.PREFILL
-    items[:, :, c.ITEM_SLICE] = at
-    items[:, :, c.ITEM_HEAD] = np.arange(kv_heads)
-    items[:, :, c.ITEM_LOW] = lows[:, None]
-    items[:, :, c.ITEM_HIGH] = highs[:, None]
-    items[:, :, c.ITEM_PARTIAL] = -1
+    items = _items(c.PREFILL, at, np.arange(kv_heads), lows[:, None], highs[:, None])
     cost = np.repeat((highs - lows) * (start + highs) * group, kv_heads)
     return items.reshape(-1, c.ITEM_FIELDS), cost
+
+
+def _items(kind: int, of: Ints | int, heads: Ints, lows: Ints, highs: Ints) -> Ints:
+    """`[ranges, heads, ITEM_FIELDS]`, without partial results."""
+    items = np.empty((len(lows), len(heads), c.ITEM_FIELDS), dtype=np.int64)
+    for column, values in enumerate((kind, of, heads, lows, highs, -1)):
+        items[:, :, column] = values
+    return items
 
 
 def _parts(ends: Ints, rows: int, fair: int) -> Ints:
@@ -88,17 +90,11 @@ def _decodes(
     parts = _parts(ends[which], span * group, fair)
     step = -(-ends[which] // parts)
     heads = np.arange(0, kv_heads, span)
-    items = np.empty((int(parts.sum()), len(heads), c.ITEM_FIELDS), dtype=np.int64)
     owner = np.repeat(np.arange(len(which)), parts)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
     lows = number * step[owner]
     highs = np.minimum(lows + step[owner], ends[which][owner])
-    items[:, :, c.ITEM_KIND] = c.DECODE
-    items[:, :, c.ITEM_SLICE] = which[owner][:, None]
-    items[:, :, c.ITEM_HEAD] = heads
-    items[:, :, c.ITEM_LOW] = lows[:, None]
-    items[:, :, c.ITEM_HIGH] = highs[:, None]
-    items[:, :, c.ITEM_PARTIAL] = -1
+    items = _items(c.DECODE, which[owner][:, None], heads, lows[:, None], highs[:, None])
     split = np.flatnonzero(parts > 1)
     splits = np.empty((len(split), len(heads), c.SPLIT_FIELDS), dtype=np.int64)
     partials = 0

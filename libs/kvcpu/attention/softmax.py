@@ -12,13 +12,12 @@ from numba import njit
 from kvcpu.attention import attention_call as c
 from kvcpu.attention.attention_call import whole_lines
 from kvcpu.vector.cells import copy_bytes, read_float, row_fill, write_float
-from kvcpu.vector.conversion import from_floats, to_floats
+from kvcpu.vector.conversion import narrow, to_floats
 from kvcpu.vector.numbers import ITEM_BYTES
 from kvcpu.vector.rows import row_exp, row_exp_halves, row_max, row_scale, row_sum
 
 MINUS_INFINITY = np.float32(-math.inf)
 ONE = np.float32(1.0)
-
 
 _whole_lines = njit(whole_lines)
 
@@ -103,4 +102,4 @@ def write_rows(p, flat, head, width, rows, out, totals):
     size = ITEM_BYTES[p[c.QUERY_KIND]] * dim
     for row in range(rows):
         target = p[c.OUT] + ((flat + row // width) * p[c.HEADS] + head * p[c.GROUP] + row % width) * size
-        from_floats(p[c.QUERY_KIND], out + row * 4 * p[c.PADDED], target, dim, ONE / read_float(totals + 4 * row))
+        narrow(p[c.QUERY_KIND], out + row * 4 * p[c.PADDED], target, dim, ONE / read_float(totals + 4 * row))

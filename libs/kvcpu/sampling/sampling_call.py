@@ -11,20 +11,14 @@ DEEPEST = -200.0  # weights are 0 long before; keeps z finite
 
 # Fields of a call block. Arrays have one entry a row unless said otherwise.
 (
-    SELF,  # its own address, for the counter that threads share
-    TICKET,
-    ROWS,
-    VOCAB,
+    SELF, TICKET,  # its own address, for the counter that threads share
+    ROWS, VOCAB,
     LOGITS,  # float32 [rows, vocab], the largest of each row finite
     BITS,  # of a weight, the number itself
     SCALE,  # float64; for `masses` one for all rows
-    TOP_K,
-    TOP_P,
-    LEAST,
-    POINTS,
+    TOP_K, TOP_P, LEAST, POINTS,
     TOKENS,  # int64, drawn
     MASSES,  # int64, the sum of each row's weights
-    COUNT,
-    BEST,  # int64 [rows, count], ids of the largest logits
+    COUNT, BEST,  # int64 [rows, count], ids of the largest logits
     FIELDS,
-) = range(16)
+) = range(16)  # fmt: skip

@@ -5,37 +5,38 @@ sorted. (Blocks are slices, not ranges of indices: that is what the compiler mak
 out among torch's own threads, as in the model's other kernels.
 """
 
+# mypy: ignore-errors
+# Numba types these functions, by other rules than a checker's.
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-import numpy.typing as npt
+from llvmlite import ir
 from numba import carray
+from numba.core import types
 
 from kvcpu.sampling import sampling_call as c
 from kvcpu.vector.cells import pointer, take_ticket
-
-Floats32 = npt.NDArray[np.float32]
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Scalar = Any  # a number of compiled code; Python's types do not tell 32 from 64 bits
-F = TypeVar("F", bound=Callable[..., Any])
+from kvcpu.vector.emit import instruction
 
 BLOCK = 256
 _SIGN, _REST, _LOWEST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-0x80000000)
 BINS = 2048
 LARGEST_HEAP = 256  # beyond, gathering in bins is faster
-_C13, _C12, _C11, _C10, _C9, _C8, _C7, _C6, _C5, _C4, _C3, _C2, _C1, _C0 = c.POWERS_OF_2
+
+_compiled = numba.njit(nogil=True, error_model="numpy")
 
 
-def _compiled(function: F) -> F:
-    return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+@instruction(types.float64, returns=types.float64)
+def _power_of_2(b, part):
+    """2**part by the polynomial, term by term and without fused operations."""
+    power = ir.Constant(ir.DoubleType(), c.POWERS_OF_2[0])
+    for coefficient in c.POWERS_OF_2[1:]:
+        power = b.fadd(b.fmul(power, part), ir.Constant(ir.DoubleType(), coefficient))
+    return power
 
 
-def draw_share(block: Any) -> None:
+def draw_share(block):
     """One token for each row; every thread takes rows until none is left. The rest is DrawSettings'."""
     p = carray(block, (c.FIELDS,), np.int64)
     rows = p[c.ROWS]
@@ -50,7 +51,7 @@ def draw_share(block: Any) -> None:
         tokens[row] = _draw_row(logits[row], p[c.BITS], scale[row], top_k[row], top_p[row], least[row], points[row])
 
 
-def masses_share(block: Any) -> None:
+def masses_share(block):
     """The sum of each row's weights, and the ids of its largest logits."""
     p = carray(block, (c.FIELDS,), np.int64)
     rows = p[c.ROWS]
@@ -69,9 +70,7 @@ def masses_share(block: Any) -> None:
 
 
 @_compiled
-def _draw_row(
-    row: Floats32, bits: Scalar, scale: Scalar, top_k: Scalar, top_p: Scalar, least: Scalar, point: Scalar
-) -> Scalar:
+def _draw_row(row, bits, scale, top_k, top_p, least, point):
     weights = np.empty(len(row), np.int64)
     tops = _block_tops(row)
     peak = tops.max()
@@ -91,7 +90,7 @@ def _draw_row(
 
 
 @_compiled
-def _block_tops(row: Floats32) -> Floats32:
+def _block_tops(row):
     """The largest logit of each block, found as integers that sort as the numbers do: those compare many at a time."""
     bits = row.view(np.int32)
     keys = np.empty((len(row) + BLOCK - 1) // BLOCK, np.int32)
@@ -105,9 +104,7 @@ def _block_tops(row: Floats32) -> Floats32:
 
 
 @_compiled
-def _weigh(
-    row: Floats32, tops: Floats32, peak: Scalar, scale: Scalar, bits: Scalar, floor: Scalar, weights: Ints
-) -> Scalar:
+def _weigh(row, tops, peak, scale, bits, floor, weights):
     """Fill in the weights, 0 below `floor`; their sum."""
     total = np.int64(0)
     down = np.int64(c.MANTISSA_BITS - bits)
@@ -122,20 +119,7 @@ def _weigh(
             z = max((np.float64(logits[i]) - highest) * scale, c.DEEPEST)
             whole = np.rint(z)
             part = z - whole
-            power = _C13 * part + _C12
-            power = power * part + _C11
-            power = power * part + _C10
-            power = power * part + _C9
-            power = power * part + _C8
-            power = power * part + _C7
-            power = power * part + _C6
-            power = power * part + _C5
-            power = power * part + _C4
-            power = power * part + _C3
-            power = power * part + _C2
-            power = power * part + _C1
-            power = power * part + _C0
-            weight = np.int64(power * 2.0**c.MANTISSA_BITS) >> min(down - np.int64(whole), np.int64(63))
+            weight = np.int64(_power_of_2(part) * 2.0**c.MANTISSA_BITS) >> min(down - np.int64(whole), np.int64(63))
             weight = weight if logits[i] >= floor else np.int64(0)
             out[i] = weight
             total += weight
@@ -143,7 +127,7 @@ def _weigh(
 
 
 @_compiled
-def _drop(row: Floats32, weights: Ints, floor: Scalar, least: Scalar) -> Scalar:
+def _drop(row, weights, floor, least):
     """Take the weight of what lies below the limits; the sum of what is left."""
     total = np.int64(0)
     for i in range(len(row)):
@@ -154,7 +138,7 @@ def _drop(row: Floats32, weights: Ints, floor: Scalar, least: Scalar) -> Scalar:
 
 
 @_compiled
-def _find(weights: Ints, target: Scalar) -> Scalar:
+def _find(weights, target):
     """The first token up to which the weights sum to more than `target`, which is less than their sum."""
     before = np.int64(0)
     for first in range(0, len(weights), BLOCK):
@@ -172,7 +156,7 @@ def _find(weights: Ints, target: Scalar) -> Scalar:
 
 
 @_compiled
-def _kth_largest(row: Floats32, tops: Floats32, peak: Scalar, k: Scalar) -> Scalar:
+def _kth_largest(row, tops, peak, k):
     if k <= LARGEST_HEAP:
         heap = np.empty(k, np.int64)
         _best(row, tops, heap)
@@ -183,7 +167,7 @@ def _kth_largest(row: Floats32, tops: Floats32, peak: Scalar, k: Scalar) -> Scal
 
 
 @_compiled
-def _best(row: Floats32, tops: Floats32, ids: Ints) -> None:
+def _best(row, tops, ids):
     """Fill `ids` with those of the largest logits, best first, equal ones in id order, through a heap of the best."""
     count = len(ids)
     if count == 0:
@@ -205,7 +189,7 @@ def _best(row: Floats32, tops: Floats32, ids: Ints) -> None:
 
 
 @_compiled
-def _sift(row: Floats32, ids: Ints, at: Scalar, count: Scalar) -> None:
+def _sift(row, ids, at, count):
     """Restore the heap below `at`: nothing is worse than its parent; of equal logits the later one is worse."""
     while True:
         worst = at
@@ -221,9 +205,7 @@ def _sift(row: Floats32, ids: Ints, at: Scalar, count: Scalar) -> None:
 
 
 @_compiled
-def _reaching(
-    row: Floats32, masses: Ints, tops: Floats32, floor: Scalar, peak: Scalar, per_logit: Scalar, need: Scalar
-) -> Scalar:
+def _reaching(row, masses, tops, floor, peak, per_logit, need):
     """The largest logit x such that the masses of all logits >= x sum to `need` or more. They do over the whole row.
 
     There is no mass below `floor`.
@@ -246,7 +228,7 @@ def _reaching(
 
 
 @_compiled
-def _reaching_among(logits: Floats32, masses: Ints, need: Scalar) -> Scalar:
+def _reaching_among(logits, masses, need):
     """The same for a few logits: bins from the largest to the smallest, again and again, until all in one are equal."""
     count = len(logits)
     while True:
@@ -270,7 +252,7 @@ def _reaching_among(logits: Floats32, masses: Ints, need: Scalar) -> Scalar:
 
 
 @_compiled
-def _crossing(bins: Ints, need: Scalar) -> tuple[Scalar, Scalar]:
+def _crossing(bins, need):
     """The bin in which the sum reaches `need`, the last one where it is not known to; the sum before that."""
     before, bin_ = np.int64(0), 0
     while bin_ < BINS - 1 and before + bins[bin_] < need:
@@ -280,6 +262,6 @@ def _crossing(bins: Ints, need: Scalar) -> tuple[Scalar, Scalar]:
 
 
 @_compiled
-def _bin(logit: Scalar, peak: Scalar, per_logit: Scalar) -> Scalar:
+def _bin(logit, peak, per_logit):
     """Grows with the distance from the peak, never falls: so the bins are in order whatever their width."""
     return np.int64(min((np.float64(peak) - np.float64(logit)) * per_logit, BINS - 1.0))

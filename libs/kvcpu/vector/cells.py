@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import carray
 from numba.core import types
 
-from kvcpu.vector import program as c
+from kvcpu.vector import team as c
 from kvcpu.vector.emit import ADDRESS, CACHE_LINE, COUNT, F32, FLOAT, I8, I32, I64, instruction
 
 BYTES = I8.as_pointer()
@@ -85,7 +85,7 @@ def call_at(b, function, argument):
 
 
 def run_all(block):
-    """Calls one compiled function after the other: see `program`."""
+    """Calls one compiled function after the other: see `Program`."""
     p = carray(block, (c.FIELDS,), np.int64)
     for at in range(p[c.COUNT]):
         operation = p[c.TABLE] + 16 * at

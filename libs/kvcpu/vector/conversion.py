@@ -23,15 +23,16 @@ from kvcpu.vector.emit import (
     I8,
     I16,
     I32,
-    I64,
     INTS,
     LANES,
-    LITERAL,
     VECTOR,
     constant,
     instruction,
+    switched,
 )
 from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES
+
+ELEMENTS = {FLOAT32: F32, BFLOAT16: I16, FLOAT16: F16, INT8: I8}  # as which numbers of a kind are loaded and stored
 
 
 class _BFloat(ir.types.Type):
@@ -62,17 +63,9 @@ def add_pairs(b, total, left, right):
     if multiplies_pairs():
         pairs = [b.bitcast(one, _PAIRS) for one in (left, right)]
         return _processors(b, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [total, *pairs])
-    for half in (_low, _high):
-        total = b.fma(half(b, left), half(b, right), total)
-    return total
-
-
-def _low(b, pairs):
-    return b.bitcast(b.shl(pairs, constant(16, I32)), VECTOR)
-
-
-def _high(b, pairs):
-    return b.bitcast(b.and_(pairs, constant(-65536, I32)), VECTOR)
+    low, high = constant(16, I32), constant(-65536, I32)
+    total = b.fma(*(b.bitcast(b.shl(pairs, low), VECTOR) for pairs in (left, right)), total)
+    return b.fma(*(b.bitcast(b.and_(pairs, high), VECTOR) for pairs in (left, right)), total)
 
 
 def to_halves(b, vector, address):
@@ -81,71 +74,58 @@ def to_halves(b, vector, address):
         halves = _processors(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, [vector])
         b.store(b.bitcast(halves, _SHORTS), address, align=2)
     else:
-        _from_floats(b, BFLOAT16, vector, address)
+        b.store(narrowed(b, BFLOAT16, vector), address, align=2)
 
 
-def _as_floats(b, kind, address, lanes):
-    """`lanes` numbers of a stored kind as floats."""
-    floats, ints = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
-    stored = {FLOAT32: F32, BFLOAT16: I16, FLOAT16: F16, INT8: I8}[kind]
-    raw = b.load(address, ir.VectorType(stored, lanes), align=ITEM_BYTES[kind])
+def widened(b, kind, stored):
+    """A vector of numbers of a stored kind as floats."""
+    floats, ints = (ir.VectorType(element, stored.type.count) for element in (F32, I32))
     if kind == BFLOAT16:
-        bits = b.shl(b.zext(raw, ints), ir.Constant(ints, [16] * lanes))
-        return b.bitcast(bits, floats)
+        return b.bitcast(b.shl(b.zext(stored, ints), constant(16, I32, stored.type.count)), floats)
     if kind == FLOAT16:
-        return b.fpext(raw, floats)
-    return raw if kind == FLOAT32 else b.sitofp(b.sext(raw, ints), floats)
+        return b.fpext(stored, floats)
+    return stored if kind == FLOAT32 else b.sitofp(b.sext(stored, ints), floats)
 
 
-def _from_floats(b, kind, value, address):
-    lanes = value.type.count
-    ints = ir.VectorType(I32, lanes)
+def narrowed(b, kind, floats, nan=True):
+    """Floats as numbers of a stored kind, not int8: to nearest, ties to even. Without `nan` one may become infinite."""
+    lanes = floats.type.count
     if kind == FLOAT32:
-        b.store(value, address)
-        return
+        return floats
     if kind == FLOAT16:
-        b.store(b.fptrunc(value, ir.VectorType(F16, lanes)), address, align=2)
-        return
-
-    def each(number):
-        return ir.Constant(ints, [number] * lanes)
-
-    bits = b.bitcast(value, ints)  # bfloat16, to nearest, ties to even
-    odd = b.and_(b.lshr(bits, each(16)), each(1))
-    rounded = b.lshr(b.add(bits, b.add(odd, each(0x7FFF))), each(16))
-    nan = b.fcmp_unordered("uno", value, value)
-    rounded = b.select(nan, each(0x7FC0), rounded)
-    b.store(b.trunc(rounded, ir.VectorType(I16, lanes)), address, align=2)
+        return b.fptrunc(floats, ir.VectorType(F16, lanes))
+    bits = b.bitcast(floats, ir.VectorType(I32, lanes))
+    odd = b.and_(b.lshr(bits, constant(16, I32, lanes)), constant(1, I32, lanes))
+    rounded = b.lshr(b.add(bits, b.add(odd, constant(0x7FFF, I32, lanes))), constant(16, I32, lanes))
+    if nan:
+        rounded = b.select(b.fcmp_unordered("uno", floats, floats), constant(0x7FC0, I32, lanes), rounded)
+    return b.trunc(rounded, ir.VectorType(I16, lanes))
 
 
-def _scaled_copy(b, source, target, count, scalar, *, read=FLOAT32, written=FLOAT32):
-    """Emits the copy of `count` numbers of a stored kind, times a factor, as numbers of another: LANES at a time, then
-    one by one."""
+def _scaled_copy(b, source, read, target, written, count, factor):
+    """Emits the copy of `count` numbers of a stored kind, times a factor, as numbers of another."""
 
-    def copied(i, factors, lanes):
-        value = _as_floats(b, read, b.offset_by(source, i, ITEM_BYTES[read]), lanes)
-        where = b.offset_by(target, i, ITEM_BYTES[written])
-        _from_floats(b, written, b.fmul(value, factors), where)
+    def copied(start, lanes, _):
+        where = b.offset_by(source, start, ITEM_BYTES[read])
+        stored = b.load(where, ir.VectorType(ELEMENTS[read], lanes), align=ITEM_BYTES[read])
+        floats = b.fmul(widened(b, read, stored), b.splat(factor, lanes))
+        b.store(narrowed(b, written, floats), b.offset_by(target, start, ITEM_BYTES[written]), ITEM_BYTES[written])
 
-    lanes = ir.Constant(I64, LANES)
-    whole = b.sdiv(count, lanes)
-    factors = b.splat(scalar)
-    b.loop(whole, [], lambda i, _: copied(b.mul(i, lanes), factors, LANES))
-    one = b.insert_element(ir.Constant(ir.VectorType(F32, 1), ir.Undefined), scalar, ir.Constant(I32, 0))
-    done = b.mul(whole, lanes)
-    b.loop(b.sub(count, done), [], lambda i, _: copied(b.add(done, i), one, 1))
+    b.pieces(count, [], copied)
 
 
-@instruction(LITERAL, ADDRESS, ADDRESS, COUNT, FLOAT)
+@instruction(COUNT, ADDRESS, ADDRESS, COUNT, FLOAT)
+@switched(FLOAT32, BFLOAT16, FLOAT16, INT8)
 def widen(b, kind, source, target, count, factor):
-    """`count` numbers of a stored `kind` (a literal) times `factor` become floats at `target`."""
-    _scaled_copy(b, source, target, count, factor, read=kind)
+    """`count` numbers of a stored `kind` times `factor` become floats at `target`."""
+    _scaled_copy(b, source, kind, target, FLOAT32, count, factor)
 
 
-@instruction(LITERAL, ADDRESS, ADDRESS, COUNT, FLOAT)
+@instruction(COUNT, ADDRESS, ADDRESS, COUNT, FLOAT)
+@switched(FLOAT32, BFLOAT16, FLOAT16)
 def narrow(b, kind, source, target, count, factor):
-    """`count` floats at `source` times `factor` become numbers of a stored `kind` (a literal, not int8)."""
-    _scaled_copy(b, source, target, count, factor, written=kind)
+    """`count` floats at `source` times `factor` become numbers of a stored `kind`, not int8, which needs a scale."""
+    _scaled_copy(b, source, FLOAT32, target, kind, count, factor)
 
 
 @instruction(ADDRESS, ADDRESS)
@@ -171,24 +151,6 @@ def interleave(b, first, second, target, count):
 @njit(nogil=True, error_model="numpy")
 def to_floats(kind, source, target, count, factor):
     """Times `factor`; a row is filled up with zeros to a multiple of LANES."""
-    if kind == FLOAT32:
-        widen(0, source, target, count, factor)
-    elif kind == BFLOAT16:
-        widen(1, source, target, count, factor)
-    elif kind == FLOAT16:
-        widen(2, source, target, count, factor)
-    else:
-        widen(3, source, target, count, factor)
+    widen(kind, source, target, count, factor)
     if count % LANES:
         row_fill(target + 4 * count, LANES - count % LANES, np.float32(0.0))
-
-
-@njit(nogil=True, error_model="numpy")
-def from_floats(kind, source, target, count, factor):
-    """Times `factor`, rounded to nearest; not to int8, which needs a scale."""
-    if kind == FLOAT32:
-        narrow(0, source, target, count, factor)
-    elif kind == BFLOAT16:
-        narrow(1, source, target, count, factor)
-    else:
-        narrow(2, source, target, count, factor)

@@ -28,8 +28,8 @@ ADDRESS, COUNT, FLOAT = types.int64, types.int64, types.float32
 LITERAL = None  # an argument that is known when it is compiled: emitters get Python's number
 
 
-def constant(value, kind=F32):
-    return ir.Constant(ir.VectorType(kind, LANES), [value] * LANES)
+def constant(value, kind=F32, lanes=LANES):
+    return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
 class Emitter:
@@ -56,11 +56,10 @@ class Emitter:
     def rows_of(self, base, stride, count):
         return [self.offset_by(base, stride, row) for row in range(count)]
 
-    def splat(self, scalar):
-        undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    def splat(self, scalar, lanes=LANES):
+        undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
         first = self.insert_element(undefined, scalar, ir.Constant(I32, 0))
-        zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
-        return self.shuffle_vector(first, undefined, zeros)
+        return self.shuffle_vector(first, undefined, constant(0, I32, lanes))
 
     def llvm(self, name, *arguments):
         """An LLVM function that is overloaded by the type of its last argument, of the type of its first."""
@@ -105,6 +104,14 @@ class Emitter:
         """As `loop`, over `count` numbers, LANES at a time: the body's `i` counts vectors."""
         return self.loop(self.sdiv(count, ir.Constant(I64, LANES)), carried, body)
 
+    def pieces(self, count, carried, body):
+        """As `loop`, over `count` numbers: `body(start, lanes, values)` for each LANES, then for each that is left."""
+        lanes = ir.Constant(I64, LANES)
+        whole = self.sdiv(count, lanes)
+        values = self.loop(whole, carried, lambda i, values: body(self.mul(i, lanes), LANES, values))
+        done = self.mul(whole, lanes)
+        return self.loop(self.sub(count, done), values, lambda i, values: body(self.add(done, i), 1, values))
+
     def vector_at(self, row, i, size=4):
         """Address of vector `i` of a row of numbers of `size` bytes."""
         return self.offset_by(row, i, size * LANES)
@@ -116,7 +123,7 @@ class Emitter:
             upper = bool(lane & distance)
             low.append(lane - distance + LANES if upper else lane)
             high.append(lane + LANES if upper else lane + distance)
-        masks = (ir.Constant(ir.VectorType(I32, LANES), order) for order in (low, high))
+        masks = (ir.Constant(INTS, order) for order in (low, high))
         return [self.shuffle_vector(a, b, mask) for mask in masks]
 
     def lane_sums(self, vectors):
@@ -143,7 +150,7 @@ class Emitter:
         """The largest lane, as a float."""
         distance = LANES // 2
         while distance:
-            order = ir.Constant(ir.VectorType(I32, LANES), [lane ^ distance for lane in range(LANES)])
+            order = ir.Constant(INTS, [lane ^ distance for lane in range(LANES)])
             vector = self.larger(self.shuffle_vector(vector, vector, order), vector)
             distance //= 2
         return self.extract_element(vector, ir.Constant(I32, 0))
@@ -193,6 +200,28 @@ def instruction(*kinds, returns=types.void):
             return returns(*(kind or one for one, kind in zip(given, kinds, strict=True))), lowered
 
         return typed
+
+    return made
+
+
+def switched(*known):
+    """Makes `emit(emitter, n, ...)`, for an n that is known when it is emitted, one for an n that is not: the code for
+    each that is `known` stands in one switch."""
+
+    def made(emit):
+        @wraps(emit)
+        def switching(b, number, *arguments):
+            after = b.function.append_basic_block("after")
+            choice = b.switch(number, after)
+            for n in known:
+                block = b.function.append_basic_block("case")
+                choice.add_case(ir.Constant(I64, n), block)
+                b.position_at_end(block)
+                emit(b, n, *arguments)
+                b.branch(after)
+            b.position_at_end(after)
+
+        return switching
 
     return made
 

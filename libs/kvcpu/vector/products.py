@@ -1,4 +1,4 @@
-"""Products of rows of floats, with accumulators in registers. On memory addresses.
+"""Products of rows of floats, or of bfloat16 in pairs, with accumulators in registers. On memory addresses.
 
 Addresses and strides are in bytes, sizes count elements. Nothing here checks bounds.
 """
@@ -8,36 +8,60 @@ Addresses and strides are in bytes, sizes count elements. Nothing here checks bo
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import njit
 
+from kvcpu.vector.cells import ask_for
 from kvcpu.vector.conversion import add_pairs
 from kvcpu.vector.emit import (
     ADDRESS,
     COUNT,
     F32,
+    I16,
     I32,
     I64,
+    INTS,
     LANES,
     LITERAL,
+    VECTOR,
     constant,
     instruction,
     most_sums,
+    switched,
 )
 
+MOST_ROWS = 8  # of a `weigh`, whose number is known when it runs: no row is computed for nothing
 
-@instruction(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
-def dots(b, query, keys, key_bytes, size, scores):
-    """scores[i] = query . keys[i] for LANES keys, rows `key_bytes` apart, `size` long, a multiple of LANES."""
+
+def add_floats(b, total, factor, part):
+    return b.fma(factor, part, total)
+
+
+def _dots(b, query, keys, key_bytes, vectors, scores, kind, add):
+    """Emits scores[i] = query . keys[i] for LANES keys that are so many vectors of `kind` long."""
     rows = b.rows_of(keys, key_bytes, LANES)
     totals, most = [], most_sums()
     for first in range(0, LANES, most):
         some = rows[first : first + most]
 
         def body(i, values, some=some):
-            part = b.load(b.vector_at(query, i))
-            return [b.fma(b.load(b.vector_at(row, i)), part, value) for row, value in zip(some, values, strict=True)]
+            part = b.load(b.vector_at(query, i), kind)
+            keys_at = [b.load(b.vector_at(row, i), kind) for row in some]
+            return [add(b, value, key, part) for key, value in zip(keys_at, values, strict=True)]
 
-        totals += b.strips(size, [constant(0.0)] * len(some), body)
+        totals += b.loop(vectors, [constant(0.0)] * len(some), body)
     b.store(b.lane_sums(totals), scores)
+
+
+@instruction(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+def dots(b, query, keys, key_bytes, size, scores):
+    """scores[i] = query . keys[i] for LANES keys, rows `key_bytes` apart, `size` long, a multiple of LANES."""
+    _dots(b, query, keys, key_bytes, b.sdiv(size, ir.Constant(I64, LANES)), scores, VECTOR, add_floats)
+
+
+@instruction(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+def pair_dots(b, query, keys, key_bytes, size, scores):
+    """As `dots`, of bfloat16; `size` is a multiple of 2 LANES."""
+    _dots(b, query, keys, key_bytes, b.sdiv(size, ir.Constant(I64, 2 * LANES)), scores, INTS, add_pairs)
 
 
 def accumulate(b, rows, columns, overwrite, arguments, kind, add, meanwhile=None):
@@ -85,31 +109,79 @@ def accumulate(b, rows, columns, overwrite, arguments, kind, add, meanwhile=None
         b.store(total, b.plus(*place))
 
 
-def add_floats(b, total, factor, part):
-    return b.fma(factor, part, total)
+def _product(kind, add):
+    @instruction(LITERAL, LITERAL, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, LITERAL)
+    def product(b, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
+        arguments = left, left_bytes, right, right_bytes, depth, out, out_bytes
+        accumulate(b, rows, columns, fresh, arguments, kind, add)
+
+    return product
 
 
-PRODUCT = LITERAL, LITERAL, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, LITERAL
+# out[r][c] (+)= sum over d < depth of left[r][d] * right[d][c] for a number of rows and of vectors of columns that are
+# literals: all accumulators live in registers. `fresh` (a literal): out is overwritten instead of added to. Of floats,
+# or of pairs of bfloat16, which are accumulated in fp32.
+product, pair_product = _product(F32, add_floats), _product(I32, add_pairs)
 
 
-@instruction(*PRODUCT)
-def product(b, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
-    """out[r][c] (+)= sum over d of left[r][d] * right[d][c] for `rows` rows and `columns` vectors of LANES columns.
-
-    Both are literals: all accumulators live in registers. `fresh` (a literal): out is overwritten instead of added to.
+@instruction(COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, ADDRESS, COUNT)
+@switched(*range(1, MOST_ROWS + 1))
+def weigh(b, rows, weights, weight_bytes, values, value_bytes, count, out, out_bytes, ahead, ahead_bytes):
+    """out[r] += sum over `count` tokens t of weights[r][t] * values[t], of 2 LANES floats, for `rows` rows, 1 to
+    MOST_ROWS. Meanwhile asks for the memory at `ahead`, for `ahead_bytes` (128 at most) with every token.
     """
-    arguments = left, left_bytes, right, right_bytes, depth, out, out_bytes
-    accumulate(b, rows, columns, fresh, arguments, F32, add_floats)
+    factors = weights, weight_bytes, values, value_bytes, count, out, out_bytes
+
+    def ask(i):
+        address = b.add(ahead, b.mul(i, ahead_bytes))
+        ask_for(b, address)
+        ask_for(b, b.add(address, b.ashr(ahead_bytes, ir.Constant(I64, 1))))
+
+    accumulate(b, rows, 2, False, factors, F32, add_floats, ask)
 
 
-@instruction(*PRODUCT)
-def pair_product(b, rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes, fresh):
-    """As `product`, of bfloat16 in pairs: out[r][c] (+)= sum over d < depth of left[r][d] . right[d][c], each a pair.
+@instruction(COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, ADDRESS)
+@switched(*range(1, MOST_ROWS + 1))
+def pair_weigh(b, rows, weights, weight_bytes, values, value_bytes, size, out, out_bytes, ahead):
+    """out[r] += sum over LANES tokens t of weights[r][t] * values[t], for `rows` rows, 1 to MOST_ROWS.
 
-    Accumulates in fp32, by the processor's own instruction for it where there is one (AVX512-BF16).
+    Weights and values are bfloat16, `size` values a token, a multiple of 2 LANES. Pairs of tokens are interleaved in
+    registers, once for all rows. Meanwhile asks for the tile at `ahead`.
     """
-    arguments = left, left_bytes, right, right_bytes, depth, out, out_bytes
-    accumulate(b, rows, columns, fresh, arguments, I32, add_pairs)
+    halves, order = ir.VectorType(I16, 2 * LANES), ir.VectorType(I32, 2 * LANES)
+    masks = [
+        ir.Constant(order, [half + lane // 2 + 2 * LANES * (lane % 2) for lane in range(2 * LANES)])
+        for half in (0, LANES)
+    ]
+    weight_rows = b.rows_of(weights, weight_bytes, rows)
+
+    def strip(i, _):
+        column = b.vector_at(values, i)
+        distance = b.sub(ahead, values)
+        places = [
+            b.plus(row, half)
+            for row in b.rows_of(b.offset_by(out, i, 8 * LANES), out_bytes, rows)
+            for half in (0, 4 * LANES)
+        ]
+
+        def body(pair, sums):
+            first = b.add(column, b.mul(b.mul(pair, ir.Constant(I64, 2)), value_bytes))
+            tokens = first, b.add(first, value_bytes)
+            both = [b.load(token, halves, align=2) for token in tokens]
+            for token in tokens:
+                ask_for(b, b.add(token, distance))
+            parts = [b.bitcast(b.shuffle_vector(*both, mask), INTS) for mask in masks]
+            result = []
+            for at, row in enumerate(weight_rows):
+                factor = b.splat(b.load(b.offset_by(row, pair, 4), I32))
+                result += [add_pairs(b, sums[2 * at + j], factor, parts[j]) for j in range(2)]
+            return result
+
+        sums = b.loop(ir.Constant(I64, LANES // 2), [b.load(place) for place in places], body)
+        for total, place in zip(sums, places, strict=True):
+            b.store(total, place)
+
+    b.loop(b.sdiv(size, ir.Constant(I64, 2 * LANES)), [], strip)
 
 
 @instruction(ADDRESS, COUNT, ADDRESS, COUNT, COUNT)
@@ -124,3 +196,37 @@ def transpose(b, source, source_bytes, target, target_bytes, size):
             b.store(vector, place)
 
     b.strips(size, [], body)
+
+
+@njit(nogil=True, error_model="numpy")
+def _nothing(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+    """What is left to do after the last tile."""
+
+
+def tiled(*shapes, by=product, fresh=0):
+    """A compiled out (+)= left * right, made of products `by` tiles of (rows, vectors of columns), the tallest first.
+
+    Columns that do not fill a tile go one vector at a time; rows must come out even with the last shape's.
+    """
+    (height, width), *others = shapes
+    rest = tiled(*others, by=by, fresh=fresh) if others else _nothing
+
+    @njit(nogil=True, error_model="numpy")
+    def multiply(rows, columns, left, left_bytes, right, right_bytes, depth, out, out_bytes):
+        row = 0
+        while row + height <= rows:
+            a, o, column = left + row * left_bytes, out + row * out_bytes, 0
+            while column < columns:
+                at = column * 4 * LANES
+                if column + width <= columns:
+                    by(height, width, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, fresh)
+                    column += width
+                else:
+                    by(height, 1, a, left_bytes, right + at, right_bytes, depth, o + at, out_bytes, fresh)
+                    column += 1
+            row += height
+        if row < rows:
+            a, o = left + row * left_bytes, out + row * out_bytes
+            rest(rows - row, columns, a, left_bytes, right, right_bytes, depth, o, out_bytes)
+
+    return multiply

@@ -1,4 +1,4 @@
-"""Runs compiled functions on torch's own threads. Adapter to the OpenMP runtime that torch has loaded.
+"""Runs compiled functions on torch's own threads, one or several in a row. Adapter to torch's OpenMP runtime.
 
 A second pool of threads beside torch's would fight it for the cores: both spin between the layers. So the function is
 handed to the very team that torch's operators run on, by the entry point that compilers use (`GOMP_parallel`). Where
@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from kvcpu.vector.compiled import CompiledEntry, entry
+
 log = logging.getLogger(__name__)
+
+# Fields of a program's call block; the table has two columns: address of the function, address of its call block.
+COUNT, TABLE, BARRIER, FIELDS = range(4)
 
 Fork = Callable[[int, int, int, int], None]  # (function, its argument, threads, flags)
 
@@ -27,6 +33,26 @@ def run(function: int, argument: int, threads: int) -> None:
         _callable(function)(argument)
     else:
         fork(function, argument, threads, 0)
+
+
+class Program:
+    """Compiled operations one after the other in one call: the team runs each, and waits for all before the next.
+
+    A step of few tokens makes some hundred small operations; called from Python each would cost as much as it computes.
+    `operations`: functions and the addresses of their call blocks, which the caller keeps and may change.
+    """
+
+    def __init__(self, operations: Sequence[tuple[CompiledEntry, int]], threads: int) -> None:
+        self._entry = entry("kvcpu.vector.cells", "run_all")
+        self._threads = threads if barrier() else 1
+        self._table = np.array([(one.address, block) for one, block in operations], dtype=np.int64)
+        between = barrier() if self._threads > 1 else 0
+        self._block = np.array([len(operations), self._table.ctypes.data, between], dtype=np.int64)
+        self._address = self._block.ctypes.data
+
+    def run(self) -> None:
+        """The maker of the call blocks has set their counters to zero."""
+        run(self._entry.address, self._address, self._threads)
 
 
 @cache

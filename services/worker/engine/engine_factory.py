@@ -99,8 +99,7 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
 
 def import_torch() -> None:
     """What serving a model takes: seconds, once in a process. A fake worker starts without it."""
-    from kvfleet.worker.model.deferred_compiler import defer_compiler
-    from kvfleet.worker.model.kept_scan import keep_scan
+    from kvfleet.worker.model.quick_imports import defer_compiler, keep_scan
 
     keep_scan()
     defer_compiler()
@@ -113,10 +112,9 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
+    from kvfleet.worker.model.assembly import build_runner, meter_of, step_bytes, with_kv_dtype
     from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
     from kvfleet.worker.model.loader import load_model
-    from kvfleet.worker.model.step_profile import meter_of, step_bytes
 
     threads = settings.threads or max(1, cores() // settings.workers_on_host)
     torch.set_num_threads(threads)

@@ -56,16 +56,9 @@ class BlockMemory(Protocol):
     """The bytes of a KV pool's blocks, for those who move whole blocks. From any thread, beside steps: who reads sees
     to it that the block is full and stays, who writes that nobody else has it."""
 
-    @property
-    def block_bytes(self) -> int: ...
-
-    @property
-    def kv_format(self) -> bytes:
-        """16 bytes: equal where blocks' bytes mean the same (`kvproto.dataplane.block`)."""
-
-    @property
-    def rows(self) -> tuple[int, int, str]:
-        """A block as rows of numbers: how many, of how many numbers each, and their dtype; int8: each has a scale."""
+    block_bytes: int
+    kv_format: bytes  # 16: equal where blocks' bytes mean the same (`kvproto.dataplane.block`)
+    rows: tuple[int, int, str]  # of a block: how many, of how many numbers, and their dtype; int8: each has a scale
 
     def host_memory(self, size: int) -> memoryview:
         """Zero bytes on the host that blocks are copied to and from. Raises MemoryError."""
@@ -89,34 +82,16 @@ class ModelRunner(Protocol):
 
     abort: Abort
     device: str  # as torch names it
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of one sequence, prompt and outputs together."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def bytes_per_block(self) -> int:
-        """K and V of `block_size` tokens for all layers."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def window(self) -> int | None:
-        """Tokens, itself included, that a token attends to in the layer that reaches furthest; None: all of them."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens with which the model ends a text."""
+    vocab_size: int
+    context_length: int  # most tokens of one sequence, prompt and outputs together
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int  # K and V of `block_size` tokens for all layers
+    num_layers: int
+    window: int | None  # tokens, itself included, that a token sees in the layer that sees furthest; None: all of them
+    eos_ids: tuple[int, ...]  # tokens with which the model ends a text
+    memory: BlockMemory
+    tolerance: float  # how much of a `difference` is rounding, where one was computed in another batch than the other
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         """One forward pass: store KV of all slices' tokens in their blocks, draw where a slice says so.
@@ -129,15 +104,8 @@ class ModelRunner(Protocol):
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), one after the other in the given order."""
 
-    @property
-    def memory(self) -> BlockMemory: ...
-
     def difference(self, block: int, other: int) -> float:
         """Largest difference between two blocks' numbers, as a share of the largest number in them."""
-
-    @property
-    def tolerance(self) -> float:
-        """How much of that is rounding, where one was computed in another batch than the other."""
 
     def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Any, Any]:
         """K and V `[tokens, kv_heads, head_dim]` of the first `tokens` tokens in `blocks`, copied."""

@@ -1,7 +1,4 @@
-"""A step's slices as flat arrays: a ragged batch without padding. Host memory only; the runner moves it.
-
-`[T]` below is all tokens of all slices, one after the other, `[S]` the slices.
-"""
+"""A step's slices as flat arrays: a ragged batch without padding. Host memory only; the runner moves it."""
 
 from __future__ import annotations
 
@@ -11,23 +8,16 @@ from itertools import chain
 
 import numpy as np
 
-from kvcpu.blocks import Ints
+from kvcpu.blocks import Batch, Ints
 from kvfleet.worker.schedule.step_plan import Draw, Slice
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedBatch:
+class RaggedBatch(Batch):
     """`rows[j]` is the flat index whose logits `draws[j]` needs."""
 
     slices: Sequence[Slice]
-    ids: Ints  # [T]
     positions: Ints  # [T]
-    slots: Ints  # [T], block * block_size + offset: where K and V of the token go
-    first: Ints  # [S], where each slice begins in the flat arrays
-    starts: Ints  # [S], position of its first token
-    counts: Ints  # [S], how many tokens it has
-    offsets: Ints  # [S], where its block table begins in `tables`
-    tables: Ints  # blocks of all slices, up to their last token's
     rows: Ints
     draws: list[Draw]
 
@@ -47,15 +37,15 @@ class RaggedBatch:
         blocks = tables[np.repeat(offsets, counts) + positions // block_size]
         drawing = [at for at, part in enumerate(slices) if part.draw is not None]
         return cls(
-            slices,
-            ids,
-            positions,
-            blocks * block_size + positions % block_size,
-            first,
-            starts,
-            counts,
-            offsets,
-            tables,
-            (first + counts - 1)[drawing],
-            [part.draw for part in slices if part.draw is not None],
+            ids=ids,
+            slots=blocks * block_size + positions % block_size,
+            first=first,
+            starts=starts,
+            counts=counts,
+            offsets=offsets,
+            tables=tables,
+            slices=slices,
+            positions=positions,
+            rows=(first + counts - 1)[drawing],
+            draws=[part.draw for part in slices if part.draw is not None],
         )

@@ -19,8 +19,7 @@ CPU = "cpu"
 class CpuWatch:
     """This process on its host."""
 
-    def __init__(self) -> None:
-        self.device = CPU
+    device = CPU
 
     def memory(self) -> tuple[int, int]:
         """Bytes used, and all there are."""

@@ -15,11 +15,11 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
-from kvfleet.worker.model.base import Abort, StepAborted, host_memory
+from kvfleet.worker.model.base import Abort, BlockMemory, StepAborted, host_memory
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored, Slice
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
@@ -27,6 +27,7 @@ from kvproto.messages import TokenLogprobs
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _LAYER_S = 0.02  # of a simulated step, after which it looks whether it is still wanted
+SLOT_BYTES = 8
 _VALUE_BITS = 20  # shift that leaves 44 bits: a sum over a million positions still fits 64
 
 
@@ -40,12 +41,10 @@ def _value(token: int, position: int) -> int:
 class FakeMemory:
     """See `BlockMemory`: the slots of a FakeRunner, as bytes."""
 
-    rows: tuple[int, int, str]
-
     def __init__(self, slots: array[int], totals: list[int], block_size: int) -> None:
         self.block_bytes = slots.itemsize * block_size
         self.kv_format = kv_format(1, 1, 1, block_size, "fake")
-        self.rows = (block_size, slots.itemsize - SCALE_BYTES, "int8")
+        self.rows: tuple[int, int, str] = (block_size, slots.itemsize - SCALE_BYTES, "int8")
         self._slots, self._totals, self._size = slots, totals, block_size
         self._bytes = memoryview(slots).cast("B")
 
@@ -78,43 +77,31 @@ class FakePace:
     sleep: Callable[[float], None] = time.sleep
 
 
+@dataclass(eq=False, kw_only=True)
 class FakeRunner:
     """Slots hold running sums within their block, so a block's last valid slot stands for the whole block."""
 
-    bytes_per_slot = 8
-    num_layers = 1
+    num_blocks: int = 4096
+    block_size: int = 16
+    vocab_size: int = 32_000
+    context_length: int = 32_768
+    eos_ids: tuple[int, ...] = ()
+    pace: FakePace = FakePace()
+    abort: Abort = field(default_factory=Abort)
+    device: str = "cpu"
+    num_layers: int = 1
     window: int | None = None
+    tolerance: float = 0.0
+    _due: float = 0.0
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 4096,
-        block_size: int = 16,
-        vocab_size: int = 32_000,
-        context_length: int = 32_768,
-        eos_ids: tuple[int, ...] = (),
-        pace: FakePace = FakePace(),
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.eos_ids = eos_ids
-        self.bytes_per_block = self.bytes_per_slot * block_size
-        self.slots = array("Q", bytes(self.bytes_per_slot * num_blocks * block_size))
-        self._totals = [0] * num_blocks  # a full block's last slot, for sums without arithmetic per block
-        self.memory = FakeMemory(self.slots, self._totals, block_size)
-        self._decode_seconds = 1 / pace.tokens_per_s if pace.tokens_per_s else 0.0
-        self._prefill_seconds = 1 / pace.prefill_tokens_per_s if pace.prefill_tokens_per_s else 0.0
-        self._step_seconds = pace.step_seconds
-        self._clock = pace.clock
-        self._sleep = pace.sleep
-        self._due = 0.0
-        self.device = "cpu"
-        self.abort = Abort()
+    def __post_init__(self) -> None:
+        self.bytes_per_block = SLOT_BYTES * self.block_size
+        self.slots = array("Q", bytes(self.bytes_per_block * self.num_blocks))
+        self._totals = [0] * self.num_blocks  # a full block's last slot, for sums without arithmetic per block
+        self.memory: BlockMemory = FakeMemory(self.slots, self._totals, self.block_size)
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
-        self._pace(slices)
+        self._wait(slices)
         drawn: list[Drawn] = []
         for part in slices:
             self._store(part)
@@ -135,8 +122,6 @@ class FakeRunner:
         held = [self.slots[blocks[at // size] * size + at % size] for at in range(tokens)]
         keys = np.array(held, dtype=np.int64).reshape(-1, 1, 1)
         return keys, -keys
-
-    tolerance = 0.0
 
     def difference(self, block: int, other: int) -> float:
         return float(self.memory.view(block) != self.memory.view(other))
@@ -190,7 +175,7 @@ class FakeRunner:
         rank = (token - favourite) % self.vocab_size
         return math.log((self.vocab_size + 1) / self.vocab_size) - math.log((rank + 1) * (rank + 2))
 
-    def _pace(self, slices: Sequence[Slice]) -> None:
+    def _wait(self, slices: Sequence[Slice]) -> None:
         """Sleep until the steps so far would be done at the given speed; time lost elsewhere is not caught up.
 
         Raises StepAborted as soon as nobody waits for the step any more: the time it would have taken is not taken.
@@ -198,19 +183,22 @@ class FakeRunner:
         self.abort.check()
         fed = sum(len(part.ids) for part in slices)
         decodes = sum(1 for part in slices if len(part.ids) == 1)
-        seconds = self._step_seconds + decodes * self._decode_seconds + (fed - decodes) * self._prefill_seconds
+        pace = self.pace
+        seconds = pace.step_seconds
+        seconds += decodes / pace.tokens_per_s if pace.tokens_per_s else 0.0
+        seconds += (fed - decodes) / pace.prefill_tokens_per_s if pace.prefill_tokens_per_s else 0.0
         if seconds <= 0:
             return
-        now = self._clock()
+        now = self.pace.clock()
         self._due = max(self._due, now) + seconds
         left = self._due - now
         try:
             while left > 2 * _LAYER_S:
-                self._sleep(_LAYER_S)
-                left = min(left - _LAYER_S, self._due - self._clock())
+                self.pace.sleep(_LAYER_S)
+                left = min(left - _LAYER_S, self._due - self.pace.clock())
                 self.abort.check()
         except StepAborted:
             self._due = 0.0
             raise
         if left > 0:
-            self._sleep(left)
+            self.pace.sleep(left)

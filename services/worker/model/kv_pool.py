@@ -1,22 +1,36 @@
 """The tensor that holds K and V of all blocks, and how large it may be. Owns layout and bytes, not who uses a block.
 
+Adapter: also whole blocks as bytes, see `base.BlockMemory`, host memory for them, and what a GPU's copies wait for.
+
 Block-major, `[blocks, layers, 2, kv_heads, block_size, head_dim]`: one block is one contiguous piece, so moving it is
 one memcpy, one checksum, one socket write. A *run* is K or V of one (block, layer, head).
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvcpu.blocks import KvShape
 from kvcpu.vector.memory import PagesAhead, huge_pages
-from kvcpu.vector.numbers import LEVELS, SCALE_BYTES
+from kvcpu.vector.numbers import LEVELS
+from kvfleet.worker.model.base import host_memory
+from kvproto.dataplane.block import kv_format
 from kvproto.errors import OutOfMemory
 from kvservice.host import free_bytes as host_bytes_free
+
+log = logging.getLogger(__name__)
+
+REGISTER_PORTABLE = 1  # for all contexts of the process
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _NO_MEMORY = (
     "DefaultCPUAllocator",
@@ -28,26 +42,6 @@ _NO_MEMORY = (
     "_STATUS_ALLOC_FAILED",  # CUBLAS, CUDNN, CUSOLVER, CUSPARSE: their workspaces are not the allocator's either
     "ALLOCATION_FAILED",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """What the model stores per token. `quantized`: as int8 with one fp32 scale per (token, head), else in `dtype`."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    quantized: bool = False
-
-    def bytes_per_run(self, block_size: int) -> int:
-        """Of K or V of one block, layer and head: numbers, then scales."""
-        if self.quantized:
-            return block_size * (self.head_dim + SCALE_BYTES)
-        return block_size * self.head_dim * self.dtype.itemsize
-
-    def bytes_per_block(self, block_size: int) -> int:
-        return self.layers * 2 * self.kv_heads * self.bytes_per_run(block_size)
 
 
 class KvPool:
@@ -63,23 +57,26 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.run_bytes = shape.bytes_per_run(block_size)
-        outer = (num_blocks, shape.layers, 2, shape.kv_heads)
-        inner: tuple[int, ...] = (self.run_bytes,) if shape.quantized else (block_size, shape.head_dim)
+        self.run_bytes, self.block_bytes = shape.bytes_per_run(block_size), shape.bytes_per_block(block_size)
+        inner = (self.run_bytes,) if shape.quantized else (block_size, shape.head_dim)
+        size = (num_blocks, shape.layers, 2, shape.kv_heads, *inner)
+        dtype = torch.int8 if shape.quantized else shape.dtype
         try:
-            self.data = _zeros(outer + inner, torch.int8 if shape.quantized else shape.dtype, device)
+            if device.type == "cpu":  # pages that the system zeroes when they are first touched: gigabytes cost nothing
+                self.data = huge_pages(num_blocks * self.block_bytes).view(dtype).view(size)
+            else:
+                self.data = torch.zeros(size, dtype=dtype, device=device)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            total = num_blocks * shape.bytes_per_block(block_size)
-            raise OutOfMemory(f"a KV pool of {num_blocks} blocks ({total / 2**30:.2f} GiB): {error}") from error
-        self._block_bytes = shape.bytes_per_block(block_size)
+            total = num_blocks * self.block_bytes / 2**30
+            raise OutOfMemory(f"a KV pool of {num_blocks} blocks ({total:.2f} GiB): {error}") from error
         self._pages = PagesAhead(self.data) if device.type == "cpu" else None
 
     def reach(self, block: int) -> None:
         """Blocks up to this one are in use, and those after it will be."""
         if self._pages is not None:
-            self._pages.reach((block + 1) * self._block_bytes)
+            self._pages.reach((block + 1) * self.block_bytes)
 
     def store(self, rows: Tensor, values: Tensor) -> None:
         """Write `values` `[n, head_dim]` to rows run * block_size + slot, runs counted in the order of `data`."""
@@ -142,13 +139,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU pages that the system zeroes when they are first touched, so gigabytes cost nothing at start."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    return huge_pages(math.prod(size) * dtype.itemsize).view(dtype).view(size)
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory that may still be allocated: of the GPU, or of the host within this process's cgroup."""
     if device.type == "cuda":
@@ -166,3 +156,106 @@ def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fract
         step = f" and steps of {step_bytes / 2**30:.2f} GiB" if step_bytes else ""
         raise OutOfMemory(f"{fraction:.0%} of {free / 2**30:.2f} GiB free memory{step} holds no KV block")
     return blocks
+
+
+class PoolMemory:
+    """With a `stream`, as a GPU has, copies run on it, and the caller waits for its own."""
+
+    def __init__(self, pool: KvPool, stream: CopyStream | None) -> None:
+        shape = pool.shape
+        name = "int8" if shape.quantized else DTYPES[shape.dtype]
+        self.block_bytes = pool.block_bytes
+        self.kv_format = kv_format(shape.layers, shape.kv_heads, shape.head_dim, pool.block_size, name)
+        self.rows = (shape.layers * 2 * shape.kv_heads * pool.block_size, shape.head_dim, name)
+        self._bytes = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
+        self._array: Any = self._bytes.numpy() if stream is None else None
+        self._stream = stream
+
+    def host_memory(self, size: int) -> memoryview:
+        """Pinned where a GPU copies from and to it."""
+        return host_memory(size) if self._stream is None else pinned_memory(size)
+
+    def view(self, block: int) -> memoryview | None:
+        return memoryview(self._array[block]) if self._stream is None else None
+
+    def read(self, block: int, target: memoryview) -> None:
+        bytes_of = np.frombuffer(target, dtype=np.uint8)
+        if self._stream is None:
+            np.copyto(bytes_of, self._array[block])
+        else:
+            with self._stream.copying():
+                torch.from_numpy(bytes_of).copy_(self._bytes[block], non_blocking=True)
+            self._stream.finish()
+
+    def write(self, block: int, source: memoryview) -> None:
+        bytes_of = np.frombuffer(source, dtype=np.uint8)
+        if self._stream is None:
+            np.copyto(self._array[block], bytes_of)
+        else:
+            with self._stream.copying():
+                self._bytes[block].copy_(torch.from_numpy(bytes_of), non_blocking=True)
+            self._stream.finish()
+
+    def landed(self, blocks: Sequence[int]) -> None:
+        """The host waited for the copies: what runs next sees them."""
+
+
+class CopyStream:
+    """Copies of blocks beside the steps of a GPU. They may be made on any thread, steps run on one.
+
+    default stream   ── step n ──●── step n + 1 ───────────●──     ●: an event, once the step's last kernel is queued
+    copies' stream       waits ──┘ copy                           it does not wait for step n + 1
+
+    Blocks that are copied were written by steps that are over, so a copy waits for the newest event alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._stepped: Any = None
+
+    def stepped(self) -> None:
+        """All kernels of a step, or of copies between blocks, are queued: copies from now on come after them."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.default_stream(self._device))
+        with self._lock:
+            self._stepped = event
+
+    def wait_for_step(self) -> None:
+        """Until what `stepped` was last called after is computed."""
+        if (event := self._event()) is not None:
+            event.synchronize()
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """What is copied within it comes after the last step."""
+        if (event := self._event()) is not None:
+            self._stream.wait_event(event)
+        return torch.cuda.stream(self._stream)
+
+    def finish(self) -> None:
+        """Until this thread's copies are made."""
+        self._stream.synchronize()
+
+    def _event(self) -> Any:
+        with self._lock:
+            return self._stepped
+
+
+def stream_of(device: torch.device) -> CopyStream | None:
+    """None where blocks are copied as any memory is."""
+    return None if device.type == "cpu" else CopyStream(device)
+
+
+def _cuda_register(address: int, size: int) -> int:
+    return int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
+
+
+def pinned_memory(size: int, register: Callable[[int, int], int] = _cuda_register) -> memoryview:
+    """So many bytes that a GPU copies from and to by itself, and no more: torch's own pinned memory is rounded up to a
+    power of two. Where the driver refuses, copies are slower, and right."""
+    memory = host_memory(size)
+    error = register(np.frombuffer(memory, dtype=np.uint8).ctypes.data, len(memory))
+    if error:
+        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d): copies are slower", size, error)
+    return memory

@@ -19,9 +19,9 @@ from kvservice.settings import die
 def report(asked: argparse.Namespace) -> dict[str, Any]:
     """The sizes as plain values. Raises KvfleetError, in one line that says what is wrong."""
     # Here, so that --help and a wrong flag are answered at once.
-    from kvfleet.worker.model.kv_layout import layout_of
     from kvfleet.worker.model.kv_pool import free_bytes
     from kvfleet.worker.model.loader import device_of, dtype_of, read_config
+    from kvfleet.worker.model.probe import layout_of
     from kvfleet.worker.model.support import supported_context
 
     config = read_config(local_folder(asked.model) or asked.model, wanted="configuration can be read")

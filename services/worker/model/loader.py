@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from kvcpu.blocks import KvShape
 from kvfleet.worker.model.attention.interface import attach
-from kvfleet.worker.model.deferred_compiler import load_meta
-from kvfleet.worker.model.kv_pool import KvShape
 from kvfleet.worker.model.probe import probe
+from kvfleet.worker.model.quick_imports import load_meta
 from kvfleet.worker.model.support import name_of, own_context, supported_context
 from kvproto.errors import InvalidRequest, UnsupportedModel
 

@@ -6,25 +6,32 @@ the paged backends do not compute. The paged backends get no mask, so the mask t
 function of two positions it is made of, and must say what the layer's keywords say. Attention must be all that mixes
 tokens: the batch is one row in which sequences follow each other. Positions are counted from where the model's plain
 forward pass begins: RoBERTa and its kin begin behind the index of their padding token.
+
+`layout_of` tells as much from a `config.json` alone: the model is built without memory, on torch's meta device. Where a
+forward pass needs numbers to go on (some mixtures of experts), the usual fields are believed.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-from kvfleet.worker.model.kv_pool import KvShape
-from kvfleet.worker.model.support import own_attention, refusal
+from kvcpu.blocks import KvShape
+from kvfleet.worker.model.kv_size import KvLayout
+from kvfleet.worker.model.support import name_of, own_attention, refusal
 from kvproto.errors import UnsupportedModel
 
 NAME = "kvfleet_probe"
 MASKLESS_NAME = "kvfleet_probe_maskless"
+META_NAME = "kvfleet_kv_layout"
+META_TOKENS = 2
 TOKENS = (1, 2)  # the first that is no padding, which has an embedding of zero and may count for no position; nor is 0
 
 # Keywords by which models ask their attention for more than the backends compute.
@@ -63,18 +70,18 @@ class _Call:
     window: int | None
 
 
+@dataclass(eq=False, slots=True)
 class _Notes:
     """Attention and mask function for one forward pass: compute nothing and note what they are asked for."""
 
-    def __init__(self, context_length: int) -> None:
-        self.calls: list[_Call] = []
-        self._context_length = context_length
-        self._masks: list[tuple[Tensor, MaskFunction]] = []
+    context_length: int
+    calls: list[_Call] = field(default_factory=list)
+    masks: list[tuple[Tensor, MaskFunction]] = field(default_factory=list)
 
     def mask(self, *, mask_function: MaskFunction, device: Any = None, **_: Any) -> Tensor:
         """A tensor that only stands for the function which it is to be made of."""
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-        self._masks.append((mask, mask_function))
+        self.masks.append((mask, mask_function))
         return mask
 
     def attend(
@@ -87,21 +94,18 @@ class _Notes:
             raise UnsupportedModel("attention that is not causal")
         if value.shape != key.shape:
             raise UnsupportedModel("storing keys and values of several shapes")
-        window = _within(keywords.get("sliding_window"), self._context_length)
+        window = _within(keywords.get("sliding_window"), self.context_length)
         if attention_mask is not None:
-            masked = _window_of(self._function_of(attention_mask), self._context_length, query.device)
+            function = next((one for noted, one in self.masks if noted is attention_mask), None)
+            if function is None:
+                raise UnsupportedModel("attention under a mask of the model's own")
+            masked = _window_of(function, self.context_length, query.device)
             if masked != window:
                 raise UnsupportedModel(
                     f"attention with a window of {masked} tokens by its mask and of {window} by its layer"
                 )
         self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window))
         return torch.zeros_like(query).transpose(1, 2), None
-
-    def _function_of(self, mask: Tensor) -> MaskFunction:
-        for noted, function in self._masks:
-            if noted is mask:
-                return function
-        raise UnsupportedModel("attention under a mask of the model's own")
 
 
 def probe(model: Any, context_length: int) -> Attention:
@@ -233,3 +237,61 @@ def _one_shape(calls: list[_Call], layers: int) -> KvShape:
     if any(call.key.shape != key.shape or call.value.dtype != call.key.dtype for call in calls):
         raise UnsupportedModel("storing keys and values of several shapes")
     return KvShape(layers, key.shape[1], key.shape[3], key.dtype)
+
+
+def layout_of(config: Any, context_length: int) -> KvLayout:
+    """Raises UnsupportedModel, naming feature and model, where the engine would refuse what the attention does."""
+    try:
+        model, calls = _meta_calls(config)
+    except (RuntimeError, NotImplementedError):  # there are no numbers on the meta device
+        return from_fields(config, context_length)
+    shapes = {(heads, head_dim) for heads, head_dim, _ in calls.values()}
+    if len(calls) != config.num_hidden_layers:
+        raise refusal(config, own_attention(model))
+    if len(shapes) != 1:
+        raise refusal(config, "storing keys and values of several shapes")
+    ((heads, head_dim),) = shapes
+    window = furthest([window for _, _, window in calls.values()], context_length)
+    return KvLayout(len(calls), heads, head_dim, context_length, window)
+
+
+def from_fields(config: Any, context_length: int) -> KvLayout:
+    """By the names that most families use."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return KvLayout(layers, kv_heads, head_dim, context_length, furthest(windows, context_length))
+
+
+def _meta_calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]]]:
+    """The model without numbers; layer -> heads and head size of the keys it gives to attention, and its window."""
+    calls: dict[int, tuple[int, int, int | None]] = {}
+
+    def note(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        calls[module.layer_idx] = key.shape[1], key.shape[3], keywords.get("sliding_window")
+        return torch.empty((1, META_TOKENS, query.shape[1], value.shape[3]), dtype=query.dtype, device="meta"), None
+
+    AttentionInterface.register(META_NAME, note)
+    with torch.device("meta"), torch.inference_mode():
+        try:
+            own = copy.deepcopy(config)  # the model writes into it
+            model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, trust_remote_code=False)
+            model.set_attn_implementation(META_NAME)
+        except (ValueError, AttributeError) as error:
+            why = str(error).splitlines()[0]
+            raise UnsupportedModel(f"{name_of(config)}: {why}", field="model") from error
+        model.config.pad_token_id = None  # else ids, which are not there, are looked at
+        model(
+            input_ids=torch.zeros((1, META_TOKENS), dtype=torch.int64),
+            position_ids=torch.arange(META_TOKENS)[None],
+            use_cache=False,
+        )
+    return model, calls

@@ -1,7 +1,7 @@
 """Runs a Hugging Face model on a step's slices: the ModelRunner that computes for real.
 
 Owns the model and its KV pool. The model is called as any caller would call it, on one flat row of tokens with their
-positions; what makes it paged and ragged is the attention step that travels along as a keyword.
+positions; what makes it paged and ragged is the attention step that it is called within.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from kvcpu.blocks import Ints
-from kvfleet.worker.model.attention.interface import ABORT, STEP, AttentionBackend
-from kvfleet.worker.model.base import Abort
+from kvfleet.worker.model.attention.interface import AttentionBackend, attending
+from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.block_memory import PoolMemory, stream_of
-from kvfleet.worker.model.kv_pool import KvPool, is_out_of_memory
+from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, is_out_of_memory, stream_of
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.sampler import sample
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
@@ -35,8 +34,9 @@ class TorchRunner:
         self._backend = backend
         self.abort = Abort()
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
+        self.read_kv, self.difference = self.pool.read, self.pool.difference
         self._stream = stream_of(loaded.device)
-        self.memory = PoolMemory(self.pool, self._stream)
+        self.memory: BlockMemory = PoolMemory(self.pool, self._stream)
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length
         self.eos_ids = loaded.eos_ids
@@ -44,7 +44,9 @@ class TorchRunner:
         self.num_layers = loaded.kv_shape.layers
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.bytes_per_block = loaded.kv_shape.bytes_per_block(block_size)
+        self.bytes_per_block = self.pool.block_bytes
+        exact = loaded.kv_shape.dtype is torch.float32 and not loaded.kv_shape.quantized
+        self.tolerance = 1e-3 if exact else 0.1
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         batch = RaggedBatch.of(slices, self.block_size)
@@ -67,13 +69,13 @@ class TorchRunner:
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
         """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`. Raises StepAborted."""
-        output = self._model(
-            input_ids=self._move(batch.ids).unsqueeze(0),
-            position_ids=self._move(batch.positions + self._first_position).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=self._move(rows),
-            **{STEP: self._backend.prepare(batch, self.pool), ABORT: self.abort},
-        )
+        with attending(self._backend.prepare(batch, self.pool), self.abort):
+            output = self._model(
+                input_ids=self._move(batch.ids).unsqueeze(0),
+                position_ids=self._move(batch.positions + self._first_position).unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=self._move(rows),
+            )
         logits: Tensor = output.logits[0]
         return logits
 
@@ -81,17 +83,6 @@ class TorchRunner:
         self.pool.copy(copies)
         if copies and self._stream is not None:
             self._stream.stepped()
-
-    def read_kv(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Tensor, Tensor]:
-        return self.pool.read(blocks, tokens, layer)
-
-    @property
-    def tolerance(self) -> float:
-        exact = self.pool.shape.dtype is torch.float32 and not self.pool.shape.quantized
-        return 1e-3 if exact else 0.1
-
-    def difference(self, block: int, other: int) -> float:
-        return self.pool.difference(block, other)
 
     def _move(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

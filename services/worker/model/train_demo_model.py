@@ -15,6 +15,7 @@ all but BPE dropout, for which tokenizers has no seed: a second run comes close,
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import logging
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -59,6 +61,7 @@ WARMUP_STEPS = 60
 EVALUATE_EVERY = 50
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 3e-3, 3e-3, 0.1
 DROPOUT = 0.2
+WRITERS = ("embed_tokens", "o_proj", "down_proj")  # to the residual stream
 BPE_DROPOUT = 0.1
 BPE_DROPOUT_SHARE = 0.7  # of the steps; the last ones see the segmentation that inference uses
 CHAT_SHARE = 0.4  # of the windows
@@ -103,7 +106,7 @@ def split(text: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def train_tokenizer(text: str) -> Tokenizer:
+def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any input is encodable, and a plain encode prepends BOS only where special tokens are wanted."""
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"'[a-z]{1,2}\b| ?[^\W\d_]+| ?\d| ?[^\s\w]+|\n+|\s+")
@@ -117,7 +120,11 @@ def train_tokenizer(text: str) -> Tokenizer:
     tokenizer.train_from_iterator([text], trainer)
     bos = (BOS, IDS[BOS])
     tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A $B", special_tokens=[bos])
-    return tokenizer
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=END, pad_token=EOS, chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[EOS, SYSTEM, USER, ASSISTANT], model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def shorten(speech: str) -> str:
@@ -133,7 +140,7 @@ def shorten(speech: str) -> str:
 class Windows:
     """Training windows, cut at random from two streams of token ids: the play as printed, and the play as chat."""
 
-    def __init__(self, text: str, tokenizer: Tokenizer, rng: random.Random) -> None:
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
         self._text, self._tokenizer, self._rng = text, tokenizer, rng
         found = re.finditer(r"(?:^|\n\n)([^\n:]+):\n(.+?)(?=\n\n|\Z)", text, re.DOTALL)
         self._speeches = [(match[1], shorten(match[2].strip())) for match in found]
@@ -141,47 +148,52 @@ class Windows:
 
     def reencode(self, bpe_dropout: float) -> None:
         """Draws both streams anew, with other conversations; `bpe_dropout` is the chance that a merge is skipped."""
-        self._tokenizer.model.dropout = bpe_dropout or None
-        self._raw = torch.tensor(self._tokenizer.encode(self._text, add_special_tokens=False).ids)
-        self._chat = torch.tensor([token for ids in self._conversations() for token in ids])
-        self._tokenizer.model.dropout = None
+        backend = self._tokenizer.backend_tokenizer
+        backend.model.dropout = bpe_dropout or None
+        self._raw = encode(backend, self._text)
+        self._chat = encode(backend, "".join(self._conversations()))
+        backend.model.dropout = None
 
-    def _conversations(self) -> Iterator[list[int]]:
+    def _conversations(self) -> Iterator[str]:
         """Runs of neighbouring speeches, every second one an answer; line breaks stay in the answers only."""
         at = self._rng.randrange(8)
         while at < len(self._speeches) - 2:
             turns = self._speeches[at : at + 2 * self._rng.choice((1, 1, 2, 3, 4, 6, 8, 16))]
             at += len(turns)
-            parts: list[tuple[str, str]] = []
+            messages: list[dict[str, str]] = []
             chance = self._rng.random()
             if chance < 0.25:
-                parts.append((SYSTEM, f"You are {turns[min(1, len(turns) - 1)][0]}."))
+                messages.append({"role": "system", "content": f"You are {turns[min(1, len(turns) - 1)][0]}."})
             elif chance < 0.5:
-                parts.append((SYSTEM, self._rng.choice(SYSTEM_PROMPTS)))
+                messages.append({"role": "system", "content": self._rng.choice(SYSTEM_PROMPTS)})
             for index, (_, speech) in enumerate(turns):
                 if index % 2:
-                    parts.append((ASSISTANT, speech))
-                elif self._rng.random() < 0.12:
-                    parts.append((USER, self._rng.choice(OPENERS)))
+                    messages.append({"role": "assistant", "content": speech})
                 else:
-                    parts.append((USER, speech.replace("\n", " ")))
-            encoded = self._tokenizer.encode_batch([content for _, content in parts], add_special_tokens=False)
-            ids = [IDS[BOS]]
-            for (role, _), encoding in zip(parts, encoded, strict=True):
-                ids += [IDS[role], *encoding.ids, IDS[END]]
-            yield [*ids, IDS[EOS]]
+                    opener = self._rng.random() < 0.12
+                    content = self._rng.choice(OPENERS) if opener else speech.replace("\n", " ")
+                    messages.append({"role": "user", "content": content})
+            yield f"{self._tokenizer.apply_chat_template(messages, tokenize=False)}{EOS}"
 
     def sample(self, length: int) -> Tensor:
         """A batch of int64[TOKENS_PER_STEP // length, length]."""
         rows = []
         for _ in range(TOKENS_PER_STEP // length):
-            if self._rng.random() < CHAT_SHARE:
-                at = self._rng.randrange(len(self._chat) - length)
-                rows.append(self._chat[at : at + length])
-            else:
-                at = self._rng.randrange(len(self._raw) - length)
-                rows.append(torch.cat([torch.tensor([IDS[BOS]]), self._raw[at : at + length - 1]]))
+            is_chat = self._rng.random() < CHAT_SHARE
+            stream = self._chat if is_chat else self._raw
+            at = self._rng.randrange(len(stream) - length)
+            rows.append(stream[at : at + length] if is_chat else after_bos(stream[at : at + length - 1]))
         return torch.stack(rows)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> Tensor:
+    """Without a BOS before it."""
+    return torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def after_bos(ids: Tensor) -> Tensor:
+    """int64[..., n] -> int64[..., n + 1]"""
+    return nn.functional.pad(ids, (1, 0), value=IDS[BOS])
 
 
 def build_model() -> LlamaForCausalLM:
@@ -193,24 +205,17 @@ def build_model() -> LlamaForCausalLM:
         bos_token_id=IDS[BOS], eos_token_id=[IDS[END], IDS[EOS]], pad_token_id=IDS[EOS],
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    for name, weight in model.named_parameters():  # writers to the residual stream start small (GPT-2, section 2.3)
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.data /= math.sqrt(2 * config.num_hidden_layers)
+    for name, module in model.named_modules():
+        if name.endswith(WRITERS):
+            module.register_forward_hook(drop)
+            if isinstance(module, nn.Linear):  # start small (GPT-2, section 2.3)
+                module.weight.data /= math.sqrt(2 * config.num_hidden_layers)
     return model
 
 
-def add_residual_dropout(model: LlamaForCausalLM) -> None:
+def drop(module: nn.Module, _: object, output: Tensor) -> Tensor:
     """Hugging Face's Llama drops attention weights only; this drops what enters the residual stream, as GPT-2 does."""
-
-    def drop(module: nn.Module, _: object, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (nn.functional.dropout(output[0], DROPOUT, module.training), *output[1:])
-        return nn.functional.dropout(output, DROPOUT, module.training)
-
-    model.model.embed_tokens.register_forward_hook(drop)
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(drop)
-        layer.mlp.register_forward_hook(drop)
+    return nn.functional.dropout(output, DROPOUT, module.training)
 
 
 def token_losses(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
@@ -225,11 +230,10 @@ def token_losses(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
 
 def bits_per_byte(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -> float:
     """Over all of `text`, in windows of MEASURED_CONTEXT tokens that each start with BOS; each byte counts once."""
-    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
-    pieces = [torch.cat([torch.tensor([IDS[BOS]]), piece])[None] for piece in torch.split(ids, MEASURED_CONTEXT - 1)]
     model.eval()
-    nats = token_losses(model, torch.cat(pieces[:-1])).sum() + token_losses(model, pieces[-1]).sum()
-    return float(nats) / math.log(2) / len(text.encode())
+    pieces = torch.split(encode(tokenizer, text), MEASURED_CONTEXT - 1)
+    nats = sum(float(token_losses(model, after_bos(piece)[None]).sum()) for piece in pieces)
+    return nats / math.log(2) / len(text.encode())
 
 
 def loss_by_position(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -> dict[str, float]:
@@ -238,9 +242,7 @@ def loss_by_position(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -
     Windows start every 256 tokens, so a token is seen once at each multiple of 256. Only tokens that have been seen at
     every position count: otherwise the ranges would differ by how hard their text happens to be.
     """
-    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
-    windows = ids.unfold(0, CONTEXT - 1, 256)
-    windows = torch.cat([torch.full((len(windows), 1), IDS[BOS]), windows], dim=1)
+    windows = after_bos(encode(tokenizer, text).unfold(0, CONTEXT - 1, 256))
     losses = token_losses(model, windows)  # [window, position]: token 256 * window + position
     losses = nn.functional.pad(losses, (0, 1), value=math.nan)  # the last position predicts nothing
     blocks = losses.view(len(windows), CONTEXT // 256, 256)
@@ -265,8 +267,8 @@ def chat_endings(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) ->
     for kind, options in (("greedy", {"do_sample": False}), ("sampled", sampling)):
         torch.manual_seed(0)
         for prompt in CHAT_PROMPTS:
-            text = tokenizer.apply_chat_template(messages_of(prompt), add_generation_prompt=True, tokenize=False)
-            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            asked = tokenizer.apply_chat_template(messages_of(prompt), add_generation_prompt=True, return_tensors="pt")
+            ids = asked["input_ids"]
             output = model.generate(ids, max_new_tokens=STOP_WITHIN, **options)[0, ids.shape[1] :]
             ended[kind] += int(output[-1]) in (IDS[END], IDS[EOS])
             if kind == "sampled":
@@ -278,13 +280,13 @@ def evaluate(folder: Path, train_text: str, held_out: str) -> tuple[dict[str, An
     """The figures of the model as a user gets it: read back from the folder, weights rounded to float16."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    plain = tokenizer.backend_tokenizer
     ended, answers = chat_endings(model, tokenizer)
     figures = {
         "parameters": model.num_parameters(),
         "safetensors_bytes": (folder / "model.safetensors").stat().st_size,
         "held_out_bytes": len(held_out.encode()),
-        "bytes_per_token": round(len(held_out.encode()) / len(plain.encode(held_out, add_special_tokens=False).ids), 3),
+        "bytes_per_token": round(len(held_out.encode()) / len(encode(plain, held_out)), 3),
         "held_out_bits_per_byte": round(bits_per_byte(model, plain, held_out), 4),
         "train_bits_per_byte": round(bits_per_byte(model, plain, train_text[: len(held_out)]), 4),
         "held_out_nats_per_token_by_position": loss_by_position(model, plain, held_out),
@@ -294,23 +296,15 @@ def evaluate(folder: Path, train_text: str, held_out: str) -> tuple[dict[str, An
     return figures, answers
 
 
-def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """A folder that transformers and plain tokenizers load. Stored as float16, computed as its config says: float32."""
-    out.mkdir(parents=True, exist_ok=True)
-    model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.95, max_length=None)
-    stored = LlamaForCausalLM(model.config).to(torch.float16)
-    stored.load_state_dict(model.state_dict())
-    stored.generation_config = model.generation_config
+    stored = copy.deepcopy(model).half()
+    stored.generation_config.update(do_sample=True, temperature=0.8, top_p=0.95, max_length=None)
     stored.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=END, pad_token=EOS, chat_template=CHAT_TEMPLATE,
-        additional_special_tokens=[EOS, SYSTEM, USER, ASSISTANT], model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    fast.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 def train(train_text: str, held_out: str, out: Path, steps: int, seed: int) -> float:
@@ -320,35 +314,35 @@ def train(train_text: str, held_out: str, out: Path, steps: int, seed: int) -> f
     tokenizer = train_tokenizer(train_text)
     windows = Windows(train_text, tokenizer, random.Random(seed))
     model = build_model()
-    add_residual_dropout(model)
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
-    muon = torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    optimizers = ((muon, MUON_RATE), (adam, ADAM_RATE))
+    optimizers = (
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.01),
+    )
+    fall = max(steps - WARMUP_STEPS, 1)
+    rates = [LambdaLR(one, lambda step: min((step + 1) / WARMUP_STEPS, (steps - step) / fall)) for one in optimizers]
     best, smooth = math.inf, math.nan
     with tqdm(total=steps) as progress:
         for step in range(steps):
             if step % REENCODE_EVERY == 0:
                 windows.reencode(BPE_DROPOUT if step < steps * BPE_DROPOUT_SHARE else 0.0)
-            factor = min((step + 1) / WARMUP_STEPS, (steps - step) / (steps - WARMUP_STEPS))
-            for optimizer, rate in optimizers:
-                optimizer.param_groups[0]["lr"] = rate * factor
             batch = windows.sample(next(length for share, length in CONTEXT_UNTIL if step < steps * share))
             model.train()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer, _ in optimizers:
-                optimizer.step()  # type: ignore[no-untyped-call]
+            for optimizer, rate in zip(optimizers, rates, strict=True):
+                optimizer.step()
                 optimizer.zero_grad()
+                rate.step()
             smooth = loss.item() if math.isnan(smooth) else 0.95 * smooth + 0.05 * loss.item()
             progress.set_description(f"loss {smooth:.3f}, held out {best:.4f} bits/byte")
             progress.update()
             if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
                 with torch.autocast("cpu", torch.bfloat16):
-                    measured = bits_per_byte(model, tokenizer, held_out)
+                    measured = bits_per_byte(model, tokenizer.backend_tokenizer, held_out)
                 logger.info("step %d loss %.4f held-out bits/byte %.4f", step + 1, smooth, measured)
                 if measured < best:
                     best = measured

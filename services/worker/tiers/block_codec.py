@@ -26,7 +26,7 @@ KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": I
 SNR_GATE_DB = 35.0
 LOSSLESS_DB = 200.0  # what a block is said to have of which nothing was lost
 
-KERNELS = "kvcpu.codec.codec_kernels"
+KERNELS = "kvcpu.codec"
 _Kernel = Callable[[Any], None]
 _Fields, _Sums = ctypes.c_int64 * 7, ctypes.c_double * 3
 

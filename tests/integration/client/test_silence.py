@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from kvfleet.placement.loop import PlacementLoop
@@ -69,7 +70,7 @@ async def test_workers_that_stop_or_hang_in_a_step_cost_a_gap(fleet: FakeFleet, 
 
     async def hang(worker: FakeWorker) -> None:
         runner: Any = worker.thread.engine.runner
-        runner._sleep = lambda _: let_go.wait(2 * LIMIT_S)
+        runner.pace = replace(runner.pace, sleep=lambda _: let_go.wait(2 * LIMIT_S))
 
     asked = [Generation("demo", SAMPLING, PROMPT, worker=worker) for worker in ("w0", "w1")]
     try:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvfleet.worker.model.fake import FakeRunner
+from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvproto import codec
 from kvproto.client import Client
 from kvproto.messages import CancelRequest, Failed, Frame, GenerateRequest, Sampling, Started
@@ -34,7 +34,7 @@ async def worker(fleet: FakeFleet) -> FakeWorker:
     worker = await fleet.start("w0", blocks=128)
     runner = worker.thread.engine.runner
     assert isinstance(runner, FakeRunner)
-    runner._prefill_seconds = 0.05
+    runner.pace = FakePace(prefill_tokens_per_s=20)
     return worker
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ async def test_the_time_a_prompt_takes_tells_nothing_of_another_tenants_cache(
     worker = await fleet.start("w0", fleet_key="k", blocks=4096)
     time = ModelTime()
     runner: Any = worker.thread.engine.runner
-    runner._prefill_seconds, runner._clock, runner._sleep = 1e-4, time.now, time.sleep
+    runner.pace = replace(runner.pace, prefill_tokens_per_s=1e4, clock=time.now, sleep=time.sleep)
     for client in tenants.values():
         await ready(client, 1)
 

@@ -1,10 +1,9 @@
 """The hook into transformers: one attention function for all models and backends. Adapter.
 
-The model is called with the step as a keyword; it is taken off before the model sees it and given to every layer's
-attention, because some models pass no keywords on to their layers. As every layer asks for the step, that is also where
-a pass that nobody waits for any more ends. transformers hands a registered attention the
-layer's module, query, key and value. A name without a mask function gets no mask at all, which is right: the step knows
-who attends to what.
+The model is called within `attending`, which keeps the step for every layer's attention: some models pass no keywords
+on to their layers. As every layer asks for the step, that is also where a pass that nobody waits for any more ends.
+transformers hands a registered attention the layer's module, query, key and value. A name without a mask function gets
+no mask at all, which is right: the step knows who attends to what.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool
 
 NAME = "kvfleet_paged"
-STEP = "kvfleet_step"  # the keyword that carries the AttentionStep
-ABORT = "kvfleet_abort"  # and the one that may carry an Abort
 
 
 class AttentionStep(Protocol):
@@ -58,21 +55,20 @@ _running = _Running()
 
 
 def attach(model: Any) -> None:
-    """Make all layers of `model` attend through the step that it is called with; more than once is fine."""
+    """Make all layers of `model` attend through the step that it is called within; more than once is fine."""
     AttentionInterface.register(NAME, paged_attention)
     model.set_attn_implementation(NAME)
-    model.register_forward_pre_hook(_take_step, with_kwargs=True)
-    model.register_forward_hook(_drop_step, always_call=True)
 
 
-def _take_step(model: Any, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    if STEP in keywords:
-        _running.step, _running.abort = keywords.pop(STEP), keywords.pop(ABORT, None)
-    return arguments, keywords
-
-
-def _drop_step(model: Any, arguments: Any, output: Any) -> None:
-    _running.step = _running.abort = None
+@contextmanager
+def attending(step: AttentionStep, abort: Abort | None = None) -> Iterator[None]:
+    """What a model, or a part of it, computes within attends by this step, and ends early where `abort` says so."""
+    before = _running.step, _running.abort
+    _running.step, _running.abort = step, abort
+    try:
+        yield
+    finally:
+        _running.step, _running.abort = before
 
 
 def current_step() -> AttentionStep:
@@ -82,16 +78,6 @@ def current_step() -> AttentionStep:
     if _running.abort is not None:
         _running.abort.check()
     return step
-
-
-@contextmanager
-def attending(step: AttentionStep) -> Iterator[None]:
-    """Lets a part of a model be called by itself."""
-    before, _running.step = _running.step, step
-    try:
-        yield
-    finally:
-        _running.step = before
 
 
 def paged_attention(
@@ -108,15 +94,12 @@ def paged_attention(
 
     Returns `[1, T, heads, head_dim]`. Which keywords a model may pass was settled when it was probed at load.
     """
+    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = current_step().attend(
         module.layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        AttentionForm(
-            scaling if scaling is not None else query.shape[-1] ** -0.5,
-            keywords.get("sliding_window"),
-            keywords.get("softcap"),
-        ),
+        AttentionForm(scaling, keywords.get("sliding_window"), keywords.get("softcap")),
     )
     return out.unsqueeze(0), None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcpu.blocks import AttentionForm
+from kvcpu.blocks import AttentionForm, Ints
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.schedule.step_plan import Slice
@@ -66,7 +66,9 @@ class ReferenceStep:
     def __init__(self, batch: RaggedBatch, pool: KvPool) -> None:
         self._pool = pool
         self._layer_runs = 2 * pool.shape.kv_heads
-        self._write = self._token_rows(batch.slots)
+        shape, size, slots = pool.shape, pool.block_size, batch.slots[:, None, None]
+        runs = (slots // size * shape.layers * 2 + np.arange(2)[:, None]) * shape.kv_heads + np.arange(shape.kv_heads)
+        self._write = self.move((runs * size + slots % size).reshape(-1))  # of `KvPool.store`, [T, 2, kv_head]
         self._slices = list(zip(batch.first.tolist(), batch.slices, strict=True))
         self._longest = max((part.end for part in batch.slices), default=0)
         self._parts: dict[int | None, list[_Chunk | _Decodes]] = {}
@@ -89,21 +91,13 @@ class ReferenceStep:
     def run_rows(self, tables: Sequence[Sequence[int]]) -> Tensor:
         """Rows of `KvPool.gather` in layer 0 for equally long block tables, ordered [2, sequence, kv_head, block]."""
         shape = self._pool.shape
-        table = np.array(tables, dtype=np.int64)
+        table = np.array(tables, dtype=np.int64)[:, None, :]
         kv = np.arange(2).reshape(2, 1, 1, 1)
-        head = np.arange(shape.kv_heads).reshape(1, 1, -1, 1)
-        rows = ((table * shape.layers * 2)[None, :, None, :] + kv) * shape.kv_heads + head
+        rows = (table * shape.layers * 2 + kv) * shape.kv_heads + np.arange(shape.kv_heads)[:, None]
         return self.move(rows.reshape(-1))
 
-    def move(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
+    def move(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self._pool.device)
-
-    def _token_rows(self, slots: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
-        """Rows of `KvPool.store` in layer 0 where K and V of each slot go, ordered [T, 2, kv_head]."""
-        shape, size = self._pool.shape, self._pool.block_size
-        run = (slots // size * shape.layers * 2)[:, None, None] + np.arange(2)[None, :, None]
-        run = run * shape.kv_heads + np.arange(shape.kv_heads)[None, None, :]
-        return self.move((run * size + (slots % size)[:, None, None]).reshape(-1))
 
     def _parts_within(self, window: int | None) -> list[_Chunk | _Decodes]:
         if window is not None and window >= self._longest:

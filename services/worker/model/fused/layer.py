@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from kvcpu.attention import attention_call as a
 from kvcpu.attention.backend import CpuBackend, CpuStep
-from kvcpu.blocks import AttentionForm
-from kvcpu.fused import fused_call as f
-from kvcpu.fused.modules import FusedMlp, FusedNorm, Rotary
-from kvcpu.linear import linear_call as c
-from kvcpu.linear.packed import PackedLinear
-from kvcpu.vector.program import Program
+from kvcpu.blocks import AttentionForm, Ints
+from kvcpu.layers import layer_call as c
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary
+from kvcpu.layers.packed import PackedLinear
+from kvcpu.vector.compiled import CompiledEntry
+from kvcpu.vector.team import Program
 from kvfleet.worker.model.attention.interface import current_step
 
 Rotation = tuple[Tensor, Tensor] | None
+Operations = list[tuple[CompiledEntry, int]]  # and the addresses of their call blocks
 MOST_TOKENS = 64  # beyond, Python does not show, and results of all layers take memory
-WIDTH = max(c.FIELDS, f.NORM_FIELDS, f.ROTATION_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,8 @@ class Workspace:
         if self._buffers is None or rows != self._rows:
             widths = self.widths
             if not self._whole or rows > len(self._whole[0]):
-                sizes = (
-                    widths.hidden,
-                    widths.queries + 2 * widths.keys,
-                    widths.queries,
-                    widths.hidden,
-                    widths.middle,
-                )
+                attending = widths.queries + 2 * widths.keys
+                sizes = (widths.hidden, attending, widths.queries, widths.hidden, widths.middle)
                 self._whole = [torch.empty((rows, size), dtype=widths.dtype) for size in sizes]
             self._buffers, self._rows = Buffers(*(whole[:rows] for whole in self._whole)), rows
         return self._buffers
@@ -106,46 +101,33 @@ class FusedLayer(nn.Module):
 
     def __init__(self, parts: Parts, workspace: Workspace, threads: int) -> None:
         super().__init__()
-        self.workspace = workspace
-        self.form, self.index, self.rotates = parts.form, parts.layer, parts.rotary is not None
+        self.parts, self.workspace = parts, workspace
         self.chain: LayerChain | None = None
         self.place = 0  # in the chain
-        self._parts = parts
         self._threads = threads
-        operations: list[FusedNorm | PackedLinear | Rotary] = [
-            parts.first_norm,
-            parts.attending,
-            *([parts.rotary] if parts.rotary else []),
-            parts.out,
-            parts.second_norm,
-            parts.mlp.up,
-            parts.mlp.down,
-        ]
-        self.entries = [one.entry for one in operations]
-        blocks = self.blocks = np.zeros((len(operations), WIDTH), dtype=np.int64)
-        for block, one in zip(blocks, operations, strict=True):
-            if not isinstance(one, Rotary):
-                block[: len(one.block)] = one.block
-            block[c.SELF] = block.ctypes.data
-        self._first, self._attending = blocks[0], blocks[1]
-        self._rotation = blocks[2] if parts.rotary else None
-        self._out, self._second, self._up, self._down = blocks[-4:]
-        own = list(zip(self.entries, blocks[:, c.SELF].tolist(), strict=True))
-        self._halves = own[:-4], own[-4:]
-        self._programs = tuple(Program(half, threads) for half in self._halves)
-        self._whole: tuple[CpuBackend, Program] | None = None
-        self._laid_out: Buffers | None = None
+        operations: list[FusedNorm | PackedLinear | Rotary] = [parts.first_norm, parts.attending]
+        operations += [parts.rotary] if parts.rotary else []
+        operations += [parts.out, parts.second_norm, parts.mlp.up, parts.mlp.down]
+        self._entries = [one.entry for one in operations]
+        self.place_blocks(np.array([one.block for one in operations]))
         self.heads: tuple[Tensor, Tensor, Tensor, Tensor] = 4 * (torch.empty(0),)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *_: Any,
-        position_embeddings: Rotation = None,
-        **__: Any,
-    ) -> Tensor:
+    def place_blocks(self, blocks: Ints) -> None:
+        """Have the operations' call blocks, `[operations, FIELDS]`, lie here from now on."""
+        blocks[:, c.SELF] = blocks.ctypes.data + blocks.strides[0] * np.arange(len(blocks))
+        self.blocks = blocks
+        self._first, self._attending = blocks[0], blocks[1]
+        self._rotation = blocks[2] if self.parts.rotary else None
+        self._out, self._second, self._up, self._down = blocks[-4:]
+        own = list(zip(self._entries, blocks[:, c.SELF].tolist(), strict=True))
+        self._before, self._after = own[:-4], own[-4:]
+        self._halves: tuple[Program, Program] | None = None
+        self._whole: tuple[CpuBackend, Program] | None = None
+        self._laid_out: Buffers | None = None
+
+    def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: Rotation = None, **__: Any) -> Tensor:
         asked = current_step()
-        step = asked if isinstance(asked, CpuStep) and asked.keeps(self.workspace.widths.dtype) else None
+        step = asked if isinstance(asked, CpuStep) and asked.pool.shape.dtype is self.workspace.widths.dtype else None
         if self.chain is not None and step is not None and hidden_states.shape[1] <= MOST_TOKENS:
             if self.place == 0:
                 self._check(hidden_states, position_embeddings)
@@ -160,29 +142,38 @@ class FusedLayer(nn.Module):
         self.blocks[:, c.SEAT : c.TICKET + 1] = 0
         if self._rotation is not None and position_embeddings is not None:
             cosines, sines = (part.contiguous() for part in position_embeddings)
-            self._rotation[f.COSINES], self._rotation[f.SINES] = cosines.data_ptr(), sines.data_ptr()
+            self._rotation[c.COSINES], self._rotation[c.SINES] = cosines.data_ptr(), sines.data_ptr()
         out = torch.empty(x.shape, dtype=x.dtype)
-        self._first[f.X] = self._out[c.RESIDUAL] = x.data_ptr()
+        self._first[c.X] = self._out[c.RESIDUAL] = x.data_ptr()
         self._down[c.OUT] = out.data_ptr()
+        parts = self.parts
         if step is not None:
-            step.lay_out(self.index, query, key, value, attended, self.form)
-            self._with(step.backend).run()
+            step.lay_out(parts.layer, query, key, value, attended, parts.form)
+            if self._whole is None or self._whole[0] is not step.backend:
+                self._whole = step.backend, Program(self.around(step.backend.operations), self._threads)
+            self._whole[1].run()
         else:
-            self._programs[0].run()
-            attended.copy_(asked.attend(self.index, query, key, value, self.form))
-            self._programs[1].run()
+            if self._halves is None:
+                self._halves = Program(self._before, self._threads), Program(self._after, self._threads)
+            self._halves[0].run()
+            attended.copy_(asked.attend(parts.layer, query, key, value, parts.form))
+            self._halves[1].run()
         return out
+
+    def around(self, attending: Operations) -> Operations:
+        """All operations of the layer, those that attend among them."""
+        return [*self._before, *attending, *self._after]
 
     def lay_out(self, buffers: Buffers) -> None:
         """Have the operations hand one another these buffers."""
         if buffers is self._laid_out:
             return
-        parts, item = self._parts, buffers.normed.dtype.itemsize
+        parts, item = self.parts, buffers.normed.dtype.itemsize
         rows = len(buffers.normed)
         for norm in (self._first, self._second):
-            norm[f.ROWS], norm[f.X_BYTES] = rows, self.workspace.widths.hidden * item
-            norm[f.KIND], norm[f.OUT] = self._attending[c.KIND], buffers.normed.data_ptr()
-        self._second[f.X] = buffers.residual.data_ptr()
+            norm[c.ROWS], norm[c.X_BYTES] = rows, self.workspace.widths.hidden * item
+            norm[c.KIND], norm[c.OUT] = self._attending[c.KIND], buffers.normed.data_ptr()
+        self._second[c.X] = buffers.residual.data_ptr()
         for block, layer, source, target in (
             (self._attending, parts.attending, buffers.normed, buffers.attending),
             (self._out, parts.out, buffers.attended, buffers.residual),
@@ -203,19 +194,13 @@ class FusedLayer(nn.Module):
         widths = self.workspace.widths
         if x.dtype is not widths.dtype or x.shape[-1] != widths.hidden or x.shape[0] != 1:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} given to a layer of {widths}")
-        if not self.rotates:
+        if self.parts.rotary is None:
             return
         if rotation is None:
             raise ValueError(f"no rotation given to a layer of {widths}")
         for part in rotation:
             if part.dtype is not widths.dtype or part.shape != (1, x.shape[1], widths.head_dim):
                 raise ValueError(f"a rotation by {part.dtype} {tuple(part.shape)} given to a layer of {widths}")
-
-    def _with(self, backend: CpuBackend) -> Program:
-        if self._whole is None or self._whole[0] is not backend:
-            before, after = self._halves
-            self._whole = backend, Program([*before, *backend.operations, *after], self._threads)
-        return self._whole[1]
 
 
 class LayerChain:
@@ -229,16 +214,18 @@ class LayerChain:
         self._layers = layers
         self._threads = threads
         count = len(layers)
-        self._blocks = np.zeros((count, *layers[0].blocks.shape), dtype=np.int64)
+        self._blocks = np.array([layer.blocks for layer in layers])
+        for place, layer in enumerate(layers):
+            layer.chain, layer.place = self, place
+            layer.place_blocks(self._blocks[place])
         self._attention = np.zeros((count, a.FIELDS), dtype=np.int64)
-        self._floats = np.array([[one.form.scaling, one.form.softcap or 0.0] for one in layers], dtype=np.float32)
-        self._indices = np.array([one.index for one in layers])
-        self._windows = np.array([one.form.window or 0 for one in layers])
-        width = self._attention.strides[0]
-        self._attention_at = self._attention.ctypes.data + width * np.arange(count)
+        forms = [one.parts.form for one in layers]
+        self._floats = np.array([[form.scaling, form.softcap or 0.0] for form in forms], dtype=np.float32)
+        self._windows = np.array([form.window or 0 for form in forms])
+        self._indices = np.array([one.parts.layer for one in layers])
+        self._attention_at = self._attention.ctypes.data + self._attention.strides[0] * np.arange(count)
         self._floats_at = self._floats.ctypes.data + self._floats.strides[0] * np.arange(count)
         self._program: tuple[CpuBackend, Program] | None = None
-        self._buffers: Buffers | None = None
         self._step: CpuStep | None = None
         self._rotation: Rotation = None
         self._results: tuple[Tensor, ...] = ()
@@ -257,9 +244,9 @@ class LayerChain:
     def _run(self, x: Tensor, rotation: Rotation, step: CpuStep) -> None:
         first = self._layers[0]
         buffers = first.workspace.of(x.shape[1])
-        if buffers is not self._buffers:
-            self._lay_out(buffers)
-        step.lay_out(first.index, *first.heads, first.form)
+        for layer in self._layers:
+            layer.lay_out(buffers)
+        step.lay_out(first.parts.layer, *first.heads, first.parts.form)
         attention = self._attention
         attention[:] = step.backend.block
         attention[:, a.SELF], attention[:, a.FLOATS] = self._attention_at, self._floats_at
@@ -270,31 +257,15 @@ class LayerChain:
         inputs = outputs - x.nbytes
         inputs[0] = x.data_ptr()
         blocks[:, :, c.SEAT : c.TICKET + 1] = 0
-        blocks[:, 0, f.X] = blocks[:, -4, c.RESIDUAL] = inputs
+        blocks[:, 0, c.X] = blocks[:, -4, c.RESIDUAL] = inputs
         blocks[:, -1, c.OUT] = outputs
-        if rotation is not None and first.rotates:
+        if rotation is not None and first.parts.rotary is not None:
             cosines, sines = (part.contiguous() for part in rotation)
-            blocks[:, 2, f.COSINES], blocks[:, 2, f.SINES] = cosines.data_ptr(), sines.data_ptr()
-        self._with(step.backend).run()
+            blocks[:, 2, c.COSINES], blocks[:, 2, c.SINES] = cosines.data_ptr(), sines.data_ptr()
+        if self._program is None or self._program[0] is not step.backend:
+            operations: Operations = []
+            for layer, at in zip(self._layers, self._attention_at.tolist(), strict=True):
+                operations += layer.around([(entry, at) for entry, _ in step.backend.operations])
+            self._program = step.backend, Program(operations, self._threads)
+        self._program[1].run()
         self._step, self._rotation, self._results = step, rotation, results.unbind(0)
-
-    def _lay_out(self, buffers: Buffers) -> None:
-        size = self._blocks.strides[1]
-        for at, layer in enumerate(self._layers):
-            layer.lay_out(buffers)
-            blocks = self._blocks[at]
-            blocks[:] = layer.blocks
-            blocks[:, c.SELF] = blocks.ctypes.data + size * np.arange(len(blocks))
-        self._buffers = buffers
-
-    def _with(self, backend: CpuBackend) -> Program:
-        if self._program is None or self._program[0] is not backend:
-            operations = []
-            size = self._blocks.strides[1]
-            for layer, blocks, attention in zip(self._layers, self._blocks, self._attention_at.tolist(), strict=True):
-                at = [blocks.ctypes.data + size * row for row in range(len(blocks))]
-                own = list(zip(layer.entries, at, strict=True))
-                attending = [(entry, attention) for entry, _ in backend.operations]
-                operations += [*own[:-4], *attending, *own[-4:]]
-            self._program = backend, Program(operations, self._threads)
-        return self._program[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED
-from kvcpu.fused.modules import BoundRotary, FusedMlp, FusedNorm, Rotary, fits
-from kvcpu.linear.packed import Multiplier, can_pack, plain_weight
+from kvcpu.layers.layer_call import SILU, SILU_GATE, TANH, TANH_GATE
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary, bound, fits
+from kvcpu.layers.packed import Multiplier, PackedLinear, can_pack, plain_weight
 from kvcpu.vector.numbers import LANES
 
 log = logging.getLogger(__name__)
@@ -35,14 +37,14 @@ _POSITION = {"layer_idx", "layer_id", "layer_index"}  # says which layer of all 
 Candidates: TypeAlias = "partial[Iterator[nn.Module]]"
 
 
+@dataclass(eq=False, slots=True)
 class SmallParts:
     """Norms, MLPs and rotations of one model, and how many were fused. Modules that are alike are tried once."""
 
-    def __init__(self, multiplier: Multiplier, rotary: Rotary) -> None:
-        self.done = {"norms": 0, "mlps": 0, "rotary": 0}
-        self._multiplier = multiplier
-        self._rotary = rotary
-        self._verdicts: dict[object, int | None] = {}
+    multiplier: Multiplier
+    rotary: Rotary
+    done: dict[str, int] = field(default_factory=lambda: {"norms": 0, "mlps": 0, "rotary": 0})
+    _verdicts: dict[object, int | None] = field(default_factory=dict)
 
     def fuse(self, model: nn.Module) -> None:
         for name, module in list(model.named_modules()):
@@ -50,11 +52,11 @@ class SmallParts:
                 model.set_submodule(name, nn.Identity())
                 continue
             for kind, candidates in (("norms", _norms), ("mlps", _mlps)):
-                found = self._equivalent(name, module, partial(candidates, multiplier=self._multiplier))
+                found = self._equivalent(name, module, partial(candidates, multiplier=self.multiplier))
                 if found is not None:
                     model.set_submodule(name, found)
                     self.done[kind] += 1
-            self.done["rotary"] += _with_rotary(module, self._rotary)
+            self.done["rotary"] += _with_rotary(module, self.rotary)
 
     def _equivalent(self, name: str, module: nn.Module, candidates: Candidates) -> nn.Module | None:
         """The first candidate that computes what `module` does, None if there is none."""
@@ -111,31 +113,31 @@ def _norms(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
 
 def _mlps(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
     act = next((getattr(module, name) for name in ACT_NAMES if hasattr(module, name)), None)
-    name = _name_of(act) if callable(act) else None
-    if name is None:
+    kinds = _kinds_of(act) if callable(act) else None
+    if kinds is None:
         return
+    alone, gating = kinds
     gate, up, down = (getattr(module, name, None) for name in GATED_NAMES)
     if can_pack(gate) and can_pack(up) and can_pack(down):
         if gate.bias is None and up.bias is None and gate.weight.shape == up.weight.shape:
-            yield FusedMlp.gated(multiplier, gate, up, down, name)
+            first = PackedLinear(multiplier, plain_weight(up), None, plain_weight(gate), gating)
+            yield FusedMlp(first, PackedLinear(multiplier, plain_weight(down), down.bias))
         return
     for names in PLAIN_NAMES:
         up, down = (getattr(module, name, None) for name in names)
         if can_pack(up) and can_pack(down):
-            yield FusedMlp.plain(multiplier, up, down, name)
+            first = PackedLinear(multiplier, plain_weight(up), up.bias, act=alone)
+            yield FusedMlp(first, PackedLinear(multiplier, plain_weight(down), down.bias))
 
 
-def _name_of(act: Callable[[Tensor], Tensor]) -> str | None:
-    """Which activation this is, by what it does."""
+def _kinds_of(act: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:
+    """Which activation this is, by what it does: the kernels' name of it, and of a gate with it."""
     x = torch.linspace(-6, 6, 64)
-    for name, function in (("silu", nn.functional.silu), ("gelu_tanh", _gelu_tanh)):
-        if torch.allclose(act(x), function(x), atol=1e-6):
-            return name
+    if torch.allclose(act(x), nn.functional.silu(x), atol=1e-6):
+        return SILU, SILU_GATE
+    if torch.allclose(act(x), nn.functional.gelu(x, approximate="tanh"), atol=1e-6):
+        return TANH, TANH_GATE
     return None
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return nn.functional.gelu(x, approximate="tanh")
 
 
 def _with_rotary(module: Any, rotary: Rotary) -> bool:
@@ -151,22 +153,17 @@ def _with_rotary(module: Any, rotary: Rotary) -> bool:
     weight = next(module.parameters(), None)
     if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in MULTIPLIED:
         return False
-    ours = BoundRotary(rotary, theirs)
+    ours = bound(rotary, theirs)
     if weight.device.type != "cpu" or not _same_rotation(ours, theirs, size, weight.dtype):
         return False
-    rebound = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, ROTARY: ours},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    names = {**forward.__globals__, ROTARY: ours}
+    rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     rebound.__kwdefaults__ = forward.__kwdefaults__
     module.forward = MethodType(rebound, module)
     return True
 
 
-def _same_rotation(ours: BoundRotary, theirs: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
+def _same_rotation(ours: Callable[..., Any], theirs: Callable[..., Any], size: int, dtype: torch.dtype) -> bool:
     query, key = (torch.randn(1, TOKENS, heads, size).to(dtype).transpose(1, 2) for heads in (3, 2))
     angles = torch.randn(1, TOKENS, size)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)

@@ -68,14 +68,11 @@ def wants_changes(draw: Draw) -> bool:
 
 def apply(logits: Tensor, changes: Sequence[LogitChanges]) -> None:
     """Change `logits` `[rows, vocab]` float32 in place."""
-    _change(logits, [one.seen for one in changes], [one.repetition_penalty for one in changes], _penalise)
+    penalties = [one.repetition_penalty for one in changes]
+    _change(logits, [one.seen for one in changes], penalties, lambda old, by: torch.where(old < 0, old * by, old / by))
     _change(logits, [one.generated for one in changes], [one.lowered for one in changes], torch.sub)
     _change(logits, [one.biased for one in changes], [one.biases for one in changes], torch.add)
     _change(logits, [one.banned for one in changes], [-math.inf] * len(changes), lambda _, minus: minus)
-
-
-def _penalise(logits: Tensor, penalties: Tensor) -> Tensor:
-    return torch.where(logits < 0, logits * penalties, logits / penalties)
 
 
 def _change(

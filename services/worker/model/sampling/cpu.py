@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvcpu.sampling import sampling_call as c
 from kvcpu.vector import team
-from kvcpu.vector.compiled import CompiledEntry, entry
+from kvcpu.vector.compiled import entry
 from kvfleet.worker.model.sampling.weights import NATURAL, DrawSettings, weight_bits
 
-KERNELS = "kvcpu.sampling.sampling_kernels"
+Fields: TypeAlias = dict[int, npt.NDArray[Any] | int]
 UNDONE = np.int64(-1)  # neither a token nor a sum of weights
 ROWS_AT_ONCE = 16  # bounds the float32 copies of large vocabularies to what the allocator keeps at hand
 
@@ -28,10 +28,10 @@ def greedy(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
-    """One token per row."""
+    """One token per row. Raises MemoryError."""
     tokens = np.full(len(logits), UNDONE)
-    arrays: dict[int, npt.NDArray[Any]] = {
-        c.LOGITS: _array(logits),
+    fields: Fields = {
+        c.BITS: settings.bits,
         c.SCALE: settings.scale,
         c.TOP_K: settings.top_k,
         c.TOP_P: settings.top_p,
@@ -39,8 +39,7 @@ def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
         c.POINTS: settings.points,
         c.TOKENS: tokens,
     }
-    _run(entry(KERNELS, "draw_share"), logits, settings.bits, arrays)
-    _check_done(tokens)
+    _run("draw_share", logits, fields, tokens)
     drawn: list[int] = tokens.tolist()
     return drawn
 
@@ -48,31 +47,25 @@ def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
 def masses_and_best(logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """`[rows]` sums of all weights at temperature 1; `[rows, count]` ids of the largest, equal ones in id order."""
     masses, best = np.full(len(logits), UNDONE), np.zeros((len(logits), count), np.int64)
-    arrays: dict[int, npt.NDArray[Any]] = {
-        c.LOGITS: _array(logits),
-        c.SCALE: np.array([NATURAL]),
-        c.MASSES: masses,
-        c.BEST: best,
-    }
-    _run(entry(KERNELS, "masses_share"), logits, weight_bits(logits.shape[-1]), arrays, count)
-    _check_done(masses)
+    scale, bits = np.array([NATURAL]), weight_bits(logits.shape[-1])
+    fields: Fields = {c.BITS: bits, c.SCALE: scale, c.MASSES: masses, c.COUNT: count, c.BEST: best}
+    _run("masses_share", logits, fields, masses)
     return masses, best
 
 
-def _run(
-    function: CompiledEntry, logits: Tensor, bits: int, arrays: dict[int, npt.NDArray[Any]], count: int = 0
-) -> None:
-    """`arrays` by their field of the call block; each must be contiguous."""
+def _run(kernel: str, logits: Tensor, fields: Fields, results: npt.NDArray[np.int64]) -> None:
+    """`fields` of the call block: numbers, and arrays, which must be contiguous.
+
+    Compiled code that cannot allocate ends early and can tell nobody. Raises MemoryError where a result is UNDONE.
+    """
+    rows = _array(logits)
     block = np.zeros(c.FIELDS, np.int64)
-    block[c.SELF], block[c.COUNT] = block.ctypes.data, count
-    block[c.ROWS], block[c.VOCAB], block[c.BITS] = *logits.shape, bits
-    for field, array in arrays.items():
-        block[field] = array.ctypes.data
-    team.run(function.address, block.ctypes.data, min(torch.get_num_threads(), len(logits)))
-
-
-def _check_done(results: npt.NDArray[np.int64]) -> None:
-    """Compiled code that cannot allocate ends early and can tell nobody. Raises MemoryError."""
+    block[c.SELF], block[c.LOGITS] = block.ctypes.data, rows.ctypes.data
+    block[c.ROWS], block[c.VOCAB] = rows.shape
+    for field, value in fields.items():
+        block[field] = value if isinstance(value, int) else value.ctypes.data
+    function = entry("kvcpu.sampling.sampling_kernels", kernel)
+    team.run(function.address, block.ctypes.data, min(torch.get_num_threads(), len(rows)))
     if (results == UNDONE).any():
         raise MemoryError("a draw does not fit into memory")
 

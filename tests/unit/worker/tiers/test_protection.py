@@ -15,6 +15,7 @@ from memory_remote import MemoryRemote
 from tier_rig import SIZE, TieredRig
 
 from kvfleet.worker.blocks.chain_location import BlockName
+from kvfleet.worker.model.fake import FakePace
 from kvfleet.worker.tiers import protection
 from kvfleet.worker.tiers.link_speed import LinkSpeed
 from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S, SAVED_UP_S, SHARE, Exposed, choose
@@ -65,8 +66,7 @@ class Rig(TieredRig):
         self.tiers.remote = self.tiers.restorer.remote = self.remote
         self.tiers.offloader.remote = self.tiers.protector.remote = self.remote  # type: ignore[union-attr]
         self.clock = Clock()
-        self.runner._clock, self.runner._sleep = self.clock, self._pass
-        self.runner._prefill_seconds = 1 / rate
+        self.runner.pace = FakePace(prefill_tokens_per_s=rate, clock=self.clock, sleep=self._pass)
         self.engine._clock = self.clock
 
     def _pass(self, seconds: float) -> None:

@@ -1,25 +1,35 @@
-"""Keeps torch's compiler out of a worker that compiles nothing. Adapter to how torch and transformers import it.
+"""Imports torch and transformers in less time. Adapter to how they import what.
 
-transformers marks functions for `torch.compile` where they are defined and asks whether tensors are sharded over
-processes; torch checks arguments as its symbolic shapes do, and registers in Python what operators give on no device.
-That imports torch._dynamo, torch.distributed.tensor, sympy and torch's decompositions, which takes as much time as the
-rest of torch. Here those modules are there, but their own code runs only once somebody asks for more of them than what
-can be answered without. Where another version asks for more while a model is loaded, they are loaded then: later, never
-otherwise.
+A worker compiles nothing, but transformers marks functions for `torch.compile` where they are defined and asks whether
+tensors are sharded over processes; torch checks arguments as its symbolic shapes do, and registers in Python what
+operators give on no device. That imports torch._dynamo, torch.distributed.tensor, sympy and torch's decompositions,
+which takes as much time as the rest of torch. Here those modules are there, but their own code runs only once somebody
+asks for more of them than what can be answered without: when another version does so, it is later, never otherwise.
+
+transformers reads all its thousand files for the names in them, which takes as long as the rest of its import. The
+result is kept as kernels are, by the time and size of every file. Another version that has no such function reads them
+as ever.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import marshal
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from operator import and_, or_
 from types import ModuleType
 from typing import Any
+
+from kvcpu.vector.compiled import kept_in
+from kvservice.kernel_cache import keep, read_kept
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
@@ -148,3 +158,65 @@ def _defer(name: str, spec: ModuleSpec) -> None:
         with suppress(ImportError):
             importlib.import_module(f"{name}.{part}")
     module.__dict__.pop("__path__", None)
+
+
+MODULE, SCAN = "transformers.utils.import_utils", "create_import_structure_from_path"
+LEAST_FILES = 100  # a model's own folder is read sooner than what was kept of it
+
+Scan = Callable[[str], dict[Any, Any]]
+
+
+def keep_scan() -> None:
+    """Before transformers is imported; afterwards it changes nothing."""
+    if MODULE not in sys.modules:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        scan = getattr(module, SCAN, None)
+        if scan is not None:
+            setattr(module, SCAN, lambda path: _kept(module, scan, path))
+
+
+def _kept(module: ModuleType, scan: Scan, path: str) -> dict[Any, Any]:
+    setattr(module, SCAN, scan)  # it calls itself by this name
+    try:
+        files = sorted(_files(path if os.path.isdir(path) else os.path.dirname(path)))
+        folder = kept_in() if len(files) >= LEAST_FILES else None
+        if folder is None:
+            return scan(path)
+        digest = hashlib.blake2b(repr((sys.version, files)).encode(), digest_size=8).hexdigest()
+        kept = folder / f"{SCAN}-{digest}"
+        if (data := read_kept(kept)) is None:
+            keep(kept, data := marshal.dumps(scan(path)))
+        found: dict[Any, Any] = marshal.loads(data)
+        return found
+    finally:
+        setattr(module, SCAN, lambda path: _kept(module, scan, path))
+
+
+def _files(folder: str) -> Iterator[tuple[str, int, int]]:
+    """Path, time and size of each below it."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                if entry.name != "__pycache__":
+                    yield from _files(entry.path)
+            elif entry.name.endswith(".py"):
+                status = entry.stat()
+                yield entry.path, status.st_mtime_ns, status.st_size

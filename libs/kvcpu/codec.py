@@ -1,8 +1,11 @@
-"""Rows of stored numbers to int8 and back, with what that costs. On memory addresses.
+"""Whole blocks to int8 and back, with what that costs. On memory addresses; compiled by `kvcpu.vector.compiled`.
 
 A row is one (token, head) group. It is read from memory once; its second pass, which quantises and measures, finds it
 in the first-level cache. Addresses are in bytes, sizes count elements. Nothing here checks bounds. Plain loops in Numba
 take twice as long, and miss the floor of `benchmarks.codec`.
+
+One call is one thread's work, because transfer threads are ordinary threads beside the engine's team: two cores are
+used by two calls. A call through ctypes lets go of the interpreter.
 """
 
 # mypy: ignore-errors
@@ -11,7 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
+from numba import carray
 
+from kvcpu.vector.conversion import ELEMENTS, narrowed, widened
 from kvcpu.vector.emit import (
     ADDRESS,
     COUNT,
@@ -23,16 +28,18 @@ from kvcpu.vector.emit import (
     I64,
     INTS,
     LANES,
-    LITERAL,
     VECTOR,
     constant,
     instruction,
+    switched,
 )
 from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, LEVELS, SCALE_BYTES
 
+# Fields of the call block. SUMS: address of the three doubles that `quantise` and `restore` tell.
+KIND, FLOATS, NUMBERS, SCALES, RUNS, HEAD_DIM, SUMS, FIELDS = range(8)
+
 F64 = ir.DoubleType()
 DOUBLES = ir.VectorType(F64, LANES)
-STORED = {FLOAT32: F32, BFLOAT16: I16, FLOAT16: F16}
 BITS = {FLOAT32: I32, BFLOAT16: I16, FLOAT16: I16}
 INFINITE = {FLOAT32: 0x7F80_0000, BFLOAT16: 0x7F80, FLOAT16: 0x7C00}  # bits of |x|: from here on it is no number
 
@@ -41,52 +48,16 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.nextafter(np.float32(np.finfo(np.float32).max / LEVELS), np.float32(0)))
 
 
-def _vector(element):
-    return ir.VectorType(element, LANES)
-
-
-def _strips(b, count, carried, body):
-    """`body(start, whole, values) -> values` for each LANES elements, then for each element after them by itself."""
-    lanes = ir.Constant(I64, LANES)
-    strips = b.sdiv(count, lanes)
-    values = b.loop(strips, carried, lambda i, values: body(b.mul(i, lanes), True, values))
-    done = b.mul(strips, lanes)
-    rest = b.sub(count, done)
-    return b.loop(rest, values, lambda i, values: body(b.add(done, i), False, values))
-
-
-def _read(b, element, address, whole):
+def _read(b, element, address, lanes):
     """LANES numbers; of a single one, that and zeros."""
-    if whole:
-        return b.load(address, _vector(element), align=1)
-    zeros = ir.Constant(_vector(element), None)
+    if lanes == LANES:
+        return b.load(address, ir.VectorType(element, LANES), align=1)
+    zeros = ir.Constant(ir.VectorType(element, LANES), None)
     return b.insert_element(zeros, b.load(address, element, align=1), ir.Constant(I32, 0))
 
 
-def _write(b, vector, address, whole):
-    if not whole:
-        vector = b.extract_element(vector, ir.Constant(I32, 0))
-    b.store(vector, address, align=1)
-
-
-def _widened(b, kind, stored):
-    if kind == FLOAT32:
-        return stored
-    if kind == FLOAT16:
-        return b.fpext(stored, VECTOR)
-    return b.bitcast(b.shl(b.zext(stored, INTS), constant(16, I32)), VECTOR)
-
-
-def _narrowed(b, kind, floats):
-    """To nearest, ties to even. Numbers only: a NaN may become infinite."""
-    if kind == FLOAT32:
-        return floats
-    if kind == FLOAT16:
-        return b.fptrunc(floats, _vector(F16))
-    bits = b.bitcast(floats, INTS)
-    odd = b.and_(b.lshr(bits, constant(16, I32)), constant(1, I32))
-    rounded = b.add(bits, b.add(odd, constant(0x7FFF, I32)))
-    return b.trunc(b.lshr(rounded, constant(16, I32)), _vector(I16))
+def _write(b, vector, address, lanes):
+    b.store(vector if lanes == LANES else b.extract_element(vector, ir.Constant(I32, 0)), address, align=1)
 
 
 def _reduced(b, name, vector):
@@ -105,13 +76,13 @@ def _largest_bits(b, kind, source, size):
     element = BITS[kind]
     mask = constant((1 << (element.width - 1)) - 1, element)
 
-    def body(start, whole, values):
-        raw = _read(b, element, b.offset_by(source, start, ITEM_BYTES[kind]), whole)
+    def body(start, lanes, values):
+        raw = _read(b, element, b.offset_by(source, start, ITEM_BYTES[kind]), lanes)
         size_of_it = b.and_(raw, mask)
         larger = b.icmp_unsigned(">", size_of_it, values[0])
         return [b.select(larger, size_of_it, values[0])]
 
-    (largest,) = _strips(b, size, [constant(0, element)], body)
+    (largest,) = b.pieces(size, [constant(0, element)], body)
     return _reduced(b, "umax", largest)
 
 
@@ -124,32 +95,27 @@ def _number(b, kind, bits):
     return b.bitcast(bits, F32)
 
 
-def _clamped(b, scale):
-    least, most = (ir.Constant(F32, limit) for limit in (SMALLEST_SCALE, LARGEST_SCALE))
-    scale = b.select(b.fcmp_ordered("<", scale, least), least, scale)
-    return b.select(b.fcmp_ordered(">", scale, most), most, scale)
-
-
 def _quantised(b, kind, source, target, size, inverse):
     """Emits a row's numbers; returns the sums of squares, by lane and in levels, of the row and of what it lost."""
     inverses = b.splat(inverse)
 
-    def body(start, whole, values):
+    def body(start, lanes, values):
         signal, noise = values
-        stored = _read(b, STORED[kind], b.offset_by(source, start, ITEM_BYTES[kind]), whole)
-        exact = b.fmul(_widened(b, kind, stored), inverses)
+        stored = _read(b, ELEMENTS[kind], b.offset_by(source, start, ITEM_BYTES[kind]), lanes)
+        exact = b.fmul(widened(b, kind, stored), inverses)
         rounded = b.llvm("rint", exact)
-        numbers = b.trunc(b.fptosi(rounded, INTS), _vector(I8))
-        _write(b, numbers, b.add(target, start), whole)
+        numbers = b.trunc(b.fptosi(rounded, INTS), ir.VectorType(I8, LANES))
+        _write(b, numbers, b.add(target, start), lanes)
         lost = b.fsub(exact, rounded)
         return [b.fma(exact, exact, signal), b.fma(lost, lost, noise)]
 
-    return _strips(b, size, [constant(0.0), constant(0.0)], body)
+    return b.pieces(size, [constant(0.0), constant(0.0)], body)
 
 
-@instruction(LITERAL, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+@instruction(COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+@switched(*BITS)
 def quantise(b, kind, source, target, scales, rows, size, sums):
-    """`rows` rows of `size` numbers of a stored `kind` (a literal) become int8 at `target` and fp32 at `scales`.
+    """`rows` rows of `size` numbers of a stored `kind` become int8 at `target` and fp32 at `scales`.
 
     A scale is the row's largest |x| / 127, within what makes it and its inverse normal numbers, or 0 for zeros. To
     `sums`, three doubles: sum of squares of the row and of what rounding to levels cost, and 1 if anything was no
@@ -165,7 +131,9 @@ def quantise(b, kind, source, target, scales, rows, size, sums):
         worst = b.select(b.icmp_unsigned(">", bits, worst), bits, worst)
         scale = b.fdiv(_number(b, kind, bits), ir.Constant(F32, LEVELS))
         zero, some = ir.Constant(F32, 0.0), b.icmp_unsigned("!=", bits, ir.Constant(element, 0))
-        scale = _clamped(b, scale)
+        least, most = (ir.Constant(F32, limit) for limit in (SMALLEST_SCALE, LARGEST_SCALE))
+        scale = b.select(b.fcmp_ordered("<", scale, least), least, scale)
+        scale = b.select(b.fcmp_ordered(">", scale, most), most, scale)
         inverse = b.select(some, b.fdiv(ir.Constant(F32, 1.0), scale), zero)
         b.store(b.select(some, scale, zero), b.offset_by(scales, row, SCALE_BYTES), align=1)
         target_row = b.add(target, b.mul(row, size))
@@ -185,7 +153,8 @@ def quantise(b, kind, source, target, scales, rows, size, sums):
     b.store(b.uitofp(bad, F64), b.plus(sums, 16), align=8)
 
 
-@instruction(LITERAL, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+@instruction(COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+@switched(*BITS)
 def restore(b, kind, source, scales, target, rows, size, bad):
     """Inverse of `quantise`. To `bad`, a double: 1 if a scale was none; then what was written means nothing."""
     row_bytes = b.mul(size, ir.Constant(I64, ITEM_BYTES[kind]))
@@ -198,17 +167,26 @@ def restore(b, kind, source, scales, target, rows, size, bad):
         source_row = b.add(source, b.mul(row, size))
         target_row = b.add(target, b.mul(row, row_bytes))
 
-        def convert(start, whole, nothing):
-            levels = _read(b, I8, b.add(source_row, start), whole)
+        def convert(start, lanes, _):
+            levels = _read(b, I8, b.add(source_row, start), lanes)
             floats = b.fmul(b.sitofp(b.sext(levels, INTS), VECTOR), scales_of_row)
             where = b.offset_by(target_row, start, ITEM_BYTES[kind])
-            _write(b, _narrowed(b, kind, floats), where, whole)
-            return nothing
+            _write(b, narrowed(b, kind, floats, nan=False), where, lanes)
 
-        _strips(b, size, [], convert)
+        b.pieces(size, [], convert)
         return [worst]
 
     (worst,) = b.loop(rows, [ir.Constant(I32, 0)], body)
     largest = np.float32(LARGEST_SCALE).view(np.uint32)  # a negative scale's bits are larger still
     wrong = b.icmp_unsigned(">", worst, ir.Constant(I32, int(largest)))
     b.store(b.uitofp(wrong, F64), bad, align=8)
+
+
+def encode(block):
+    p = carray(block, (FIELDS,), np.int64)
+    quantise(p[KIND], p[FLOATS], p[NUMBERS], p[SCALES], p[RUNS], p[HEAD_DIM], p[SUMS])
+
+
+def decode(block):
+    p = carray(block, (FIELDS,), np.int64)
+    restore(p[KIND], p[NUMBERS], p[SCALES], p[FLOATS], p[RUNS], p[HEAD_DIM], p[SUMS])

@@ -11,18 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED, Ints
-from kvcpu.fused import fused_call as c
-from kvcpu.linear.linear_call import SILU, SILU_GATE, TANH, TANH_GATE
-from kvcpu.linear.packed import Layer, Multiplier, PackedLinear, plain_weight
+from kvcpu.layers import layer_call as c
+from kvcpu.layers.packed import PackedLinear
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
 from kvcpu.vector.numbers import LANES
 
-KERNELS = "kvcpu.fused.fused_kernels"
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
 ROTATED = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
-GATES = {"silu": SILU_GATE, "gelu_tanh": TANH_GATE}
-ACTS = {"silu": SILU, "gelu_tanh": TANH}
 
 
 class FusedNorm(nn.Module):
@@ -30,14 +26,14 @@ class FusedNorm(nn.Module):
 
     def __init__(self, threads: int, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool) -> None:
         super().__init__()
-        self.entry = entry(KERNELS, "norm_share")
+        self.entry = entry("kvcpu.layers.layer_kernels", "norm_share")
         self._threads = threads
         self.size = len(weight)
         self._weight = weight.detach().float().contiguous()
         self._bias = torch.zeros(self.size) if bias is None else bias.detach().float().contiguous()
         self._epsilon = np.array([eps], dtype=np.float32)
         self._scratch = np.empty(threads * self.size, dtype=np.float32)
-        block = self.block = np.zeros(c.NORM_FIELDS, dtype=np.int64)
+        block = self.block = np.zeros(c.FIELDS, dtype=np.int64)
         self._address = block.ctypes.data
         block[c.SELF], block[c.SIZE], block[c.CENTERED] = self._address, self.size, centered
         block[c.WEIGHT], block[c.BIAS] = self._weight.data_ptr(), self._bias.data_ptr()
@@ -52,34 +48,19 @@ class FusedNorm(nn.Module):
         block = self.block
         block[c.SEAT] = block[c.TICKET] = 0
         block[c.ROWS], block[c.KIND] = flat.shape[0], MULTIPLIED[x.dtype]
-        block[c.X], block[c.X_BYTES], block[c.OUT] = (
-            flat.data_ptr(),
-            flat.stride(0) * x.dtype.itemsize,
-            out.data_ptr(),
-        )
+        block[c.X], block[c.OUT] = flat.data_ptr(), out.data_ptr()
+        block[c.X_BYTES] = flat.stride(0) * x.dtype.itemsize
         team.run(self.entry.address, self._address, 1 if x.numel() <= SERIAL_NUMBERS else self._threads)
         return out
 
 
 class FusedMlp(nn.Module):
-    """Two products, the activation being part of the first."""
+    """`down(up(x))`, the activation and the gate being part of `up`."""
 
     def __init__(self, up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
         self.up = up
         self.down = down
-
-    @classmethod
-    def gated(cls, multiplier: Multiplier, gate: Layer, up: Layer, down: Layer, act: str) -> FusedMlp:
-        """`down(act(gate(x)) * up(x))`, without biases in gate and up."""
-        first = PackedLinear(multiplier, plain_weight(up), None, plain_weight(gate), GATES[act])
-        return cls(first, PackedLinear(multiplier, plain_weight(down), down.bias))
-
-    @classmethod
-    def plain(cls, multiplier: Multiplier, up: Layer, down: Layer, act: str) -> FusedMlp:
-        """`down(act(up(x)))`."""
-        first = PackedLinear(multiplier, plain_weight(up), up.bias, act=ACTS[act])
-        return cls(first, PackedLinear(multiplier, plain_weight(down), down.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.up(x))
@@ -90,16 +71,16 @@ class Rotary:
     """`apply_rotary_pos_emb` of transformers for one flat row of tokens: turns query and key in place."""
 
     def __init__(self, threads: int) -> None:
-        self.entry = entry(KERNELS, "rotate_share")
+        self.entry = entry("kvcpu.layers.layer_kernels", "rotate_share")
         self._threads = threads
         self._scratch: dict[int, npt.NDArray[np.float32]] = {}  # by size: call blocks point into it for good
-        self._block = np.zeros(c.ROTATION_FIELDS, dtype=np.int64)
-        self._block[c.SELF] = self._address = self._block.ctypes.data
+        self.block = np.zeros(c.FIELDS, dtype=np.int64)
+        self.block[c.SELF] = self._address = self.block.ctypes.data
 
     def __call__(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
         """`query` and `key` `[1, heads, T, size]`, the others `[1, T, size]`."""
         cosines, sines = cosines.contiguous(), sines.contiguous()
-        block = self._block
+        block = self.block
         self.lay_out(block, query, key)
         block[c.SEAT] = block[c.TICKET] = 0
         block[c.COSINES], block[c.SINES] = cosines.data_ptr(), sines.data_ptr()
@@ -115,12 +96,9 @@ class Rotary:
         block[c.ROWS], block[c.SIZE], block[c.KIND] = query.shape[2], size, MULTIPLIED[query.dtype]
         block[c.X], block[c.OTHER] = query.data_ptr(), key.data_ptr()
         block[c.HEADS], block[c.TOKEN_STRIDE], block[c.HEAD_STRIDE] = query.shape[1], query.stride(2), query.stride(1)
-        block[c.OTHER_HEADS], block[c.OTHER_TOKEN_STRIDE], block[c.OTHER_HEAD_STRIDE] = (
-            key.shape[1],
-            key.stride(2),
-            key.stride(1),
-        )
-        block[c.ROTATION_SCRATCH], block[c.ROTATION_SCRATCH_BYTES] = self._scratch[size].ctypes.data, 12 * size
+        block[c.OTHER_HEADS] = key.shape[1]
+        block[c.OTHER_TOKEN_STRIDE], block[c.OTHER_HEAD_STRIDE] = key.stride(2), key.stride(1)
+        block[c.SCRATCH], block[c.SCRATCH_BYTES] = self._scratch[size].ctypes.data, 12 * size
 
 
 def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
@@ -137,16 +115,12 @@ def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
     )
 
 
-class BoundRotary:
+def bound(rotary: Rotary, theirs: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """`rotary` where it fits, else the function that it stands for: models call that with shapes of their own."""
 
-    def __init__(self, rotary: Rotary, theirs: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self._rotary = rotary
-        self._theirs = theirs
-
-    def __call__(
-        self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *others: Any, **more: Any
-    ) -> tuple[Tensor, Tensor]:
+    def rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *others: Any, **more: Any) -> Any:
         if others or more or not fits(query, key, cosines, sines):
-            return self._theirs(query, key, cosines, sines, *others, **more)
-        return self._rotary(query, key, cosines, sines)
+            return theirs(query, key, cosines, sines, *others, **more)
+        return rotary(query, key, cosines, sines)
+
+    return rotated

@@ -6,7 +6,6 @@ which stays for lookups.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kvcpu.blocks import MULTIPLIED, Ints
-from kvcpu.linear import linear_call as c
+from kvcpu.layers import layer_call as c
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
 from kvcpu.vector.memory import huge_pages
-
-log = logging.getLogger(__name__)
 
 Layer: TypeAlias = nn.Linear | Conv1D
 SHARES = 8  # items per thread that a product of few rows is cut into
@@ -32,7 +29,7 @@ class Multiplier:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.entry = entry("kvcpu.linear.linear_kernels", "multiply_share")
+        self.entry = entry("kvcpu.layers.layer_kernels", "multiply_share")
         self.scratch = np.zeros(threads * c.SCRATCH_FLOATS, dtype=np.float32)
 
 
@@ -77,7 +74,7 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         """The plain matrix, unpacked anew each time: for code that looks at it, not for computing with it."""
         own = self._packed[1::2] if self._gated else self._packed
-        return _unpacked(own)[: self.out_features]
+        return own.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
 
     def forward(self, x: Tensor) -> Tensor:
         *outer, depth = x.shape
@@ -108,9 +105,8 @@ def _panels(weight: Tensor) -> Tensor:
     whole = -(-rows // c.PANEL) * c.PANEL
     if whole != rows:
         weight = torch.cat([weight, weight.new_zeros((whole - rows, depth))])
-    if weight.dtype is torch.float32:
-        return weight.reshape(-1, c.PANEL, depth).transpose(1, 2)
-    return weight.reshape(-1, c.PANEL, depth // 2, 2).transpose(1, 2)
+    steps = (depth,) if weight.dtype is torch.float32 else (depth // 2, 2)
+    return weight.reshape(-1, c.PANEL, *steps).transpose(1, 2)
 
 
 def _interleaved(panels: list[Tensor]) -> Tensor:
@@ -121,12 +117,6 @@ def _interleaved(panels: list[Tensor]) -> Tensor:
     for at, part in enumerate(panels):
         packed[:, at].copy_(part)
     return packed.view(-1, *first.shape[1:])
-
-
-def _unpacked(packed: Tensor) -> Tensor:
-    """Inverse of `_panels`, still filled up."""
-    plain = packed.transpose(1, 2)
-    return plain.reshape(-1, plain.shape[2] * (plain.shape[3] if plain.dim() == 4 else 1))
 
 
 def plain_weight(layer: Layer) -> Tensor:

@@ -1,1 +1,0 @@
-"""What stands between linear layers: norms, rotations, gates."""

@@ -1,1 +1,0 @@
-"""Linear layers with packed weights."""
