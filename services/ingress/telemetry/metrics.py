@@ -97,7 +97,6 @@ class IngressMetrics:
         show_process(registry)
 
     def ended(self, route: str, outcome: str) -> None:
-        """A request ended, for the reason that its last event, or its refusal, gave."""
         counts = self._outcomes.get(route)
         if counts is not None:
             counts[outcome] = counts.get(outcome, 0) + 1
