@@ -28,7 +28,6 @@ TROUBLES = (httpx.HTTPError, AnswerRefused, Unreadable)
 
 
 def told(url: str, error: Exception) -> str:
-    """One of the TROUBLES in one line."""
     return f"{url}: {error or type(error).__name__}" if isinstance(error, httpx.HTTPError) else str(error)
 
 

@@ -18,8 +18,6 @@ END_KEYS = b"qQ\x03\x04"
 
 
 class Pressed(Enum):
-    """What ended a wait."""
-
     NOTHING = "nothing"
     END = "end"  # q, Ctrl-C, Ctrl-D, SIGTERM, SIGHUP
     RESIZED = "resized"
@@ -69,7 +67,6 @@ class Keyboard:
         os.close(self._wake)
 
     def wait(self, seconds: float) -> Pressed:
-        """Until then, or until something happens."""
         end = time.monotonic() + seconds
         while True:
             if self._ended:

@@ -119,7 +119,6 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def _name(text: str, style: str = "") -> Text:
-    """Not markup, whatever it says."""
     return Text(printable(text), style=style)
 
 
@@ -237,7 +236,6 @@ def _ledger(placements: list[Mapping[str, Any]], width: int, *, plain: bool) -> 
 
 
 def ending(actual: Mapping[str, Any]) -> str:
-    """How far a request is."""
     if actual["ended"]:
         return str(actual["error_code"] or "done")
     if actual["ttft_ms"] is not None:

@@ -119,7 +119,6 @@ class LocalAutoscaler:
         self.thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
 
     def start(self, workers: Iterable[tuple[Child, str]]) -> None:
-        """With these already there, and their models."""
         self.workers = {child.name: KnownWorkers(model) for child, model in workers}
         self.thread.start()
 
@@ -133,7 +132,6 @@ class LocalAutoscaler:
             self.thread.join(JOIN_S)
 
     def drains(self, worker: Child) -> bool:
-        """Whether it was told to."""
         with self.lock:
             known = self.workers.get(worker.name)
             return known is not None and known.draining

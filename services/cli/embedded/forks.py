@@ -116,7 +116,6 @@ class Forks:
         return self.channel
 
     def hear(self) -> None:
-        """Take what the server has said."""
         while self.channel is not None:
             try:
                 said = self.channel.recv(LARGEST_MESSAGE)
@@ -136,7 +135,6 @@ class Forks:
                 self.living.pop(message["ended"]).returncode = message["code"]
 
     def send_signal(self, number: int) -> None:
-        """To the server."""
         if self.server is not None:
             self.server.send_signal(number)
 

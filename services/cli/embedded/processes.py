@@ -61,13 +61,16 @@ class Process(Protocol):
 
 @dataclass(slots=True)
 class Child:
-    """One process and how to start it again. `given_up` once it ended too often."""
+    """One process, started at once, and how to start it again. `given_up` once it ended too often."""
 
     name: str
     start: Callable[[], Process]
-    process: Process
+    process: Process = field(init=False)
     given_up: bool = False
     restarts: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.process = self.start()
 
     def start_again(self, now: float) -> bool:
         """Start it again after its end; False if that did not help often enough lately."""
@@ -108,11 +111,7 @@ def spawn(
     name: str, command: Sequence[str], env: Mapping[str, str] | None = None, sockets: Sequence[int] = ()
 ) -> Child:
     """Start a process in a session of its own (Ctrl-C reaches only the parent); its stdout goes to our stderr."""
-    return child(name, lambda: popen(command, env or {}, sockets))
-
-
-def child(name: str, start: Callable[[], Process]) -> Child:
-    return Child(name, start, start())
+    return Child(name, lambda: popen(command, env or {}, sockets))
 
 
 def popen(command: Sequence[str], env: Mapping[str, str], sockets: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -26,7 +26,7 @@ from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
 from kvfleet.cli.embedded.fleet_state import fleet_key, folders
 from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim, listen
-from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, child, spawn
+from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, spawn
 from kvfleet.cli.operator.init import create_buckets
 from kvfleet.cli.operator.operator_login import Login
 from kvproto.errors import KvfleetError
@@ -197,7 +197,7 @@ def _service(
     module, own = f"kvfleet.{service}.main", [f"--id={member}", *flags]
     if forking.available:
         forks = forking.of_workers() if torch else forking.of_services()
-        return child(member, lambda: forks.start(module, own, env, fd))
+        return Child(member, lambda: forks.start(module, own, env, fd))
     command = launch.command(module, *own, f"--parent-pid={os.getpid()}")
     return spawn(member, command, env, [] if fd is None else [fd])
 

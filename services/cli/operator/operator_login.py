@@ -49,7 +49,6 @@ class Login:
         )
 
     def variables(self) -> dict[str, str]:
-        """The same for a process of the fleet."""
         if self.user is None:
             return {}
         return {"KVFLEET_NATS_USER": self.user, "KVFLEET_NATS_PASSWORD": self.password or ""}

@@ -142,7 +142,6 @@ def erlang_c(servers: int, offered: float) -> float:
 def ttft_share(
     limit_s: float, rate: float, servers: int, service_s: float, cv: float, sizes: list[float] | None = None
 ) -> float:
-    """Of first tokens, those within the limit."""
     offered = rate * service_s
     if offered >= servers:
         return 0.0

@@ -85,7 +85,6 @@ def general_name(host: str) -> x509.GeneralName:
 
 
 def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
-    """The names and addresses that it is good for."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -94,7 +93,6 @@ def hosts_of(certificate: x509.Certificate) -> tuple[str, ...]:
 
 
 def is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    """Whether `authority` made it."""
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):

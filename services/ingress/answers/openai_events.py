@@ -7,7 +7,7 @@ its `event_id`, so that a client can go on after it whether or not it asked for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvfleet.ingress.answers.openai_answers import (
     AnswerHead,
     ChatLogprobs,
     CompletionLogprobs,
+    Usage,
     chat_logprobs,
     completion_logprobs,
     fleet_note,
@@ -72,7 +73,7 @@ class OpenAiEvents:
 
     def _template(self, choice: int) -> tuple[bytes, bytes, bytes]:
         """What stands before a piece of text, between it and the event's id, and behind that."""
-        template = _data(self._chunk(choice, self._text(_MARK), _PLACE))
+        template = self._data(_PLACE, (self._choice(choice, self._text(_MARK)),), None, {})
         before, _, rest = template.rpartition(_MARK_JSON)  # nothing of the caller's stands behind it
         middle, _, after = rest.partition(_PLACE_JSON)
         return before, middle + b'"', b'"' + after
@@ -80,33 +81,27 @@ class OpenAiEvents:
     def _text(self, text: str) -> Any:
         return {"content": text} if self._head.chat else text
 
-    def _chunk(
-        self,
-        index: int,
-        delta: Any,
-        event_id: bytes,
-        *,
-        logprobs: Any = None,
-        finish: FinishReason | None = None,
-        fleet: Mapping[str, Any] = {},
+    def _choice(
+        self, index: int, delta: Any, logprobs: Any = None, finish: FinishReason | None = None
     ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta" if self._head.chat else "text": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish,
-        }
-        usage = {"usage": None} if self._include_usage else {}
-        about = {**fleet, "event_id": event_id.decode()}
-        return {**self._head.as_map(chunk=True), "choices": [choice], **usage, "kvfleet": about}
+        name = "delta" if self._head.chat else "text"
+        return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def _event(self, event_id: bytes, chunk: dict[str, Any]) -> bytes:
-        return self.ids.line(event_id) + _data(chunk)
+    def _event(
+        self, event_id: bytes, *choices: Any, usage: Usage | None = None, fleet: Mapping[str, Any] = {}
+    ) -> bytes:
+        return self.ids.line(event_id) + self._data(event_id, choices, usage, fleet)
+
+    def _data(self, event_id: bytes, choices: Sequence[Any], usage: Usage | None, fleet: Mapping[str, Any]) -> bytes:
+        told = {"usage": usage} if self._include_usage else {}
+        note = {**fleet, "event_id": event_id.decode()}
+        chunk = {**self._head.as_map(chunk=True), "choices": choices, **told, "kvfleet": note}
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def started(self, started: Started, out: list[bytes]) -> None:
         for at in range(self.ids.begun, self._head.choices):
             event_id = self.ids.begin()
-            out.append(self._event(event_id, self._chunk(at, {"role": "assistant", "content": ""}, event_id)))
+            out.append(self._event(event_id, self._choice(at, {"role": "assistant", "content": ""})))
 
     def tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
@@ -145,35 +140,26 @@ class OpenAiEvents:
                 logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
             offset += len(piece)
             event_id = before + b"%d" % (at + 1) + after
-            out.append(self._event(event_id, self._chunk(choice, self._text(piece), event_id, logprobs=logprobs)))
+            out.append(self._event(event_id, self._choice(choice, self._text(piece), logprobs)))
         self._offsets[choice] = offset
 
     def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
         self._running -= 1
         if self._running:
             self.ids.ended.add(ended.choice)
-            out.append(self._end(self.ids.here(), ended.choice, ended.reason))
+            delta = {} if self._head.chat else ""
+            out.append(self._event(self.ids.here(), self._choice(ended.choice, delta, finish=ended.reason)))
         else:
             self._last = ended  # its chunk ends the answer
-
-    def _end(self, event_id: bytes, index: int, reason: FinishReason, fleet: Mapping[str, Any] = {}) -> bytes:
-        delta = {} if self._head.chat else ""
-        return self._event(event_id, self._chunk(index, delta, event_id, finish=reason, fleet=fleet))
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
         fleet = asdict(fleet_note(self._head.request, finished, transcript))
         index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
-        out.append(self._end(self.ids.next_end(), index, reason, fleet))
+        delta = {} if self._head.chat else ""
+        out.append(self._event(self.ids.next_end(), self._choice(index, delta, finish=reason), fleet=fleet))
         if self._include_usage:
-            event_id = self.ids.next_end()
-            about = {"choices": [], "usage": usage_of(finished, transcript)}
-            note = {**fleet, "event_id": event_id.decode()}
-            out.append(self._event(event_id, {**self._head.as_map(chunk=True), **about, "kvfleet": note}))
+            out.append(self._event(self.ids.next_end(), usage=usage_of(finished, transcript), fleet=fleet))
         out.append(self.ids.line(self.ids.next_end()) + DONE)
 
     def failed(self, error: KvfleetError) -> bytes:
         return self.ids.line(self.ids.here()) + b"data: " + error_body(error) + b"\n\n"
-
-
-def _data(value: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -49,7 +49,6 @@ class Dashboard:
         self._files = read_files(resources.files("kvfleet.ingress.dashboard"))
 
     async def index(self, exchange: Exchange) -> None:
-        """GET /."""
         await self._respond(exchange, INDEX)
 
     async def file(self, exchange: Exchange) -> None:

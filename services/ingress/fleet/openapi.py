@@ -73,10 +73,12 @@ def _parameter(where: str, name: str, schema: Schema, about: str) -> dict[str, A
     return {"in": where, "name": name, "schema": schema, "required": where == "path", "description": about}
 
 
-def _seq_id() -> dict[str, Any]:
-    return _parameter("path", "seq_id", {"type": "string", "minLength": 1}, "the session's name, percent-encoded")
-
-
+_PATH = (
+    _parameter("path", "model", {"type": "string", "minLength": 1}, "its name"),
+    _parameter("path", "seq_id", {"type": "string", "minLength": 1}, "the session's name, percent-encoded"),
+    _parameter("path", "id", {"type": "string", "minLength": 1}, "any id that an answer shows"),
+    _parameter("path", "file", {"type": "string", "pattern": r"^[a-z_]+\.(js|css)$"}, "of the page"),
+)
 _REPEATS = (
     _parameter(
         "header",
@@ -158,23 +160,9 @@ OPERATIONS = (
     _generating(
         "/v1/completions", "A text's continuation, as OpenAI's.", COMPLETION, CompletionAnswer, CompletionChunk
     ),
-    _generating(
-        "/v1/completions",
-        "A text's continuation, as OpenAI's.",
-        COMPLETION,
-        CompletionAnswer,
-        CompletionChunk,
-    ),
     _generating("/generate", "A turn of a session, streamed.", GENERATE, None, *NATIVE_EVENTS),
     _reading("/v1/models", "What the fleet serves.", report.ModelsAnswer, *_KNOWN),
-    _reading(
-        "/v1/models/{model}",
-        "One model.",
-        report.ModelAnswer,
-        404,
-        *_KNOWN,
-        parameters=(_parameter("path", "model", {"type": "string", "minLength": 1}, "its name"),),
-    ),
+    _reading("/v1/models/{model}", "One model.", report.ModelAnswer, 404, *_KNOWN),
     _reading("/stats", "The fleet's sums, and this ingress's own counts; for admin keys.", report.StatsAnswer, *_KNOWN),
     _reading(
         "/workers",
@@ -186,46 +174,30 @@ OPERATIONS = (
         "/kv/route/{seq_id}",
         "Which worker a session goes to. `address` is the NATS subject on which it takes requests of this tenant.",
         report.LocatedAnswer,
-        400,
-        429,
-        *_KNOWN,
-        parameters=(_seq_id(), _parameter("query", "model", TEXT, "of a session that there is not yet")),
+        *(400, 429, *_KNOWN),
+        parameters=(_parameter("query", "model", TEXT, "of a session that there is not yet"),),
     ),
-    _reading(
-        "/sessions/{seq_id}",
-        "A session and where its blocks are.",
-        report.SessionAnswer,
-        404,
-        429,
-        *_KNOWN,
-        parameters=(_seq_id(),),
-    ),
+    _reading("/sessions/{seq_id}", "A session and where its blocks are.", report.SessionAnswer, 404, 429, *_KNOWN),
     Operation(
         "delete",
         "/sessions/{seq_id}",
         "Forget a session, in every tier.",
         {200: {"description": "It is gone.", "content": _json(report.DeletedAnswer)}},
         (404, 409, 429, *_KNOWN),
-        parameters=(_seq_id(),),
     ),
     Operation(
         "get",
         "/sessions/{seq_id}/kv",
         "K and V of one layer as safetensors; for admin keys.",
-        {200: {"description": "K and V", "content": {"application/octet-stream": {"schema": {"type": "string"}}}}},
+        {200: {"description": "K and V", "content": {"application/octet-stream": {"schema": TEXT}}}},
         (400, 404, 429, 500, 501, *_KNOWN),
-        parameters=(
-            _seq_id(),
-            _parameter("query", "layer", {**COUNT, "maximum": 999_999_999}, "default 0"),
-        ),
+        parameters=(_parameter("query", "layer", {**COUNT, "maximum": 999_999_999}, "default 0"),),
     ),
     _reading(
         "/v1/placements",
         "The last decisions, newest first: of this key's tenant, of all for admin keys.",
         NewestPlacementsAnswer,
-        400,
-        429,
-        *_KNOWN,
+        *(400, 429, *_KNOWN),
         parameters=(
             _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": MAX_NEWEST}, "default 50"),
             _parameter("query", "model", {"type": "string", "maxLength": 256}, "of this model alone"),
@@ -235,10 +207,7 @@ OPERATIONS = (
         "/v1/placements/{id}",
         "Why a request went to its worker, attempt by attempt.",
         PlacementsAnswer,
-        400,
-        404,
-        *_KNOWN,
-        parameters=(_parameter("path", "id", {"type": "string", "minLength": 1}, "any id that an answer shows"),),
+        *(400, 404, *_KNOWN),
     ),
     _health("/livez", "Whether the process works.", (report.StatusAnswer,)),
     _health("/readyz", "Whether a request would be served.", (report.StatusAnswer,)),
@@ -258,7 +227,6 @@ OPERATIONS = (
         "What the dashboard's page is made of.",
         {200: _file("text/javascript", "text/css")},
         (404,),
-        parameters=(_parameter("path", "file", {"type": "string", "pattern": r"^[a-z_]+\.(js|css)$"}, "of the page"),),
     ),
 )
 
@@ -285,23 +253,19 @@ def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str
 
 
 def _described(operation: Operation) -> dict[str, Any]:
+    responses = {str(status): answer for status, answer in operation.answers.items()}
+    for status in (*operation.errors, 405):
+        responses[str(status)] = {"description": ERRORS[status], "content": _json(ErrorAnswer)}
+        if status in (429, 503):
+            after = {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}
+            responses[str(status)]["headers"] = {"Retry-After": after}
     value: dict[str, Any] = {
         "operationId": operation.method + "".join(c if c.isalnum() else "_" for c in operation.path),
         "summary": operation.summary,
-        "responses": {
-            **{str(status): answer for status, answer in operation.answers.items()},
-            **{str(status): _error(status) for status in (*operation.errors, 405)},
-        },
+        "responses": responses,
     }
-    if operation.parameters:
-        value["parameters"] = list(operation.parameters)
+    if parameters := [one for one in _PATH if f"{{{one['name']}}}" in operation.path] + list(operation.parameters):
+        value["parameters"] = parameters
     if operation.body is not None:
         value["requestBody"] = {"required": True, "content": {"application/json": {"schema": operation.body}}}
-    return value
-
-
-def _error(status: int) -> dict[str, Any]:
-    value: dict[str, Any] = {"description": ERRORS[status], "content": _json(ErrorAnswer)}
-    if status in (429, 503):
-        value["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}}
     return value

@@ -78,7 +78,6 @@ class Exchange:
 
     @property
     def source(self) -> str | None:
-        """The client's address."""
         client = self.scope.get("client")
         return client[0] if client else None
 
@@ -94,7 +93,6 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
         return time.monotonic() - self.began_at
 
     def query_value(self, name: str) -> str | None:
@@ -139,7 +137,6 @@ class Exchange:
     # ------------------------------------------------------------------ answer
 
     async def respond(self, status: int, body: bytes, *, content_type: bytes = JSON, headers: Headers = []) -> None:  # noqa: B006  never changed
-        """The whole answer at once."""
         await self._start(status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers])
         self.ended = True
         await self.send({"type": "http.response.body", "body": body})
@@ -160,7 +157,6 @@ class Exchange:
         await self.respond(status_of(error), error_body(error), headers=error_headers(error))
 
     async def start_events(self, headers: Headers = []) -> None:  # noqa: B006  never changed
-        """Status 200 and the headers of an event stream."""
         await self._start(200, [*_EVENT_STREAM, *headers])
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -177,7 +173,6 @@ class Exchange:
         await self._send_in_time({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
-        """The last send."""
         self.ended = True
         await self._send_in_time({"type": "http.response.body", "body": data, "more_body": False})
 

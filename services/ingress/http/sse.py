@@ -73,7 +73,6 @@ async def _relay(exchange: Exchange, run: Run, reader: EventReader, on_tokens: O
 
 
 async def complete(exchange: Exchange, transcript: Transcript, last: list[bytes]) -> None:
-    """Send what is left of a finished run and end the stream."""
     if not exchange.started:
         if not last:
             await exchange.respond_empty()  # the client has it all: browsers do not come back after a 204
@@ -95,7 +94,6 @@ async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
 
 
 async def _get_on(run: Run, on_tokens: OnTokens) -> None:
-    """Read, or wait for the one that reads."""
     if run.busy:
         await run.changed()
     elif count := await run.step():

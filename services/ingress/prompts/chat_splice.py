@@ -92,7 +92,6 @@ class SpliceIndex:
             self._forget(next(iter(self._turns)))
 
     def find(self, scope: str, text: str, codec: ModelTokenizer) -> Splice | None:
-        """The longest known start of `text`."""
         best: tuple[int, _Turn, int, _Key] | None = None
         for key, chars in self._candidates(scope, text):
             for turn in reversed(self._turns[key]):

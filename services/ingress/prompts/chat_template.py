@@ -91,14 +91,14 @@ class ChatTemplate:
         except jinja2.exceptions.TemplateError as error:
             raise InvalidRequest(f"the model's chat template does not compile: {error}", field="model") from None
 
-    def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: list[dict[str, str]]) -> str:
         """The chat as text. Raises InvalidRequest with what the template says against these messages."""
         try:
             return self._template.render(
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 **self._special_tokens,
             )
         except (jinja2.exceptions.TemplateError, TypeError, ValueError, KeyError) as error:

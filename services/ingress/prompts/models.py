@@ -50,7 +50,6 @@ class Models:
     fetching: dict[tuple[str, str], asyncio.Task[ServedModel]] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Fetch what is there now; `on_member` keeps up."""
         for view in list(self.view.ready()):
             self._prefetch(view.record)
         self.on_regions()
@@ -84,12 +83,10 @@ class Models:
         return sorted({*self._known(), *gone})
 
     def known(self, name: str | None) -> str | None:
-        """The name, if there is a model of it."""
         known = any(view.record.model == name for view in self.view.workers.values()) or name in self.regions.records()
         return name if known else None
 
     def is_ready(self) -> bool:
-        """Whether some ready worker's model could be served at once."""
         records = [view.record for view in self.view.ready()]
         return any((one.model, one.bundle) in self.bundles for one in (*records, *self.regions.records().values()))
 

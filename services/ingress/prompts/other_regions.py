@@ -54,7 +54,6 @@ class OtherRegions:
         return self.regions.records(self.now())
 
     def holders(self, model: str, bundle: str) -> list[str]:
-        """Workers there that have this bundle."""
         return self.regions.holders(model, bundle, self.now())
 
     def workers(self, region: str, model: str) -> list[str]:

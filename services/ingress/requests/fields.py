@@ -59,7 +59,6 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _kind_of(value: object) -> str:
-    """How JSON calls a value's type."""
     return "null" if value is None else _NAMES.get(type(value), type(value).__name__)
 
 

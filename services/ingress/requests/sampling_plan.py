@@ -22,7 +22,6 @@ _SAID = tuple(one.name for one in fields(SamplingAsk) if one.name in Sampling.__
 
 
 def prompt_must_fit(overflow: Overflow) -> bool:
-    """Whether a prompt that the context cannot hold is refused."""
     return overflow in (Overflow.ERROR, Overflow.TRUNCATE_GENERATION)
 
 

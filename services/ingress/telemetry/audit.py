@@ -55,7 +55,6 @@ class Audit:
         self._say("request.start", **_whose(exchange, route), model=model)
 
     def ended(self, exchange: Exchange, route: str, status: int, error: KvfleetError | None) -> None:
-        """The end of any request, if it is worth a line."""
         if not self.is_on:
             return
         if isinstance(error, AuthenticationFailed) or exchange.caller is None:
@@ -134,15 +133,8 @@ def _cost(exchange: Exchange) -> dict[str, Any]:
     """What the run has cost so far; one that is read by several requests is told by each, as a `repeat` by all but the
     one that began it."""
     usage = exchange.usage
-    if usage is None:
-        return {"model": None, "prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0, "repeat": False}
-    return {
-        "model": usage.model,
-        "prompt_tokens": usage.prompt_tokens,
-        "output_tokens": usage.output_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "repeat": exchange.repeats,
-    }
+    counts = {name: getattr(usage, name, 0) for name in ("prompt_tokens", "output_tokens", "cached_tokens")}
+    return {"model": getattr(usage, "model", None), **counts, "repeat": usage is not None and exchange.repeats}
 
 
 def audit_line(unix_s: float, event: str, **fields: Any) -> bytes:

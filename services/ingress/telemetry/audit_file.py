@@ -59,7 +59,6 @@ class AuditFile:
         return self._full_total + self._failed_total
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits and end."""
         self._closing = True
         with contextlib.suppress(queue.Full):  # then the thread sees the flag after the next batch
             self._queue.put_nowait(None)

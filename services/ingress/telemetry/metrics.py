@@ -6,7 +6,8 @@ Every series exists from the start at 0: a rate over a series that appears with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,38 +21,30 @@ from kvservice.metrics import Reading as CommonReading
 
 GENERATING = ("chat_completions", "completions", "generate")
 ROUTES = (
-    *GENERATING,
-    "models",
-    "stats",
-    "workers",
-    "kv_route",
-    "session_get",
-    "session_kv",
-    "session_delete",
-    "placements",
-    "newest_placements",
-    "health",
-    "metrics",
-    "openapi",
-    "dashboard",
-    "other",
-)
+    *GENERATING, "models", "stats", "workers", "kv_route", "session_get", "session_kv", "session_delete", "placements",
+    "newest_placements", "health", "metrics", "openapi", "dashboard", "other",
+)  # fmt: skip
 CODES = ("200", "204", "400", "401", "403", "404", "405", "409", "413", "422", "429", "499", "500", "501", "503", "504")
 OUTCOMES = (*(reason.value for reason in FinishReason), *sorted(errors.BY_CODE))
 _BY_LEVEL = ("model", "route")
+
+
+def _counted(help_: str, kind: str = "counter") -> int:
+    number: int = field(default=0, metadata={"help": help_, "kind": kind})
+    return number
 
 
 @dataclass(slots=True)
 class RequestTally:
     """Counted on hot paths, since the start of the process."""
 
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0
-    spliced_tokens: int = 0
-    session_turns: int = 0
-    active_streams: int = 0
-    stream_errors: int = 0
+    prompt_tokens: int = _counted("Prompt tokens of finished requests.")
+    generated_tokens: int = _counted("Tokens relayed to clients.")
+    cached_tokens: int = _counted("Prompt tokens found cached.")
+    spliced_tokens: int = _counted("Prompt tokens taken from chat history.")
+    session_turns: int = _counted("Turns committed to sessions.")
+    stream_errors: int = _counted("Streams that ended with an error event.")
+    active_streams: int = _counted("Generations running now.", "gauge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +96,6 @@ class IngressMetrics:
         ProcessCollector(registry=registry)
 
     def ended(self, route: str, outcome: str) -> None:
-        """A request ended, for the reason that its last event, or its refusal, gave."""
         counts = self._outcomes.get(route)
         if counts is not None:
             counts[outcome] = counts.get(outcome, 0) + 1
@@ -114,22 +106,10 @@ class IngressMetrics:
 
     def read_also(self, readings: Iterable[IngressReading]) -> None:
         """Add the tally and values that other parts own. Call once."""
-        tally = self.tally
-        own = (
-            IngressReading(
-                "prompt_tokens", "Prompt tokens of finished requests.", "counter", lambda: tally.prompt_tokens
-            ),
-            IngressReading("generated_tokens", "Tokens relayed to clients.", "counter", lambda: tally.generated_tokens),
-            IngressReading("cached_tokens", "Prompt tokens found cached.", "counter", lambda: tally.cached_tokens),
-            IngressReading(
-                "spliced_tokens", "Prompt tokens taken from chat history.", "counter", lambda: tally.spliced_tokens
-            ),
-            IngressReading("session_turns", "Turns committed to sessions.", "counter", lambda: tally.session_turns),
-            IngressReading(
-                "stream_errors", "Streams that ended with an error event.", "counter", lambda: tally.stream_errors
-            ),
-            IngressReading("active_streams", "Generations running now.", "gauge", lambda: tally.active_streams),
-        )
+        own = [
+            IngressReading(one.name, one.metadata["help"], one.metadata["kind"], partial(getattr, self.tally, one.name))
+            for one in fields(RequestTally)
+        ]
         self.registry.register(_Readings((*own, *readings)))
 
     def _level_readings(self) -> list[CommonReading]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvfleet.ingress.http.exchange import Exchange
@@ -63,8 +63,6 @@ def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None
 
 @dataclass(eq=False, slots=True)
 class RequestTrace:
-    """Of one exchange."""
-
     span: Span
     error: KvfleetError | None = None  # what the caller was told
     names_session: bool = False
@@ -72,8 +70,6 @@ class RequestTrace:
     first: RequestTrail | None = None
 
     def tokenising(self, prepare: Prepare) -> Prepare:
-        """`prepare`, within a span of its own."""
-
         async def traced() -> Job:
             span = self.span.child("tokenise")
             job = await _ended(span, prepare)
@@ -111,7 +107,6 @@ class RequestTrace:
             self.first.end()
 
     def end(self, request: str, status: int) -> None:
-        """The answer is complete."""
         self.span.set(
             {"http.response.status_code": status, "gen_ai.response.id": request, "kvfleet.request.id": request}
         )
@@ -122,69 +117,68 @@ class RequestTrace:
         self.span.end(error=error)
 
 
+@dataclass(eq=False)
 class RequestTrail(Trail):
     """Of one stream. `stream` ends when the stream has, but not before its first token was noted."""
 
-    __slots__ = ("_attempt", "_ended_at", "_error", "_last", "_place", "_said", "_trace", "stream")
+    trace: RequestTrace
+    said: Attributes
+    place: Span | None = None
+    attempt: Span | None = None
+    last: str | None = None  # the attempt before
+    ended_at: int | None = None
+    error: str | None = None
+    stream: Span = field(init=False)
 
-    def __init__(self, trace: RequestTrace, said: Attributes) -> None:
-        super().__init__()
-        self._trace = trace
-        self._said = said
-        self.stream = trace.span.child("stream", said)
+    def __post_init__(self) -> None:
+        self.stream = self.trace.span.child("stream", self.said)
         self.traceparent = self.stream.traceparent
-        self._place: Span | None = None
-        self._attempt: Span | None = None
-        self._last: str | None = None  # the attempt before
-        self._ended_at: int | None = None
-        self._error: str | None = None
 
     def placing(self, attempt: int) -> str | None:
-        self._place = self.stream.child(
-            "place", _by_nats("place", self._said) | {"kvfleet.attempt": attempt}, kind="client"
+        self.place = self.stream.child(
+            "place", _by_nats("place", self.said) | {"kvfleet.attempt": attempt}, kind="client"
         )
-        return self._place.traceparent
+        return self.place.traceparent
 
     def placed(self, placement: Placement) -> None:
-        if self._place is not None:
-            self._place.set(placed(placement))
-            self._place.end()
-            self._place = None
+        if self.place is not None:
+            self.place.set(placed(placement))
+            self.place.end()
+            self.place = None
 
     def unplaced(self, error: KvfleetError) -> None:
-        if self._place is not None:
-            self._place.end(error=error.code)
-            self._place = None
+        if self.place is not None:
+            self.place.end(error=error.code)
+            self.place = None
 
     def attempting(self, worker: str, attempt: int) -> str | None:
         said: dict[str, Value] = {"kvfleet.attempt": attempt, "kvfleet.worker.id": worker}
-        self._attempt = self.stream.child("attempt", _by_nats("generate", self._said) | said, kind="client")
-        self._attempt.link(self._last)
-        self._last = self._attempt.traceparent
-        return self._last
+        self.attempt = self.stream.child("attempt", _by_nats("generate", self.said) | said, kind="client")
+        self.attempt.link(self.last)
+        self.last = self.attempt.traceparent
+        return self.last
 
     def attempt_ended(self, error: KvfleetError | None, *, moved: bool) -> None:
-        if self._attempt is not None:
+        if self.attempt is not None:
             if moved:
-                self._attempt.event("moved")
+                self.attempt.event("moved")
             if error is not None:
                 self.stream.event("attempt_failed", {"error.type": error.code})
-            self._attempt.end(error=None if error is None else error.code)
-            self._attempt = None
+            self.attempt.end(error=None if error is None else error.code)
+            self.attempt = None
 
     def closed(self, error: KvfleetError | None) -> None:
         code = None if error is None else error.code
-        for span in (self._place, self._attempt):
+        for span in (self.place, self.attempt):
             if span is not None:
                 span.end(error=code)
-        self._ended_at, self._error = time.time_ns(), code
-        if self._trace.carried:
+        self.ended_at, self.error = time.time_ns(), code
+        if self.trace.carried:
             self.end()
 
     def end(self) -> None:
-        """If the stream has ended."""
-        if self._ended_at is not None:
-            self.stream.end(error=self._error, at=self._ended_at)
+        if self.ended_at is not None:
+            self.stream.end(error=self.error, at=self.ended_at)
 
 
 def about(generation: Generation, *, names_session: bool) -> dict[str, Value]:
