@@ -1,4 +1,4 @@
-"""What a replica knows: its fleet with what there is to do, who holds what, what was decided and became of it. Pure."""
+"""The state of a replica: its fleet, bookings, index, ledger and regions. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
 
 @dataclass(frozen=True, slots=True)
 class PlacementState:
-    """Of the replica `placement`; the core owns each part. Those who decide are given all of them, together."""
+    """Of the replica `placement`; the core owns each part."""
 
     placement: str
     fleet: Fleet
@@ -34,7 +34,7 @@ class PlacementState:
     region_summaries: RegionSummaries
 
     def hear(self, milestones: Milestones, now: float) -> list[Action]:
-        """What requests came to, placed here or by other replicas, at a worker in its present life."""
+        """Take milestones of a worker's present life, of requests placed by any replica."""
         worker, known = milestones.worker, self.fleet.workers[milestones.worker]
         actions: list[Action] = []
         for one in milestones.items:
@@ -48,7 +48,7 @@ class PlacementState:
             if entry is None:
                 continue
             if one.passed is Passed.STARTED:
-                # What vaults and peers brought, or did not, says nothing about this worker's own index.
+                # Blocks from vaults and peers say nothing about this worker's own index.
                 found = sum(one.cached.get(tier, 0) for tier in OWN_TIERS)
                 self.fleet.workloads.trust(known.column, known.experience.observe(entry.promised, found, now))
             elif one.passed is Passed.ENDED and self.ledger.keeps_hashes:
@@ -56,7 +56,7 @@ class PlacementState:
         return actions
 
     def book(self, batch: BookedBatch, now: float) -> None:
-        """What other replicas placed."""
+        """Book requests that other replicas placed."""
         if batch.placement == self.placement:
             return
         for one in batch.items:
@@ -71,18 +71,17 @@ class PlacementState:
             self.repeats.place(key, worker.id, worker.epoch, one.attempt, now)
             whole = len(one.hashes) // HASH_BYTES * HASH_BYTES
             booking = self.bookings.find(key)
-            if booking is not None and not booking.prefilled:  # else the worker's word of its blocks was here before
+            if booking is not None and not booking.prefilled:  # else the worker's word of its blocks came first
                 self.inflight.make(key, worker.id, unpack(one.hashes[:whole]), now)
 
     def give_up(self, key: tuple[str, str], attempt: int, failed: bool) -> None:
-        """A bare producer's attempt is over, in whatever way: each of them may say so. `failed`: nobody has it."""
+        """A bare producer's attempt is over; may be called again. `failed`: no worker has it."""
         if failed:
             self.repeats.give_up(key, attempt)
         if self.bookings.release(key, attempt=attempt):
             self.inflight.break_off(key)
 
     def heal(self, now: float) -> None:
-        """Workers that are not fully believed come back with time."""
         for worker in self.fleet.workers.values():
             if worker.experience.belief is not Belief.EXACT:
                 self.fleet.workloads.trust(worker.column, worker.experience.heal(now))
