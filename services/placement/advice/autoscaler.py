@@ -97,7 +97,6 @@ class Autoscaler:
             self._sample(name, self._models[name], of_model[name], now)
 
     def signals(self) -> list[ModelSignals]:
-        """By model, as of the last sample."""
         known = dict(self._models)  # a scrape reads this from a thread of its own
         return [known[name].signals for name in sorted(known)]
 
@@ -109,13 +108,8 @@ class Autoscaler:
                 gone = next((name for name in self._models if name not in living), next(iter(self._models)))
                 del self._models[gone]
             scaler = Scaler(self.rules)
-            signals = ModelSignals(
-                model,
-                desired=scaler.desired,
-                minimum=self.rules.minimum,
-                maximum=self.rules.maximum,
-                known=False,  # until there is a sample
-            )
+            minimum, maximum = self.rules.minimum, self.rules.maximum
+            signals = ModelSignals(model, desired=scaler.desired, minimum=minimum, maximum=maximum, known=False)
             known = self._models[model] = _Model(scaler, signals)
         return known
 

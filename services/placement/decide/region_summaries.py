@@ -91,8 +91,7 @@ class RegionSummaries:
         return ""
 
     def _forget(self, last: bytes) -> None:
-        known = self._traces.pop(last, None)
-        if known is not None:
+        if (known := self._traces.pop(last, None)) is not None:
             self._lengths[known[0].blocks] -= 1
             if not self._lengths[known[0].blocks]:
                 del self._lengths[known[0].blocks]

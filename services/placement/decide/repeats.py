@@ -78,7 +78,6 @@ class Repeats:
         return known is not None and known.attempt == attempt and known.is_there
 
     def drop_worker(self, worker: str) -> None:
-        """It is gone, or in another life."""
         for key, known in list(self.at.get(worker, {}).items()):
             if key in self.ended:
                 self._set_aside(key, known)  # its place in the table stays: the time of its end counts
@@ -112,7 +111,6 @@ class Repeats:
                 self._set_aside(key, known)
 
     def _set_aside(self, key: Key, known: KnownRequest) -> None:
-        """Its worker cannot repeat it any more."""
         if known.is_there:
             known.is_there = False
             held = self.at[known.worker]

@@ -14,6 +14,7 @@ from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, Bookings
 from kvfleet.placement.workers.feedback import Belief
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.inflight_blocks import InflightBlocks
+from kvfleet.placement.workers.price_kernel import OUTPUT
 from kvproto.block_hash import HASH_BYTES
 from kvproto.messages import BookedBatch, Milestones, Passed, Tier
 
@@ -42,7 +43,7 @@ class PlacementState:
             if one.passed in (Passed.FIRST_TOKEN, Passed.ENDED):
                 self.inflight.fulfil((one.tenant, one.request), worker, now)
             if one.passed is Passed.ENDED and one.code is None:
-                self.fleet.workloads.generated(known.column, one.output_tokens)
+                self.fleet.workloads.learn(OUTPUT, known.column, float(one.output_tokens))
             self.repeats.on_milestone(worker, milestones.epoch, one, now)
             entry = self.ledger.on_milestone(worker, one)
             if entry is None:
@@ -56,12 +57,10 @@ class PlacementState:
         return actions
 
     def book(self, batch: BookedBatch, now: float) -> None:
-        """Book requests that other replicas placed."""
         if batch.placement == self.placement:
             return
         for one in batch.items:
-            worker = self.fleet.workers.get(one.worker)
-            if worker is None:
+            if (worker := self.fleet.workers.get(one.worker)) is None:
                 continue
             key = one.tenant, one.request
             silent_s = BOOKING_LIMIT_S if one.silent_ms is None else one.silent_ms / 1000

@@ -221,8 +221,7 @@ class KvIndexer:
         return True
 
     def leave(self, member: str) -> None:
-        gone = self._followers.pop(member, None)
-        if gone is not None:
+        if (gone := self._followers.pop(member, None)) is not None:
             gone.end()
 
     def on_changes(self, worker: str, changes: Changes, now: float) -> None:
@@ -240,13 +239,11 @@ class KvIndexer:
             follower.on_heartbeat(beat, now)
 
     def on_snapshot(self, worker: str, part: Snapshot, now: float, pull: int | None = None) -> None:
-        follower = self._followers.get(worker)
-        if follower is not None:
+        if (follower := self._followers.get(worker)) is not None:
             follower.on_snapshot(part, now, pull)
 
     def on_snapshot_refused(self, worker: str, pull: int | None, now: float) -> None:
-        follower = self._followers.get(worker)
-        if follower is not None:
+        if (follower := self._followers.get(worker)) is not None:
             follower.give_up_pull(now, pull)
 
     def tick(self, now: float) -> list[PullSnapshot]:
@@ -293,7 +290,7 @@ class KvIndexer:
         return None if follower is None else follower.state
 
     def vaults(self) -> tuple[int, int]:
-        """How many are followed, and blocks in them; a block counts once for each vault."""
+        """How many are followed, and their blocks, each once for each vault."""
         blocks = [self.index.held_by(one.holder) for one in list(self._followers.values()) if one.pooled]
         return len(blocks), sum(blocks)
 

@@ -178,8 +178,12 @@ class PrefixIndex:
             depths[-1, self._asked_holders < 0] = self.pooled
         return depths
 
+    def compact(self) -> None:
+        """Compact all logs; otherwise a log is compacted when it has grown."""
+        for holder, holdings in self._holdings.items():
+            self._compact(holder, holdings)
+
     def mask_of(self, holders: Iterable[int]) -> Hashes:
-        """`[words]`."""
         mask: Hashes = np.zeros(len(self._anyone), dtype=np.uint64)
         for holder in holders:
             mask[holder >> 6] |= np.uint64(1 << (holder & 63))
@@ -230,11 +234,6 @@ class PrefixIndex:
         holdings.logged = kernels.compact(
             self._rows, self.tiers, self._words, holder, holdings.log, holdings.logged, self._marks
         )
-
-    def compact(self) -> None:
-        """Compact all logs; otherwise a log is compacted when it has grown."""
-        for holder, holdings in self._holdings.items():
-            self._compact(holder, holdings)
 
     def check_integrity(self) -> None:
         places = (self._table[self._table != kernels.NONE].astype(np.int64) & 0xFFFF_FFFF).tolist()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
+from kvfleet.placement.workers.price_kernel import STAY
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Heartbeat, Milestone, Passed
 
@@ -93,7 +94,7 @@ class Bookings:
         return self.fresh.get(key) or self.accepted.get(key)
 
     def requests_at(self, worker: str) -> int:
-        """Not accepted yet."""
+        """Not accepted yet; a scrape may call it from another thread."""
         return sum(not booking.accepted for booking in list(self.at.get(worker, {}).values()))
 
     def book(
@@ -168,10 +169,10 @@ class Bookings:
         if attempt is not None and booking.attempt != attempt:
             return False
         self._drop(key)
-        if booking.started_at is not None:
-            self.workloads.stayed(booking.column, (now or self.workloads.now) - booking.started_at)
-        left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
         when = self.workloads.now if now is None else now
+        if booking.started_at is not None:
+            self.workloads.learn(STAY, booking.column, when - booking.started_at)
+        left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
         queued, priority = not booking.counted, booking.priority
         self.workloads.take(booking.column, left, when, queued=queued, priority=priority)
         return True
@@ -192,7 +193,6 @@ class Bookings:
         return silent
 
     def drop_worker(self, worker: str) -> None:
-        """Drop a worker's bookings; its column is gone."""
         for key in list(self.at.get(worker, ())):
             self._drop(key)
 

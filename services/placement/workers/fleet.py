@@ -63,7 +63,7 @@ class _Totals:
 
 @dataclass(slots=True)
 class HeardDemand:
-    """The work that one life's heartbeats report."""
+    """The work in one life's heartbeats."""
 
     heard_at: float = float("-inf")
     beats: int = 0
@@ -81,7 +81,6 @@ class HeardDemand:
             self.hits.popleft()
 
     def sample(self, load: Load, now: float, window_s: float) -> None:
-        """Keep totals of about `window_s`."""
         prefilled = max(load.fed_tokens_total - load.generated_tokens_total, 0)
         self.totals.append(_Totals(now, self.beats, self.busy, prefilled, load.queued_prefill_tokens))
         while len(self.totals) > 2 and self.totals[1].at <= now - window_s:
@@ -104,8 +103,6 @@ class HeardDemand:
 
 @dataclass(slots=True)
 class Worker:
-    """A living worker."""
-
     id: str
     epoch: str
     model: str
@@ -209,8 +206,7 @@ class Fleet:
         return False
 
     def leave(self, worker: str) -> None:
-        gone = self.workers.pop(worker, None)
-        if gone is not None:
+        if (gone := self.workers.pop(worker, None)) is not None:
             self.workloads.drop(gone.column)
             self._ready.pop(gone.model, None)
 
@@ -253,8 +249,7 @@ class Fleet:
 
     def attaches(self, worker: str) -> bool:
         """Whether an attempt there may have a second reader: workers of an older version know one alone."""
-        known = self.workers.get(worker)
-        return known is not None and known.attaches
+        return (known := self.workers.get(worker)) is not None and known.attaches
 
     def is_known(self, model: str) -> bool:
         """Whether a worker of this model was ever seen alive."""
@@ -273,8 +268,7 @@ class Fleet:
         self._names.setdefault(model_token(model), model)
         if len(self._names) > MAX_MODELS:
             living = {model_token(w.model) for w in self.workers.values()}
-            stale = next((token for token in self._names if token not in living), None)
-            if stale is not None:
+            if (stale := next((token for token in self._names if token not in living), None)) is not None:
                 name = self._names.pop(stale)
                 self._rings.pop(name, None)
                 self.spaces.pop(name, None)

@@ -80,20 +80,17 @@ class InflightBlocks:
 
     def fulfil(self, key: Key, worker: str, now: float) -> None:
         """`worker` has computed it, or never will."""
-        made = self._made.get(key)
-        if made is not None and made[1] == worker:
+        if (made := self._made.get(key)) is not None and made[1] == worker:
             del self._made[key]
             self._kept[key] = (now, *made[1:])
 
     def break_off(self, key: Key) -> None:
         """It will not be computed there; blocks of other promises stay."""
-        made = self._made.pop(key, None) or self._kept.pop(key, None)
-        if made is not None:
+        if (made := self._made.pop(key, None) or self._kept.pop(key, None)) is not None:
             self._take_back(made)
 
     def drop_worker(self, worker: str) -> None:
-        holder = self._holders.pop(worker, None)
-        if holder is not None:
+        if (holder := self._holders.pop(worker, None)) is not None:
             self._index.retire(holder)
             del self._counts[worker]
             for table in (self._made, self._kept):

@@ -152,8 +152,7 @@ class Heat:
         return sorted(hot, key=lambda one: (-one[1], -len(one[0].hashes)))
 
     def _drop(self, block: bytes) -> None:
-        gone = self.prefixes.pop(block, None)
-        if gone is not None:
+        if (gone := self.prefixes.pop(block, None)) is not None:
             self.blocks -= len(gone.hashes)
 
     def check_integrity(self) -> None:

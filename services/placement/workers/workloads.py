@@ -59,8 +59,6 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One worker's column."""
-
     requests: float
     backlog_tokens: float
     prefill_tokens_per_s: float
@@ -189,13 +187,10 @@ class Workloads:
             self._levels[column][1].add(priority, -1)
         self._values[kernel.REQUESTS, column] = max(0.0, self._values[kernel.REQUESTS, column] - 1)
 
-    def stayed(self, column: int, seconds: float) -> None:
-        """A request left, so many seconds after it started."""
-        self._learn(kernel.STAY, column, seconds)
-
-    def generated(self, column: int, tokens: int) -> None:
-        """A request ended with so many tokens."""
-        self._learn(kernel.OUTPUT, column, float(tokens))
+    def learn(self, row: int, column: int, value: float) -> None:
+        """A request left after so many seconds (STAY), or tokens (OUTPUT): their mean follows slowly."""
+        old = self._values[row, column]
+        self._values[row, column] = old + (value - old) * 0.1 if old else value
 
     def trust(self, column: int, credit: float) -> None:
         """Believe this share of the worker's indexed blocks."""
@@ -236,10 +231,6 @@ class Workloads:
         if column in self._levels:
             self._levels[column][0].drain(waited * rate)
         values[kernel.RECENT, column] *= math.exp(-waited / kernel.RECENT_S)
-
-    def _learn(self, row: int, column: int, value: float) -> None:
-        old = self._values[row, column]
-        self._values[row, column] = old + (value - old) * 0.1 if old else value
 
     def _report_levels(self, column: int, load: Load, unseen: list[tuple[int, float]]) -> None:
         if not load.priorities and not any(priority for priority, _ in unseen):
