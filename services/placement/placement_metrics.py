@@ -14,9 +14,8 @@ from pathlib import Path
 from kvfleet.placement.advice.autoscale import PARTS
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.loop import PlacementLoop
-from kvfleet.placement.record.worker_metrics import metrics_of
 from kvfleet.placement.workers.feedback import Belief
-from kvfleet.placement.workers.fleet import Worker
+from kvfleet.placement.workers.fleet import Worker, metrics_of
 from kvproto.connection import Connection
 from kvservice.metrics import Reading
 from kvservice.process_metrics import common_readings

@@ -36,8 +36,7 @@ PARTS = ("work", "queue", "slots", "blocks")  # of a need
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """For all models. `aim`, the saturation after a change, is between the limits, so that neither rule undoes the
-    other's change."""
+    """For all models. `aim`, the saturation after a change, is between the limits: neither rule undoes the other's."""
 
     target_ttft_s: float = 2.0
     minimum: int = 1

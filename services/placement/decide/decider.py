@@ -291,8 +291,7 @@ class Decider:
         return Matched(indexed, believed, first, block_size, depth, asked)
 
     def _source(self, worker: Worker, matched: Matched) -> tuple[str, int]:
-        """The worker to pull from, with most of the prompt as believed, of equals the one with fewest requests; and
-        its tokens."""
+        """The worker to pull from: with most of the prompt as believed, then with fewest requests; and its tokens."""
         space, depths = next((space, depths) for space, depths in matched.spaces if worker.id in space.names)
         asker = space.names.index(worker.id)
         held = depths[kernel.HOST] * self.workloads.credits_of(space.columns)

@@ -77,8 +77,7 @@ class RegionSummaries:
             self._forget(hashes[-1].tobytes())
 
     def elsewhere(self, hashes: Hashes, block_size: int, hit_tokens: int, tokens_per_s: float) -> str:
-        """A region that may have enough more of the prompt than the `hit_tokens` found here, or "". Looks at the
-        MOST_LOOKS longest traces."""
+        """A region that may have enough more than `hit_tokens`, or ""; looks at the MOST_LOOKS longest traces."""
         if not self._traces or not len(hashes) or not tokens_per_s:
             return ""
         least = (hit_tokens + WORTH_S * tokens_per_s) / block_size  # blocks

@@ -333,9 +333,8 @@ def forget(table, rows, named, most, tiers, words, free, counters, holder, log, 
 
 @kernel
 def compact(rows, tiers, words, holder, log, logged, marks):
-    """Drop from `log` what the holder no longer holds, and the earlier of two equal notes: that was given back
-    meanwhile, or was of another block with this entry. Returns its new length. `marks` has no bit set before or
-    after."""
+    """Drop from `log` what the holder no longer holds, and the earlier of equal notes, of a block given back meanwhile
+    or another one with this entry. Returns its new length. `marks` has no bit set before or after."""
     kept = logged
     for number in range(logged - 1, -1, -1):
         note = log[number]

@@ -190,8 +190,7 @@ class PrefixIndex:
         return mask
 
     def count_sole(self, counted: Hashes, first: int, end: int, counts: Counts) -> None:
-        """Add to `counts` `[holders]` the entries from `first` to `end`, of `max_blocks`, that only one of `counted`
-        has, and the pool has not."""
+        """Add to `counts` `[holders]` the entries `first` to `end` that only one of `counted` has, and not the pool."""
         query_kernels.count_sole(self._rows, first, min(end, self.max_blocks), self.tiers, counted, self._pool, counts)
 
     def sole_holders(self, hashes: Hashes, counted: Hashes) -> Counts:

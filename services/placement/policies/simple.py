@@ -47,8 +47,7 @@ def _subject(question: Question) -> str:
 
 
 class KvLoad:
-    """Highest match minus load, as shares; equals go to the first on the ring. The rule of NVIDIA Dynamo's first KV
-    router, kept to compare with."""
+    """Highest match minus load, as shares: the rule of NVIDIA Dynamo's first KV router, kept to compare with."""
 
     name = "kv_load"
 

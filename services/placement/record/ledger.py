@@ -139,8 +139,7 @@ class Ledger:
         return entry
 
     def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
-        """Decisions about a request, one per attempt, oldest first; without a tenant, of all requests with that id, the
-        last ATTEMPTS_KEPT."""
+        """Decisions, one per attempt, oldest first; without a tenant, the last ATTEMPTS_KEPT of any with that id."""
         keys = [(tenant, request)] if tenant is not None else [key for key in self.attempts if key[1] == request]
         found = [self.entries[*key, attempt] for key in keys for attempt in self.attempts.get(key, ())]
         return tuple(entry.decision() for entry in found[-ATTEMPTS_KEPT:])

@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class LedgerFile:
-    """Owned by the placement loop. A full disk costs lines, never decisions. Raises OSError if the file cannot be
-    opened."""
+    """Owned by the placement loop. A full disk costs lines, never decisions; the constructor raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)

@@ -121,12 +121,11 @@ class InflightBlocks:
 
     def check_integrity(self) -> None:
         self._index.check_integrity()
+        promised: dict[str, set[bytes]] = {worker: set() for worker in self._holders}
         for table in (self._made, self._kept):
             times = [at for at, _, _ in table.values()]
             assert times == sorted(times)
             assert all(name in self._holders for _, name, _ in table.values())
-        promised: dict[str, set[bytes]] = {worker: set() for worker in self._holders}
-        for table in (self._made, self._kept):
             for _, name, hashes in table.values():
                 promised[name].update(block.tobytes() for block in hashes)
         counted = {name: counts.used for name, counts in self._counts.items()}

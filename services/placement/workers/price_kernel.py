@@ -153,8 +153,7 @@ def _uses(values, worker, heat, now):
 
 @kernel
 def waits(values, now, out):
-    """Fills `out` `[workers]`: seconds until a request would be begun there; without any measurement, the slots'
-    alone."""
+    """Fills `out` `[workers]`: seconds until a request would be begun there; without measured rates, until a slot."""
     mean, measured, stay, _ = _of_all(values)
     for worker in range(values.shape[1]):
         out[worker] = _until_slot(values, worker, stay)
