@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvfleet.placement.advice.autoscale import PARTS, LoadSample, Rules, Scaler, mean_rate
 from kvfleet.placement.workers.fleet import Fleet, Worker
@@ -127,16 +127,14 @@ class Autoscaler:
         in_vain = not ready and now - model.outside.asked_at <= REFUSED_S
         outside_s = now - model.outside.first_at if in_vain else 0.0
         highest = _highest(workers)
-        model.signals = ModelSignals(
-            name,
+        model.signals = replace(
+            model.signals,
             queue_depth=sum(one.load.waiting for one in heard) + model.outside.requests(now),
             oldest_wait_s=max([*waits, outside_s]),
             saturation=sample.saturation,
             desired=model.scaler.desired,
             ready=len(ready),
             living=living,
-            minimum=self.rules.minimum,
-            maximum=self.rules.maximum,
             known=known,
             settled_s=model.scaler.settled_s,
             parts={part: getattr(sample, part) for part in PARTS},

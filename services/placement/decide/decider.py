@@ -203,8 +203,7 @@ class Decider:
         hit: dict[str, int] = {}
         ttft_s, source, source_tokens, promised = None, "", 0, 0
         if number is not None:  # else the request named a worker that is no candidate
-            priced = choice.prices
-            if priced is None:
+            if (priced := choice.prices) is None:
                 priced = question.loads.price(question.matched, question.prompt_tokens)
             prices, reach = priced[:, number].tolist(), question.matched[:, number].tolist()
             tokens_from = zip(PRICED_TIERS, (reach[kernel.DEVICE], *prices[kernel.RESTORED :]), strict=True)
@@ -282,8 +281,7 @@ class Decider:
             alone, shape = len(among.spaces) == 1, (len(PRICED_TIERS), len(space.numbers))
             found, expected = (indexed, believed) if alone else (np.zeros(shape), np.zeros(shape))
             kernel.fill(depths, space.groups, credit, pooled, size, most, found, expected)
-            coming = self.state.inflight.depths(hashes, space.names)
-            if coming is not None:
+            if (coming := self.state.inflight.depths(hashes, space.names)) is not None:
                 np.maximum(expected, np.minimum(coming[: len(space.numbers)] * size, most), out=expected)
             if not alone:
                 indexed[:, space.numbers], believed[:, space.numbers] = found, expected
@@ -302,8 +300,7 @@ class Decider:
         return space.names[giver], int(depths[kernel.HOST, giver]) * space.address.block_size
 
     def _policy(self, name: str) -> Policy:
-        policy = self.policies.get(name)
-        if policy is None:
+        if (policy := self.policies.get(name)) is None:
             raise InvalidRequest(f"{name[:64]!r} is none of {', '.join(self.policies)}", field="policy")
         return policy
 

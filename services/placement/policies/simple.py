@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,18 +61,17 @@ class KvLoad:
         return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")
 
 
+@dataclass(frozen=True, slots=True)
 class RandomChoice:
     """Uniform over the candidates; `chance()` is uniform in [0, 1)."""
 
     name = "random"
-
-    def __init__(self, chance: Callable[[], float]) -> None:
-        self._chance = chance
+    chance: Callable[[], float]
 
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
-        index = min(int(self._chance() * len(question.candidates)), len(question.candidates) - 1)
+        index = min(int(self.chance() * len(question.candidates)), len(question.candidates) - 1)
         return Choice(question.candidates[index].id, "drawn at random")
 
 

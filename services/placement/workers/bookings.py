@@ -87,7 +87,6 @@ class Bookings:
 
     @property
     def running(self) -> int:
-        """Accepted and not known to have ended."""
         return len(self.accepted)
 
     def find(self, key: Key) -> Booking | None:
