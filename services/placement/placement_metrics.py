@@ -1,7 +1,7 @@
-"""What a placement replica shows to Prometheus: readings of what its core keeps anyway.
+"""A placement replica's Prometheus metrics: readings of its core.
 
 A scrape runs on a thread beside the loop: it copies what it goes through, and values may be a moment apart. Series of
-a worker exist from its joining on, at 0, and end with it; of a model from the moment it is known.
+a worker begin with it, at 0, and end with it; those of a model begin when it is known.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from pathlib import Path
 from kvfleet.placement.advice.autoscale import PARTS
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.loop import PlacementLoop
-from kvfleet.placement.record.worker_metrics import metrics_of
 from kvfleet.placement.workers.feedback import Belief
-from kvfleet.placement.workers.fleet import Worker
+from kvfleet.placement.workers.fleet import Worker, metrics_of
 from kvproto.connection import Connection
 from kvservice.metrics import Reading
 from kvservice.process_metrics import common_readings
@@ -26,9 +25,8 @@ PER_WORKER, PER_MODEL = ("worker",), ("model",)
 
 Labelled = Mapping[tuple[str, ...], float]
 
-# Rows of these tables are a metric's name, where its value stands, and its help. Here names are without the prefix, and
-# values are the loop's.
-# Attained and lost hits add up to attainable: what is lost is lost by placing, what is not attainable is cold.
+# Rows of these tables are a metric's name, its attribute, and its help. Here names lack the prefix, and attributes are
+# the loop's. Attained and lost hits add up to attainable: lost ones are lost by placing, others are cold.
 COUNTED = (
     ("internal_errors_total", "internal_errors_total", "faults of ours"),
     ("malformed_messages_total", "malformed_total", "messages refused as wrong"),

@@ -35,7 +35,6 @@ PURE = {
     )),
     *(f"kvfleet.placement.{name}" for name in (
         "core", "actions", "events", "workers.fleet", "workers.bookings", "decide.decider", "record.ledger",
-        "record.worker_metrics",
     )),
     *(f"kvfleet.worker.{name}" for name in (
         "blocks.block_pool", "blocks.content_index", "schedule.scheduler", "schedule.sequence", "schedule.step_plan",

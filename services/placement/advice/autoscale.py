@@ -1,6 +1,6 @@
-"""How many workers should a model have? Pure: one sample of what there is to do after the other, and its time.
+"""How many workers a model should have, from samples of its load. Pure.
 
-    need         workers that would just be busy with what there is to do, the largest of
+    need         workers that would just be busy, the largest of
                    work    prompt tokens due per second over what one worker feeds; and how many were feeding any
                    queue   for the wait that a new request would meet to be the TTFT target
                    slots   requests over the slots of a worker
@@ -11,12 +11,11 @@
             ──▶ need / aim workers, one more at least, twice as many at most
     down  the last `down_s` were below `down_below` (in the mean), and so was the end of it
             ──▶ one fewer, if the rest has room
-    none  a model without workers that somebody asks for gets one at once; one with a minimum of 0 loses its last when
-          nobody has asked for anything in `down_s`
+    none  a model without workers gets one with its first request; one with a minimum of 0 loses its last after
+          `down_s` without requests
 
-What is not known lowers nothing. The desired number begins as what is there, follows those who add workers, and is not
-lowered because one dies. Each change, and each gap in what was heard (an outage, a restart), begins a new history, and
-both rules want a whole one.
+Missing data lowers nothing. The desired number begins as what is there, follows added workers, and does not follow
+deaths. Each change, and each gap in the samples, begins a new history, and both rules want a whole one.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ PARTS = ("work", "queue", "slots", "blocks")  # of a need
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Of all models alike. `aim` is the saturation that a change is made for: between the two limits, so that neither
-    rule undoes what the other did."""
+    """For all models. `aim`, the saturation after a change, is between the limits: neither rule undoes the other's."""
 
     target_ttft_s: float = 2.0
     minimum: int = 1
@@ -64,18 +62,17 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """A model at one moment; the parts of its need are in workers. `known`: whether every ready worker was heard of a
-    moment ago. `living` are those that start, too."""
+    """A model at one moment; the parts of its need are in workers."""
 
     ready: int
-    living: int
+    living: int  # with starting ones
     work: float = 0.0
     queue: float = 0.0
     slots: float = 0.0
     blocks: float = 0.0
     asked: bool = False
-    known: bool = True
-    at: float = 0.0  # when it was heard
+    known: bool = True  # every ready worker was heard a moment ago
+    at: float = 0.0
 
     @property
     def need(self) -> float:
@@ -91,27 +88,27 @@ class LoadSample:
 
 
 def mean_rate(several: Iterable[Rates]) -> float:
-    """Prefill tokens/s of a worker, in the harmonic mean of those who measured; 0: nobody has."""
+    """Prefill tokens/s of a worker, in the harmonic mean of measured ones; 0 if there are none."""
     rates = [one.prefill_tokens_per_s for one in several if one.prefill_tokens_per_s > 0]
     return len(rates) / sum(1 / rate for rate in rates) if rates else 0.0
 
 
 def grown(need: float, ready: int, rules: Rules) -> int:
-    """For how many to go up: what is needed at `aim`, at least one more, at most twice as many."""
+    """Workers needed at `aim`, at least one more, at most twice as many."""
     return min(max(math.ceil(need / rules.aim - 1e-9), ready + 1), 2 * ready)
 
 
 def shrinks(need: float, target: int, rules: Rules) -> bool:
-    """Whether one fewer would stay below `aim`. The last one is another question."""
+    """Whether one fewer would stay below `aim`; never the last one."""
     return target > 1 and need <= rules.aim * (target - 1)
 
 
 @dataclass(eq=False, slots=True)
 class Scaler:
-    """Of one model. Owned by the sampler; `now` never goes back."""
+    """Of one model. Owned by the Autoscaler; `now` never goes back."""
 
     rules: Rules
-    target: int | None = None  # None: nothing is known of it yet
+    target: int | None = None  # None: unknown yet
     living: int = 0
     history: deque[LoadSample] = field(default_factory=deque)  # since the last change or gap, of the last `down_s`
     began: float = 0.0
@@ -122,13 +119,13 @@ class Scaler:
 
     @property
     def settled_s(self) -> float:
-        """How long it has been watched without a change or a gap."""
+        """Since the last change or gap."""
         return self.history[-1].at - self.began if self.history else 0.0
 
     def observe(self, sample: LoadSample, now: float) -> None:
-        """To be told about every `period_s`, whatever there is to say."""
+        """Call it about every `period_s`."""
         rules, history = self.rules, self.history
-        # An operator who adds workers has a reason; that some are missing says nothing of what is to be done.
+        # An operator who adds workers has a reason; missing ones say nothing about the load.
         if self.target is None or sample.living > self.living:
             self.target = rules.clamp(max(self.target or 0, sample.living))
         self.living = sample.living
@@ -167,7 +164,6 @@ class Scaler:
             self.history.clear()
 
     def _is_high(self) -> bool:
-        """Whether each third was."""
         each_s, newest = self.rules.recent_s, self.history[-1].at
         thirds: list[list[float]] = [[] for _ in range(THIRDS)]
         for one in self._since(self.rules.up_s):

@@ -1,10 +1,7 @@
-"""The autoscaling signals of every model: what there is to do, and how many workers it should have. Pure.
+"""The autoscaling signals of every model: its load, and how many workers it should have. Pure.
 
-A model has its series from the moment it is configured or first seen. `now` is the caller's monotonic seconds. Every
-replica hears the same heartbeats and is told of the others' refusals, so all of them measure the same.
-
-A worker counts as busy while it has any prompt token to feed: the share of its heartbeats that say so is how busy it
-is, whatever its rate is said to be. Tokens over rates say by how much more than busy.
+Every replica hears the same heartbeats and the others' refusals, so all of them measure the same. A worker is busy for
+the share of its heartbeats with prompt tokens to feed, whatever its rate. Tokens over rates tell how much more is due.
 """
 
 from __future__ import annotations
@@ -12,16 +9,16 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvfleet.placement.advice.autoscale import PARTS, LoadSample, Rules, Scaler, mean_rate
 from kvfleet.placement.workers.fleet import Fleet, Worker
 from kvproto.messages import ModelSignals, Refused, State
 
 MAX_MODELS = 1024
-OUTSIDE_S = 60.0  # what was refused counts for so long
-STALE_S = 4.0  # since a heartbeat: more, and nothing is known of that worker
-REFUSED_S = 10.0  # who was refused so lately is taken to stand outside
+OUTSIDE_S = 60.0  # that refused tokens count
+STALE_S = 4.0  # since a heartbeat: then a worker's load is unknown
+REFUSED_S = 10.0  # that a refused request counts as waiting outside
 
 
 @dataclass(slots=True)
@@ -33,11 +30,11 @@ class _Refused:
 
 @dataclass(eq=False, slots=True)
 class Outside:
-    """Requests that were refused, as all replicas tell."""
+    """Refused requests of all replicas."""
 
     refused: deque[_Refused] = field(default_factory=deque)
     asked_at: float = float("-inf")
-    first_at: float = float("-inf")  # since when somebody asks again and again in vain
+    first_at: float = float("-inf")  # since when there are refusals without a pause
 
     def refuse(self, requests: int, tokens: int, now: float) -> None:
         if now - self.asked_at > OUTSIDE_S:
@@ -52,7 +49,7 @@ class Outside:
             self.refused.popleft()
 
     def requests(self, now: float) -> int:
-        """That stand outside."""
+        """Requests that wait outside."""
         return sum(one.requests for one in self.refused if now - one.at <= REFUSED_S)
 
     def tokens_per_s(self, now: float) -> float:
@@ -68,8 +65,8 @@ class _Model:
 
 
 class Autoscaler:
-    """Owned by the core. What is placed counts once a worker says that it has it: asking for placements starts nobody.
-    `by_ordinal`: as of a StatefulSet, the worker with the highest number is removed."""
+    """Owned by the core. A placed request counts once a worker has it: mere placements start no workers.
+    `by_ordinal`: as in a StatefulSet, the worker with the highest number is removed."""
 
     def __init__(self, fleet: Fleet, rules: Rules, models: Iterable[str], *, by_ordinal: bool) -> None:
         self.rules = rules
@@ -81,13 +78,13 @@ class Autoscaler:
             self._know(model)
 
     def refuse(self, refused: Iterable[Refused], now: float) -> None:
-        """Of models that this fleet knows: names that requests invent are no demand."""
+        """Count refusals of models that this fleet knows: invented names are no demand."""
         for one in refused:
             if self._fleet.is_known(one.model):
                 self._know(one.model).outside.refuse(one.requests, one.tokens, now)
 
     def tick(self, now: float) -> None:
-        """As often as one likes: a sample is taken when it is time."""
+        """Take the samples that are due."""
         for worker in self._fleet.workers.values():
             self._know(worker.model)
         due = [name for name, one in self._models.items() if now - one.sampled_at >= self.rules.period_s - 1e-6]
@@ -100,7 +97,6 @@ class Autoscaler:
             self._sample(name, self._models[name], of_model[name], now)
 
     def signals(self) -> list[ModelSignals]:
-        """By model; as of the last sample."""
         known = dict(self._models)  # a scrape reads this from a thread of its own
         return [known[name].signals for name in sorted(known)]
 
@@ -112,13 +108,8 @@ class Autoscaler:
                 gone = next((name for name in self._models if name not in living), next(iter(self._models)))
                 del self._models[gone]
             scaler = Scaler(self.rules)
-            signals = ModelSignals(
-                model,
-                desired=scaler.desired,
-                minimum=self.rules.minimum,
-                maximum=self.rules.maximum,
-                known=False,  # until there is a sample: the desired number is no more than the minimum so far
-            )
+            minimum, maximum = self.rules.minimum, self.rules.maximum
+            signals = ModelSignals(model, desired=scaler.desired, minimum=minimum, maximum=maximum, known=False)
             known = self._models[model] = _Model(scaler, signals)
         return known
 
@@ -136,16 +127,14 @@ class Autoscaler:
         in_vain = not ready and now - model.outside.asked_at <= REFUSED_S
         outside_s = now - model.outside.first_at if in_vain else 0.0
         highest = _highest(workers)
-        model.signals = ModelSignals(
-            name,
+        model.signals = replace(
+            model.signals,
             queue_depth=sum(one.load.waiting for one in heard) + model.outside.requests(now),
             oldest_wait_s=max([*waits, outside_s]),
             saturation=sample.saturation,
             desired=model.scaler.desired,
             ready=len(ready),
             living=living,
-            minimum=self.rules.minimum,
-            maximum=self.rules.maximum,
             known=known,
             settled_s=model.scaler.settled_s,
             parts={part: getattr(sample, part) for part in PARTS},
@@ -166,7 +155,7 @@ class Autoscaler:
         due = sum(one.demand.tokens_per_s for one in heard) + outside.tokens_per_s(now)
         fed = [(one.load.queued_prefill_tokens, one.rates.prefill_tokens_per_s) for one in heard]
         waits = sorted(queued / speed if speed > 0 else 0.0 for queued, speed in fed)
-        usual_wait_s = waits[(len(waits) - 1) // 2]  # half have a queue of that or less: a new request goes to one
+        usual_wait_s = waits[(len(waits) - 1) // 2]  # half have a shorter queue: a new request goes to one of them
         slots = sum(one.load.slots for one in heard)
         blocks = sum(one.load.blocks_total for one in heard)
         return LoadSample(
@@ -182,7 +171,7 @@ class Autoscaler:
 
 
 def _highest(workers: Iterable[Worker]) -> str | None:
-    """The worker whose name ends in the highest number, of those that are not going: `kvfleet-worker-11`."""
+    """The worker whose name ends in the highest number, of those that stay: `kvfleet-worker-11`."""
     ordinals = [
         (int(found[0]), worker.id)
         for worker in workers

@@ -1,4 +1,4 @@
-"""Questions that take longer than a decision may: they are answered piece by piece, as decisions wait. Pure."""
+"""Questions that take longer than a decision may, answered piece by piece while decisions wait. Pure."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RESTARTS = 3  # as workers come and go meanwhile
 
 
 class Preload:
-    """What a worker that is about to be ready should have: the hottest first of `prefixes`, each as far as somebody has
-    it, until it is `blocks` in all or as long as a message may be. What several have in common from the start counts
-    once. Of one that is about to go: those that only it has. `step` until it is done, then `plan`."""
+    """Blocks for a worker that is about to be ready: the hottest first of `prefixes`, each as far as a worker or vault
+    has it, up to `blocks` in all, a common start counted once, or `max_bytes`. For a worker that is about to go: those
+    that only it has. `step` until it is done, then `plan`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Preload:
         self._leaving = asker if ask.leaving else None
         self._staying = tuple(w for w in workers if w is not asker and w.state in (State.READY, State.STARTING))
         self._space = asker.space if asker is not None else None
-        # Of one that was just loaded the record is about to say its format; what does not fit it refuses.
+        # A worker that was just loaded has no format in its record yet; it refuses blocks that do not fit.
         formats = {asker.kv_format} if asker is not None and asker.kv_format else {w.kv_format for w in workers} - {b""}
         others = [w for w in workers if w.id != ask.worker and w.state in (State.READY, State.DRAINING)]
         self._givers = [w for w in others if w.kv_format in formats]
@@ -62,7 +62,7 @@ class Preload:
         self._chains: list[HotChain] = []
 
     def step(self) -> bool:
-        """Look at some more of them; whether it is done."""
+        """Look at some more prefixes; returns whether it is done."""
         for _ in range(PREFIXES_AT_ONCE):
             hot = next(self._left, None)
             if hot is None or self._blocks <= 0 or self._bytes <= 0 or len(self._chains) >= MOST_CHAINS:
@@ -93,7 +93,7 @@ class Preload:
             self._chains.append(HotChain(chain, root, source=source, heat=heat))
 
     def _who_has(self, prefix: SharedPrefix) -> tuple[str, int]:
-        """A worker that has most of it, of equals who has least to do; "" where vaults have more. And how much."""
+        """The worker with most of it, of equals with fewest requests, or "" where vaults have more; and its blocks."""
         givers = [worker for worker in self._givers if worker.space == prefix.space]
         names = self._names.setdefault(prefix.space, tuple(worker.id for worker in givers))
         held = self._indexer.depths(prefix.hashes, names)[HOST].tolist()
@@ -106,7 +106,7 @@ class Preload:
         return min(best, key=lambda one: (self._workloads.of(one.column, 0.0).requests, one.id)).id, most
 
     def _only_there(self, prefix: SharedPrefix) -> tuple[str, int]:
-        """How much of it the worker that is about to go has, if that is more than anybody else has."""
+        """The worker that is about to go and its blocks, if no other one has as many."""
         if self._leaving is None:
             return "", 0
         others = [worker.id for worker in self._staying if worker.space == prefix.space]
@@ -116,13 +116,12 @@ class Preload:
 
 
 class Survey:
-    """Which of the ready workers of `model` is the cheapest to lose? For "", of all models that have more than one.
+    """Which ready worker of `model`, or with "" of all models that have several, is the cheapest to lose.
 
-    What is lost with a worker are the blocks that nobody else has: no vault, and no other worker that stays. Of those
-    that lie in prefixes in demand, `seconds` is how long the others would take to compute them again: each block at the
-    mean of the measured rates, weighted with h / (1 + h) for the h requests of about the last half hour whose match
-    went through it and ended where prompts part ways. What nobody asks for costs nothing. `step` until it is done, then
-    `costs`.
+    A worker takes the blocks with it that no vault and no worker that stays has. `seconds` is how long those in demand
+    take to compute again: each block at the mean of the measured rates, weighted with h / (1 + h) for the h requests of
+    about the last half hour whose match went through it and ended where prompts part ways. `step` until it is done,
+    then `costs`.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Survey:
         self._begin()
 
     def step(self) -> bool:
-        """Go on for about a millisecond; whether it is done."""
+        """Go on for about a millisecond; returns whether it is done."""
         index = self._indexer.index
         if index.generation != self._generation and self._restarts:
             self._restarts -= 1
@@ -151,17 +150,17 @@ class Survey:
         return self._entry >= index.max_blocks and self._prefix >= len(self._hot)
 
     def costs(self) -> tuple[VictimCost, ...]:
-        """Cheapest first; of equals the one with least to do."""
+        """Cheapest first, of equals the one with fewest requests."""
         seconds, hot_blocks = self._weigh()
         found = []
         for worker in self._asked:
             if self._fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
-                continue  # meanwhile it went by itself
+                continue  # it left meanwhile
             if not self._model and len(self._fleet.ready(worker.model).workers) < 2:
-                continue  # nobody would serve its model
+                continue  # no other one serves its model
             holder = self._holders.get(worker.id)
             requests = int(self._fleet.workloads.of(worker.column, self._fleet.workloads.now).requests)
-            cost, unique, hot = 0.0, 0, 0  # of more workers than there was room for nothing is known
+            cost, unique, hot = 0.0, 0, 0  # unknown for workers that the index has no room for
             if holder is not None:
                 cost, unique, hot = round(float(seconds[holder]), 6), int(self._counts[holder]), int(hot_blocks[holder])
             found.append(VictimCost(worker.id, cost, unique, hot, requests))
@@ -178,7 +177,7 @@ class Survey:
         self._entry = self._prefix = 0
 
     def _look_at_prefixes(self) -> None:
-        """Of some of them: entry and holder of each block that one has alone, its heat and how many tokens it is."""
+        """Of some prefixes: entry and holder of each block that one has alone, its heat and tokens."""
         first, blocks = self._prefix, 0
         while blocks < BLOCKS_AT_ONCE and self._prefix < len(self._hot):
             blocks += len(self._hot[self._prefix][0].hashes)
@@ -193,8 +192,8 @@ class Survey:
         self._alone.append((found[alone], heat[alone], tokens[alone]))
 
     def _weigh(self) -> tuple[Floats, Counts]:
-        """Of each holder, seconds to compute again what it alone has of prefixes in demand, and how many blocks those
-        are. One that lies in several prefixes is one block, asked for by all of them."""
+        """Of each holder, seconds to compute its unique blocks in demand again, and their number. A block of several
+        prefixes counts once, with the heat of all."""
         found, heats, tokens = (np.concatenate(several) for several in zip(*self._alone, strict=True))
         entries, first, which = np.unique(found[:, 0], return_index=True, return_inverse=True)
         heat = np.bincount(which, weights=heats, minlength=len(entries))

@@ -1,13 +1,10 @@
-"""Whether a request may join the queues, by how long it would wait there, and when to come back if not. Pure.
+"""Whether a request may join the queues, and when to come back if not. Pure.
 
     admitted  <=>  expected wait at some worker <= limit(max_wait_s, priority)
 
-The wait is behind work of the request's own priority and of higher ones alone, because that is whom workers serve
-first; and the limit of what is less than ordinary is shorter, so that it gives way while there is still room for the
-rest. Both are monotonic: whatever is refused would be refused with any lower priority too.
-
-A refused request is told when its wait will have shrunk to its limit: a queue drains by a second per second. All who
-were told so before come back too, and it is asked to come after them: `TurnedAway` is the queue that they form outside.
+The wait counts work of the request's own priority and higher ones, and lower priorities have shorter limits. Both are
+monotonic: a refused request would be refused with any lower priority too. It is told when its wait will have shrunk to
+its limit, after those who were told so before: `TurnedAway` is the queue that they form outside.
 """
 
 from __future__ import annotations
@@ -22,26 +19,25 @@ from kvproto.messages import PlaceRequest, Refused
 HALF_BELOW = 10  # so much below 0, a priority has half the limit
 LEAST_RETRY_S = 0.1
 MOST_RETRY_S = 60.0
-MAX_MODELS = 1024  # with somebody outside
-SAME_S = 10.0  # a request that comes back within that is the one that stands outside already
-SAME_WORK_S = 60.0  # and within that it is the same work
+MAX_MODELS = 1024
+SAME_S = 10.0  # a request that comes back within that is counted already
+SAME_WORK_S = 60.0  # and its tokens within that
 MAX_KNOWN = 8192
 
 
 def limit_of(max_wait_s: float, priority: int) -> float:
-    """Seconds that a request of this priority may wait. No more than its requester said."""
     return max_wait_s * 2 ** (min(priority, 0) / HALF_BELOW)
 
 
 @dataclass(eq=False, slots=True)
 class TurnedAway:
-    """Seconds of the fleet's work that were sent away and are about to come back, by model and priority."""
+    """Seconds of the fleet's work that were sent away and will come back, by model and priority."""
 
     refused_total: int = 0
     outside: OrderedDict[str, tuple[float, Levels]] = field(default_factory=OrderedDict)  # drained then; last used last
 
     def refuse(self, model: str, priority: int, wait_s: float, limit_s: float, turn_s: float, now: float) -> Overloaded:
-        """What to tell a request that would wait for `wait_s`, and keep all workers busy for `turn_s`."""
+        """The error of a request that would wait for `wait_s`, and keep all workers busy for `turn_s`."""
         drained_at, outside = self.outside.pop(model, (now, Levels()))
         outside.drain(max(now - drained_at, 0.0))
         retry_after_s = min(max(wait_s - limit_s + outside.ahead(priority), LEAST_RETRY_S), MOST_RETRY_S)
@@ -59,8 +55,7 @@ class TurnedAway:
 
 @dataclass(eq=False, slots=True)
 class RecentRefusals:
-    """Requests that were refused, counted once each however often they come back. Who comes back under another id is
-    taken for somebody else. Owned by the decider."""
+    """Refused requests, by id, counted once each however often they come back. Owned by the decider."""
 
     known: OrderedDict[tuple[str, str], tuple[float, float]] = field(default_factory=OrderedDict)  # counted, as work
     new: dict[str, Refused] = field(default_factory=dict)
@@ -73,12 +68,10 @@ class RecentRefusals:
         if len(self.known) > MAX_KNOWN:
             self.known.popitem(last=False)
         before = self.new.get(ask.model, Refused(ask.model, 0, 0))
-        # Told again it is still asked for, and no more of it.
-        self.new[ask.model] = Refused(
-            ask.model, before.requests + (not again), before.tokens + (0 if same_work else max(tokens, 1))
-        )
+        more = 0 if same_work else max(tokens, 1)
+        self.new[ask.model] = Refused(ask.model, before.requests + (not again), before.tokens + more)
 
     def take(self) -> tuple[Refused, ...]:
-        """Since this was last called, by model."""
+        """Those since the last call, by model."""
         taken, self.new = tuple(self.new.values()), {}
         return taken

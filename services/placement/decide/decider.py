@@ -1,4 +1,4 @@
-"""One decision: who should do this, or which region? Pure. Its load is left booked, and itself in the ledger."""
+"""One decision: the worker of a request, or the region. Pure. It books the load and notes itself in the ledger."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvproto.messages import Booked, Placement, PlaceRequest, Tier
 
 CANNOT_SERVE = (NoWorkers, Overloaded, ModelNotFound)  # here; another region may
 LONGEST_S = 1e9  # that an answer can say
-SHARED_BLOCKS = 512  # of a prompt, of which other replicas hear that they are being computed
+SHARED_BLOCKS = 512  # of a prompt, told to other replicas as being computed
 
 
 @dataclass(slots=True)
@@ -32,17 +32,16 @@ class Matched:
     """Prompt tokens that each candidate could have, `[4, candidates]`, in the tier or a faster one."""
 
     indexed: Floats  # by the index
-    believed: Floats  # of them, what experience with the worker lets one expect
+    believed: Floats  # of them, by experience with the worker
     hashes: Hashes  # of the first candidate's address space
     block_size: int
-    depth: int  # blocks from the start that anybody has
-    spaces: list[tuple[Space, Depths]]  # who was asked, and their blocks `[3, asked]`
+    depth: int  # blocks from the start that any of them has
+    spaces: list[tuple[Space, Depths]]  # with the blocks of its workers `[3, workers]`
 
 
 @dataclass(eq=False, slots=True)
 class Decider:
-    """Owned by the core. `default` names the policy of requests that name none; raises InvalidRequest if it is unknown.
-    `unix_ms` tells the time that people read."""
+    """Owned by the core. `default` is the policy of requests that name none; raises InvalidRequest if it is unknown."""
 
     state: PlacementState
     prompts: PromptHasher
@@ -55,7 +54,7 @@ class Decider:
     sourced_total: int = 0  # decisions that name a worker to pull from
     heat: Heat = field(default_factory=Heat)
     turned_away: TurnedAway = field(default_factory=TurnedAway)
-    refused: RecentRefusals = field(default_factory=RecentRefusals)  # what somebody with time could have served
+    refused: RecentRefusals = field(default_factory=RecentRefusals)
     booked: list[Booked] = field(default_factory=list)  # not yet taken
 
     def __post_init__(self) -> None:
@@ -113,7 +112,7 @@ class Decider:
         return self._settle(tenant, policy.name, choice, question, matched, now)
 
     def least_wait_s(self, ask: PlaceRequest, now: float) -> float | None:
-        """How long the request would wait for a start in this region, at best; None: nobody is ready."""
+        """The request's least wait for a start in this region; None: no worker is ready."""
         ready = self.state.fleet.ready(ask.model)
         among = ready.without(_effective(ask.excluded, ready))
         if not among.workers:
@@ -121,21 +120,21 @@ class Decider:
         return float(self.workloads.view(among.columns, now, priority=ask.priority).waits().min())
 
     def refer(self, tenant: str, ask: PlaceRequest, now: float, *, refused: bool = False) -> Placement | None:
-        """The region that should have the request, and who here has blocks for it; None: it stays. `refused`: nobody
-        here may take it."""
+        """The region that should have the request, and the worker here with most of its blocks; None: it stays.
+        `refused`: no worker here may take it."""
         regions = self.state.region_summaries
         if not regions.regions.own or ask.policy == DIRECT or ask.worker:
             return None
         wait_s = None if refused else self.least_wait_s(ask, now)
         if wait_s is None and not refused:
-            return None  # the decision says why nobody can
+            return None  # the decision raises the proper error
         if ask.excluded_regions:
             regions.refused(self._holder(tenant, ask)[2])
         region = regions.refer(ask.model, wait_s, ask.excluded_regions, now)
         if region is None:
             return None
-        if not refused:  # else it is counted already
-            self._note_referred(tenant, ask, now)
+        if not refused:  # else it is counted already; here it is demand that no worker could serve soon
+            self.refused.note(tenant, ask, self.prompts.tokens(ask), now)
         source, tokens, hashes = self._holder(tenant, ask)
         regions.trace(hashes, region, now)
         here = f"{wait_s:.1f} s to wait here" if wait_s is not None else "nobody here can take it"
@@ -145,13 +144,14 @@ class Decider:
         )  # fmt: skip
 
     def source_of(self, tenant: str, ask: PlaceRequest) -> Placement:
-        """Who here holds most of the prompt, for a worker of another region."""
+        """The worker here with most of the prompt, for a worker of another region."""
         source, tokens, _ = self._holder(tenant, ask)
-        return Placement(ask.request, "", placement=self.state.placement, attempt=ask.attempt,
-                         source=source, source_tokens=tokens)  # fmt: skip
+        return Placement(
+            ask.request, "", ask.attempt, placement=self.state.placement, source=source, source_tokens=tokens
+        )
 
     def region_for(self, event: GenerateAsked, model: str, max_wait_s: float | None, now: float) -> str | None:
-        """Where a bare producer's request should go, if not to a worker here."""
+        """The region for a bare producer's request; None: it stays."""
         if not self.state.region_summaries.regions.own:
             return None
         ask = event.ask
@@ -160,15 +160,11 @@ class Decider:
         late = wait_s is not None and max_wait_s is not None and wait_s > limit_of(max_wait_s, asked.priority)
         region = self.state.region_summaries.refer(model, None if late else wait_s, (), now)
         if region is not None:
-            self._note_referred(event.tenant, asked, now)
+            self.refused.note(event.tenant, asked, self.prompts.tokens(asked), now)
         return region
 
-    def _note_referred(self, tenant: str, ask: PlaceRequest, now: float) -> None:
-        """At home it is demand that nobody could serve soon."""
-        self.refused.note(tenant, ask, self.prompts.tokens(ask), now)
-
     def _holder(self, tenant: str, ask: PlaceRequest) -> tuple[str, int, Hashes]:
-        """Who holds most of the prompt on device and host, and how many tokens: "" for nobody; and its hashes."""
+        """The worker with most of the prompt on device and host, or ""; its tokens; the prompt's hashes."""
         best, tokens, hashes = "", 0, NO_HASHES
         for space in self.state.fleet.ready(ask.model).spaces:
             chain = self.prompts.hashes(space.address, tenant, ask)
@@ -181,14 +177,13 @@ class Decider:
             if (found := int(held[number]) * space.address.block_size) > tokens:
                 best, tokens = space.names[number], found
         if not len(hashes) and (last := self.state.fleet.spaces.get(ask.model)) is not None:
-            hashes = self.prompts.hashes(last, tenant, ask)  # nobody is ready: what continues it may find it there
+            hashes = self.prompts.hashes(last, tenant, ask)  # no worker is ready: later prompts may find it there
         return best, tokens, hashes
 
     def _too_busy(
         self, tenant: str, ask: PlaceRequest, max_wait_s: float, among: Ready, tokens: int, now: float
     ) -> frozenset[str]:
-        """Where it would wait for too long. Raises Overloaded if that is everywhere; what goes on elsewhere was let in
-        before, and is not refused now."""
+        """Workers where it would wait for too long. Raises Overloaded if those are all."""
         limit_s = limit_of(max_wait_s, ask.priority)
         loads = self.workloads.view(among.columns, now, priority=ask.priority)
         waits = loads.waits()
@@ -202,15 +197,13 @@ class Decider:
     def _settle(
         self, tenant: str, policy: str, choice: Choice, question: Question, matched: Matched, now: float
     ) -> Placement:
-        """Book, note and answer."""
         ask, state = question.ask, self.state
         worker = state.fleet.workers[choice.worker]
         number = next((number for number, one in enumerate(question.candidates) if one is worker), None)
         hit: dict[str, int] = {}
         ttft_s, source, source_tokens, promised = None, "", 0, 0
-        if number is not None:  # else it was named though it is no candidate
-            priced = choice.prices
-            if priced is None:
+        if number is not None:  # else the request named a worker that is no candidate
+            if (priced := choice.prices) is None:
                 priced = question.loads.price(question.matched, question.prompt_tokens)
             prices, reach = priced[:, number].tolist(), question.matched[:, number].tolist()
             tokens_from = zip(PRICED_TIERS, (reach[kernel.DEVICE], *prices[kernel.RESTORED :]), strict=True)
@@ -218,7 +211,7 @@ class Decider:
             promised = int(matched.indexed[kernel.HOST if Tier.HOST.value in hit else kernel.DEVICE, number])
             if question.prompt_tokens and worker.rates.prefill_tokens_per_s:  # else nothing was measured there
                 ttft_s = min(sum(prices[term] for term in kernel.TTFT_TERMS), LONGEST_S)
-            untried = not worker.rates.restore_bytes_per_s.get(Tier.PEER.value)  # it may find out what that costs
+            untried = not worker.rates.restore_bytes_per_s.get(Tier.PEER.value)  # it may measure what that costs
             if Tier.PEER.value in hit or (untried and reach[kernel.PEER] > reach[kernel.VAULT]):
                 source, source_tokens = self._source(worker, matched)
                 self.sourced_total += 1
@@ -273,7 +266,7 @@ class Decider:
         of_all = len(PRICED_TIERS), len(among.workers)
         indexed, believed = np.zeros(of_all), np.zeros(of_all)
         first, block_size = NO_HASHES, among.spaces[0].address.block_size if among.spaces else 1
-        most = float(max(tokens - 1, 0))  # one token is always fed: what the first new one is drawn from
+        most = float(max(tokens - 1, 0))  # one token is always fed, to draw the first new one from
         asked = []
         for space in among.spaces:
             hashes = self.prompts.hashes(space.address, tenant, ask)
@@ -288,8 +281,7 @@ class Decider:
             alone, shape = len(among.spaces) == 1, (len(PRICED_TIERS), len(space.numbers))
             found, expected = (indexed, believed) if alone else (np.zeros(shape), np.zeros(shape))
             kernel.fill(depths, space.groups, credit, pooled, size, most, found, expected)
-            coming = self.state.inflight.depths(hashes, space.names)
-            if coming is not None:
+            if (coming := self.state.inflight.depths(hashes, space.names)) is not None:
                 np.maximum(expected, np.minimum(coming[: len(space.numbers)] * size, most), out=expected)
             if not alone:
                 indexed[:, space.numbers], believed[:, space.numbers] = found, expected
@@ -297,7 +289,7 @@ class Decider:
         return Matched(indexed, believed, first, block_size, depth, asked)
 
     def _source(self, worker: Worker, matched: Matched) -> tuple[str, int]:
-        """Whom to pull from: who holds most, as far as believed; of equals who has least to do. And what it has."""
+        """The worker to pull from: with most of the prompt as believed, then with fewest requests; and its tokens."""
         space, depths = next((space, depths) for space, depths in matched.spaces if worker.id in space.names)
         asker = space.names.index(worker.id)
         held = depths[kernel.HOST] * self.workloads.credits_of(space.columns)
@@ -308,14 +300,13 @@ class Decider:
         return space.names[giver], int(depths[kernel.HOST, giver]) * space.address.block_size
 
     def _policy(self, name: str) -> Policy:
-        policy = self.policies.get(name)
-        if policy is None:
+        if (policy := self.policies.get(name)) is None:
             raise InvalidRequest(f"{name[:64]!r} is none of {', '.join(self.policies)}", field="policy")
         return policy
 
 
 def _is_new_to(next_to_go: str, among: Ready, matched: Matched) -> bool:
-    """Whether somebody else may as well have it: the worker that is about to go holds no more of it than others do."""
+    """Whether the worker that is about to go holds no more of the request than another one."""
     number = next((number for number, worker in enumerate(among.workers) if worker.id == next_to_go), None)
     if number is None or len(among.workers) < 2:
         return False
@@ -324,7 +315,7 @@ def _is_new_to(next_to_go: str, among: Ready, matched: Matched) -> bool:
 
 
 def _effective(excluded: tuple[str, ...], ready: Ready) -> frozenset[str]:
-    """Whom to leave out: all of `excluded` if anybody remains; else its last one alone; else nobody."""
+    """All of `excluded` if any worker remains, else its last one, else none."""
     for names in (frozenset(excluded), frozenset(excluded[-1:])):
         if any(worker.id not in names for worker in ready.workers):
             return names

@@ -1,12 +1,9 @@
-"""When a request goes to another region, and where a prompt's blocks may be since. Pure.
-
-A request stays in its region while that can serve it: while a worker of its model is ready, would begin within its
-`max_wait_s`, and not so late that another region begins far sooner. Which of that region's workers has it is decided
-there; what is known here of other regions is one summary a second.
+"""When a request goes to another region, and where a prompt's blocks may be since. Pure. Other regions send one summary
+a second, and choose the worker themselves.
 
     own wait <= spill wait                        stays
     own wait >  spill wait, other wait * 2 < own  goes
-    nobody ready here, or refused here            goes to the region that waits least
+    no worker ready here, or refused here         goes to the region that waits least
 """
 
 from __future__ import annotations
@@ -22,16 +19,16 @@ FAR_SOONER = 2.0  # times; a wait there is a second old, and K and V may have to
 MAX_TRACES = 65_536
 TRACE_S = 3600.0
 MOST_LOOKS = 32
-WORTH_S = 0.1  # of prefill that blocks from another region could save, before that one is asked
+WORTH_S = 0.1  # of prefill that another region's blocks must save
 
 
 class RegionSummaries:
-    """Owned by the core. `own` "" is a fleet without other regions: nothing is ever referred."""
+    """Owned by the core. `own` "": there are no other regions."""
 
     def __init__(self, own: str, spill_s: float) -> None:
         self.regions = Regions(own)
         self.referred_total = 0
-        self.hinted_total = 0  # placements that named another region as one that may have more of the prompt
+        self.hinted_total = 0  # placements with the name of a region that may have more of the prompt
         self._spill_s = spill_s
         self._traces: OrderedDict[bytes, tuple[WentAbroad, float]] = OrderedDict()  # by the prompt's last block; when
         self._lengths: Counter[int] = Counter()  # of the traces, in blocks
@@ -43,7 +40,7 @@ class RegionSummaries:
             self._forget(next(iter(self._traces)))
 
     def refer(self, model: str, own_wait_s: float | None, excluded: tuple[str, ...], now: float) -> str | None:
-        """The region to ask; None to stay. `own_wait_s` None: it cannot be served here."""
+        """The region to go to; None to stay. `own_wait_s` None: it cannot be served here."""
         if not self.regions.own or (own_wait_s is not None and own_wait_s <= self._spill_s):
             return None
         waits = self.regions.ready(model, now, excluded)
@@ -56,7 +53,7 @@ class RegionSummaries:
         return region
 
     def trace(self, hashes: Hashes, region: str, now: float) -> None:
-        """A request with this prompt goes there: what continues it may find its blocks there."""
+        """A request with this prompt goes there: later prompts may find its blocks there."""
         if len(hashes):
             one = WentAbroad(hashes[-1].tobytes(), len(hashes), region)
             self._new.append(one)
@@ -70,7 +67,7 @@ class RegionSummaries:
             self._forget(next(iter(self._traces)))
 
     def take_new(self) -> tuple[WentAbroad, ...]:
-        """Since this was last called: for the other replicas."""
+        """Traces since the last call, for other replicas."""
         new, self._new = tuple(self._new), []
         return new
 
@@ -80,8 +77,7 @@ class RegionSummaries:
             self._forget(hashes[-1].tobytes())
 
     def elsewhere(self, hashes: Hashes, block_size: int, hit_tokens: int, tokens_per_s: float) -> str:
-        """A region that may have so much more of the prompt than the `hit_tokens` found here that asking is worth it;
-        "" if none. Looks at as many lengths as there are, MOST_LOOKS of the longest at most."""
+        """A region that may have enough more than `hit_tokens`, or ""; looks at the MOST_LOOKS longest traces."""
         if not self._traces or not len(hashes) or not tokens_per_s:
             return ""
         least = (hit_tokens + WORTH_S * tokens_per_s) / block_size  # blocks
@@ -94,12 +90,10 @@ class RegionSummaries:
         return ""
 
     def _forget(self, last: bytes) -> None:
-        known = self._traces.pop(last, None)
-        if known is not None:
+        if (known := self._traces.pop(last, None)) is not None:
             self._lengths[known[0].blocks] -= 1
             if not self._lengths[known[0].blocks]:
                 del self._lengths[known[0].blocks]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         assert self._lengths == Counter(one.blocks for one, _ in self._traces.values())

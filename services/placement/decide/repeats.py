@@ -1,11 +1,10 @@
-"""Which worker has, or just had, each request: so that one which is asked for again is not done again. Pure.
+"""Which worker has, or just had, each request, so that a repeated one is not done again. Pure.
 
     placed, here or by another replica ──5 s without a word──▶ forgotten
         │
         └──any milestone of any worker──▶ running ──its end──▶ ended ──30 s, while its worker can repeat it──▶ forgotten
 
-Every replica hears all of this, so it does not matter which one is asked. What ended otherwise than finished is done
-anew, as a later attempt: frames of the former one cannot be taken for its.
+Every replica hears all of this. A request that did not finish is done anew, as a later attempt.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Key = tuple[str, str]  # tenant, request
 
 @dataclass(slots=True)
 class KnownRequest:
-    """An attempt and the life of the worker that has it. `is_there`: the asker can have it there."""
+    """An attempt, at one life of a worker."""
 
     worker: str
     epoch: str
     attempt: int
     at: float = 0.0  # when it came into its present state
-    is_there: bool = True
+    is_there: bool = True  # the worker can repeat it
 
 
 @dataclass(eq=False, slots=True)
@@ -38,11 +37,11 @@ class Repeats:
     """Owned by the core; `now` never goes back."""
 
     max_kept: int = MAX_KEPT
-    now: float = 0.0  # the latest time heard of
+    now: float = 0.0
     placed: OrderedDict[Key, KnownRequest] = field(default_factory=OrderedDict)  # oldest first, as the others
     running: OrderedDict[Key, KnownRequest] = field(default_factory=OrderedDict)
     ended: OrderedDict[Key, KnownRequest] = field(default_factory=OrderedDict)
-    at: dict[str, dict[Key, KnownRequest]] = field(default_factory=dict)  # to be had at each worker; no empty entries
+    at: dict[str, dict[Key, KnownRequest]] = field(default_factory=dict)  # by worker, while there; no empty entries
 
     def __len__(self) -> int:
         return len(self.placed) + len(self.running) + len(self.ended)
@@ -56,7 +55,7 @@ class Repeats:
             self._put(self.placed, key, KnownRequest(worker, epoch, attempt), now)
 
     def give_up(self, key: Key, attempt: int) -> None:
-        """No worker has it, or the one that did is lost: it takes a later attempt."""
+        """No worker has it any more: it takes a later attempt."""
         known = self.placed.get(key) or self.running.get(key)
         if known is not None and known.attempt == attempt:
             self._put(self.ended, key, known, self.now, is_there=False)
@@ -65,7 +64,7 @@ class Repeats:
         key = one.tenant, one.request
         before = self.find(key)
         if before is not None and one.attempt < before.attempt:
-            return  # what it was before it was placed again
+            return  # a word of a former attempt
         known = before
         if known is None or (known.worker, known.epoch, known.attempt) != (worker, epoch, one.attempt):
             known = KnownRequest(worker, epoch, one.attempt)
@@ -79,10 +78,9 @@ class Repeats:
         return known is not None and known.attempt == attempt and known.is_there
 
     def drop_worker(self, worker: str) -> None:
-        """It is gone, or in another life. Costs what it had, whatever the others have."""
         for key, known in list(self.at.get(worker, {}).items()):
             if key in self.ended:
-                self._set_aside(key, known)  # it stays where it is: since its end no time has passed anew
+                self._set_aside(key, known)  # its place in the table stays: the time of its end counts
             else:
                 self._put(self.ended, key, known, self.now, is_there=False)
 
@@ -113,7 +111,6 @@ class Repeats:
                 self._set_aside(key, known)
 
     def _set_aside(self, key: Key, known: KnownRequest) -> None:
-        """Nobody can have it at its worker any more."""
         if known.is_there:
             known.is_there = False
             held = self.at[known.worker]
@@ -122,7 +119,6 @@ class Repeats:
                 del self.at[known.worker]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         tables = (self.placed, self.running, self.ended)
         assert len({key for table in tables for key in table}) == len(self)
         for table in tables:

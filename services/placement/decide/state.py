@@ -1,4 +1,4 @@
-"""What a replica knows: its fleet with what there is to do, who holds what, what was decided and became of it. Pure."""
+"""The state of a replica: its fleet, bookings, index, ledger and regions. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, Bookings
 from kvfleet.placement.workers.feedback import Belief
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.inflight_blocks import InflightBlocks
+from kvfleet.placement.workers.price_kernel import OUTPUT
 from kvproto.block_hash import HASH_BYTES
 from kvproto.messages import BookedBatch, Milestones, Passed, Tier
 
@@ -22,7 +23,7 @@ OWN_TIERS = (Tier.DEVICE.value, Tier.HOST.value)
 
 @dataclass(frozen=True, slots=True)
 class PlacementState:
-    """Of the replica `placement`; the core owns each part. Those who decide are given all of them, together."""
+    """Of the replica `placement`; the core owns each part."""
 
     placement: str
     fleet: Fleet
@@ -34,7 +35,7 @@ class PlacementState:
     region_summaries: RegionSummaries
 
     def hear(self, milestones: Milestones, now: float) -> list[Action]:
-        """What requests came to, placed here or by other replicas, at a worker in its present life."""
+        """Take milestones of a worker's present life, of requests placed by any replica."""
         worker, known = milestones.worker, self.fleet.workers[milestones.worker]
         actions: list[Action] = []
         for one in milestones.items:
@@ -42,13 +43,13 @@ class PlacementState:
             if one.passed in (Passed.FIRST_TOKEN, Passed.ENDED):
                 self.inflight.fulfil((one.tenant, one.request), worker, now)
             if one.passed is Passed.ENDED and one.code is None:
-                self.fleet.workloads.generated(known.column, one.output_tokens)
+                self.fleet.workloads.learn(OUTPUT, known.column, float(one.output_tokens))
             self.repeats.on_milestone(worker, milestones.epoch, one, now)
             entry = self.ledger.on_milestone(worker, one)
             if entry is None:
                 continue
             if one.passed is Passed.STARTED:
-                # What vaults and peers brought, or did not, says nothing about this worker's own index.
+                # Blocks from vaults and peers say nothing about this worker's own index.
                 found = sum(one.cached.get(tier, 0) for tier in OWN_TIERS)
                 self.fleet.workloads.trust(known.column, known.experience.observe(entry.promised, found, now))
             elif one.passed is Passed.ENDED and self.ledger.keeps_hashes:
@@ -56,12 +57,10 @@ class PlacementState:
         return actions
 
     def book(self, batch: BookedBatch, now: float) -> None:
-        """What other replicas placed."""
         if batch.placement == self.placement:
             return
         for one in batch.items:
-            worker = self.fleet.workers.get(one.worker)
-            if worker is None:
+            if (worker := self.fleet.workers.get(one.worker)) is None:
                 continue
             key = one.tenant, one.request
             silent_s = BOOKING_LIMIT_S if one.silent_ms is None else one.silent_ms / 1000
@@ -71,18 +70,17 @@ class PlacementState:
             self.repeats.place(key, worker.id, worker.epoch, one.attempt, now)
             whole = len(one.hashes) // HASH_BYTES * HASH_BYTES
             booking = self.bookings.find(key)
-            if booking is not None and not booking.prefilled:  # else the worker's word of its blocks was here before
+            if booking is not None and not booking.prefilled:  # else the worker's word of its blocks came first
                 self.inflight.make(key, worker.id, unpack(one.hashes[:whole]), now)
 
     def give_up(self, key: tuple[str, str], attempt: int, failed: bool) -> None:
-        """A bare producer's attempt is over, in whatever way: each of them may say so. `failed`: nobody has it."""
+        """A bare producer's attempt is over; may be called again. `failed`: no worker has it."""
         if failed:
             self.repeats.give_up(key, attempt)
         if self.bookings.release(key, attempt=attempt):
             self.inflight.break_off(key)
 
     def heal(self, now: float) -> None:
-        """Workers that are not fully believed come back with time."""
         for worker in self.fleet.workers.values():
             if worker.experience.belief is not Belief.EXACT:
                 self.fleet.workloads.trust(worker.column, worker.experience.heal(now))

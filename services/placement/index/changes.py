@@ -30,7 +30,7 @@ class HolderChange:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """One event. `digest` is the XOR of the first 8 bytes of all its hashes; `tier_digest` has the tier in each."""
+    """One event. `digest` is the XOR of the first 8 bytes of its hashes; `tier_digest` mixes each one's tier in."""
 
     epoch: str
     seq: int
@@ -40,12 +40,12 @@ class Changes:
 
 
 def read_changes(data: bytes) -> Changes:
-    """What `codec.decode_events` reads, without the parents. Raises CodecError."""
+    """Read what `codec.decode_events` reads, without the parents. Raises CodecError."""
     return (_read_usual(data) if len(data) <= codec.MAX_MESSAGE_BYTES else None) or _read_any(data)
 
 
 def _read_usual(data: bytes) -> Changes | None:
-    """Of the form that our workers write; None of any other."""
+    """Read the form that our workers write; None for any other."""
     fields = np.empty(_FIELDS, dtype=np.int64)
     hashes: Hashes = np.empty((len(data) // reading.BYTES_OF_HASH, 2), dtype=np.uint64)
     count = reading.read(np.frombuffer(data, dtype=np.uint8), codec.MIN_VERSION, fields, hashes)
@@ -62,7 +62,7 @@ def _read_usual(data: bytes) -> Changes | None:
             tier_digest ^= in_tier(term & _U64, tier)
         return Changes(data[epoch_start:epoch_end].decode(), seq, tuple(changes), digest & _U64, tier_digest)
     except (KeyError, UnicodeDecodeError):
-        return None  # said properly by the other reader
+        return None  # the other reader raises the proper error
 
 
 def _read_any(data: bytes) -> Changes:
@@ -82,5 +82,4 @@ def _read_any(data: bytes) -> Changes:
 
 
 def digest_of(hashes: Hashes) -> int:
-    """Of blocks in one tier."""
     return int(np.bitwise_xor.reduce(hashes[:, 0])) if len(hashes) else 0

@@ -1,20 +1,15 @@
-"""The prefix index's entries, and who holds each, for Numba to compile. Pure but for the arrays they change.
+"""The prefix index's entries and the holders of each, for Numba to compile. Pure but for the arrays they change.
 
-Small functions are inlined by force: a call with its arrays takes longer than what they do. Unsigned indices are not
-tried for being negative.
-
-An entry is a block that somebody holds; its number never changes while it lives. `rows` is one array of words: of each
-entry half a cache line, then wide rows, as many as there could be, with memory behind them only as far as they were
-ever used. A place is where a row begins, in half cache lines: an entry's is its number, a wide row's is `most` or more.
+An entry is a block that has a holder; its number never changes while it lives. `rows` is one array of words: half a
+cache line for each entry, then wide rows, which take memory when they are first used; `named` has their entries.
+A place is where a row begins, in half cache lines: an entry's is its number, a wide row's is `most` or more.
 
     low, high of the hash   8 notes of 16 bits, the first ones in use: holder << 2 | tier + 1        held by few
     low, high of the hash   place of its wide row << 16 | WIDE, how many bits are set in it          held by many
-    low, high of the hash   bits: who holds it, `words` for each tier                                the wide row
+    low, high of the hash   bits of its holders, `words` for each tier                               the wide row
 
-Most blocks are held by one or two. `named` has the entries of the wide rows.
-
-`table` is a hash table with linear probing; a slot is `low's lower half, place`, so that rows are read only of those
-that are looked for, and of those that many hold only the wide one.
+`table` is a hash table with linear probing; a slot is `low's lower half, place`, so a look-up reads only rows that it
+looks for, and only the wide row of blocks that many hold.
 """
 
 # mypy: ignore-errors
@@ -24,16 +19,16 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-# How placement's kernels are compiled; `inlined` is for what is called within their loops. Neither counts references:
-# at each call of one compiled function by another Numba counts those to arrays, with locked instructions, and a
-# look-up took twice as long. So what makes an array is plain `njit`, and should call few.
+# `inlined` is for calls within loops: a call with its arrays takes longer than its work. Neither counts references:
+# Numba would count those to arrays at each call, with locked instructions, and a look-up took twice as long. So a
+# function that makes an array is plain `njit`, and should call few. Unsigned indices save the test for negative ones.
 kernel = njit(_nrt=False)
 inlined = njit(_nrt=False, forceinline=True)
 
 NONE = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # an empty slot
-NOBODY = -1  # has the block: no entry
-LIVE, FREE, WIDE_USED, WIDE_FREE, COUNTERS = range(5)  # of the counters: entries, entries on the free list, wide rows
-# ever used, and 1 + the first of those free again, each of which names the next one so
+NOBODY = -1  # the block has no entry
+LIVE, FREE, WIDE_USED, WIDE_FREE, COUNTERS = range(5)  # counters: entries, entries on the free list, wide rows ever
+# used, and 1 + the first of those free again, each of which names the next one so
 LOW, HIGH, NOTES, REST = range(4)  # words of an entry's row
 BITS = 2  # words of a wide row before the bits
 PLACE = 2  # its words are 1 << PLACE
@@ -58,14 +53,13 @@ WIDE_MASK = WIDE | TIER_MASK
 
 @inlined
 def is_of(rows, place, low, high):
-    """Whether the hash at a place is this one."""
     at = np.uint64(place) << np.uint64(PLACE)
     return rows[at] == low and rows[at + np.uint64(HIGH)] == high
 
 
 @inlined
 def _slot_of(table, rows, low, high):
-    """Where the hash is in the table, or the empty slot where it would be."""
+    """The hash's slot, or the empty one where it would be."""
     mask = np.uint64(len(table) - 1)
     tag = low & LOWER
     at = tag & mask
@@ -83,7 +77,6 @@ def place_of(table, rows, low, high):
 
 
 def wide_places(tiers, words):
-    """How many a wide row takes."""
     return (BITS + tiers * words + (1 << PLACE) - 1) >> PLACE
 
 
@@ -97,8 +90,8 @@ def entry_at(named, most, tiers, words, place):
 
 @inlined
 def fetch(table, rows, hashes):
-    """Have memory bring what looking for these will read, all at once: slots, then rows. A look-up alone waits for one
-    after the other, and what it does next hangs on what it reads. The result means nothing."""
+    """Have memory bring all slots, then all rows, that looking for these will read: a look-up alone waits for one
+    after the other. The result means nothing."""
     mask, last = np.uint64(len(table) - 1), np.uint64((len(rows) >> PLACE) - 1)
     seen = np.uint64(0)
     for number in range(len(hashes)):
@@ -110,7 +103,7 @@ def fetch(table, rows, hashes):
 
 @kernel
 def _empty_slot(table, at):
-    """Take a slot out, moving up what probing would no longer find."""
+    """Take a slot out and move up those that probing would no longer find."""
     mask = np.int64(len(table) - 1)
     hole = at
     while True:
@@ -127,14 +120,14 @@ def _empty_slot(table, at):
 
 @inlined
 def wide_of(rows, entry):
-    """The place of its wide row, else NOBODY."""
+    """The place of its wide row, or NOBODY."""
     notes = rows[(entry << PLACE) + NOTES]
     return np.int64(notes >> LANE) if notes & WIDE_MASK == WIDE else NOBODY
 
 
 @inlined
 def note_at(rows, entry, number):
-    """Of an entry without a wide row; 0: neither this one nor any after it is in use."""
+    """A note of an entry without a wide row; 0: this one and those after it are not in use."""
     return rows[(entry << PLACE) + NOTES + (number >> 2)] >> np.uint64((number & 3) << 4) & LANE_MASK
 
 
@@ -150,7 +143,7 @@ def tier_in(note):
 
 @inlined
 def bit_of(holder):
-    """Word among those of a tier, and mask."""
+    """Its word among those of a tier, and mask."""
     return holder >> 6, ONE << np.uint64(holder & 63)
 
 
@@ -167,7 +160,7 @@ def _set_note(rows, entry, number, note):
 
 @inlined
 def _find_note(rows, entry, note):
-    """Where it is, else -1."""
+    """Its number, or -1."""
     for number in range(FEW_HOLD):
         found = note_at(rows, entry, number)
         if found == note:
@@ -179,13 +172,13 @@ def _find_note(rows, entry, note):
 
 @inlined
 def bits_at(place, words, tier):
-    """Of a wide row: where the bits of a tier begin."""
+    """Where the bits of a tier begin in a wide row."""
     return (np.uint64(place) << np.uint64(PLACE)) + np.uint64(BITS + tier * words)
 
 
 @inlined
 def _bit_at(place, words, tier, holder):
-    """Of a wide row: which of all words, and mask."""
+    """A holder's word in a wide row, and mask."""
     word, bit = bit_of(holder)
     return bits_at(place, words, tier) + np.uint64(word), bit
 
@@ -239,7 +232,7 @@ def _narrow(table, rows, most, tiers, words, counters, entry):
 
 @inlined
 def _add(table, rows, named, most, tiers, words, counters, entry, tier, holder):
-    """Whether that is new."""
+    """Returns whether that is new."""
     if wide_of(rows, entry) == NOBODY:
         note = _note_of(tier, holder)
         for number in range(FEW_HOLD):
@@ -260,7 +253,7 @@ def _add(table, rows, named, most, tiers, words, counters, entry, tier, holder):
 
 @inlined
 def _take(table, rows, most, tiers, words, free, counters, entry, tier, holder):
-    """Whether it held it. An entry that nobody holds is free."""
+    """Returns whether it held it. An entry without holders is free."""
     wide, own = wide_of(rows, entry), entry << PLACE
     if wide != NOBODY:
         at, bit = _bit_at(wide, words, tier, holder)
@@ -289,9 +282,8 @@ def _take(table, rows, most, tiers, words, free, counters, entry, tier, holder):
 
 @kernel
 def store(table, rows, named, most, tiers, words, free, counters, hashes, tier, holder, log, logged):
-    """Note `hashes` `[n, 2]` as held; returns how many were, fewer than n when the index is full. New holdings are
-    appended to `log` from `logged` on, which has room for n, as `entry * tiers + tier`; the second result is its new
-    length."""
+    """Note `hashes` `[n, 2]` as held; returns how many were, fewer than n when the index is full, and the new length of
+    `log`, which has room for n new holdings from `logged` on, as `entry * tiers + tier`."""
     fetched = np.uint64(0)
     for number in range(len(hashes)):
         if number % AT_ONCE == 0:
@@ -331,7 +323,7 @@ def remove(table, rows, named, most, tiers, words, free, counters, hashes, tier,
 
 @kernel
 def forget(table, rows, named, most, tiers, words, free, counters, holder, log, logged, count):
-    """Take back the last `count` of what `log` notes of a holder; returns how much of that it still held."""
+    """Take back the last `count` notes of a holder's `log`; returns how many of them it still held."""
     removed = 0
     for number in range(logged - 1, logged - 1 - count, -1):
         entry, tier = np.int64(log[number] // tiers), log[number] % tiers
@@ -341,9 +333,8 @@ def forget(table, rows, named, most, tiers, words, free, counters, holder, log, 
 
 @kernel
 def compact(rows, tiers, words, holder, log, logged, marks):
-    """Drop from `log` what the holder holds no more, and of what is noted twice the earlier: that was given back
-    meanwhile, or was of another block with the same entry. Returns its new length. `marks` are bits, none set before
-    or after."""
+    """Drop from `log` what the holder no longer holds, and the earlier of equal notes, of a block given back meanwhile
+    or another one with this entry. Returns its new length. `marks` has no bit set before or after."""
     kept = logged
     for number in range(logged - 1, -1, -1):
         note = log[number]

@@ -1,6 +1,6 @@
-"""BLAKE2b with 16 bytes of digest, chained over blocks of at most 112 bytes. Numba. Pure but for what it fills.
+"""BLAKE2b with 16 bytes of digest, chained over blocks of at most 112 bytes, for Numba. Pure but for what it fills.
 
-RFC 7693, section 3.2; the names are its own. One compression each: 16 bytes of parent, then the block.
+RFC 7693, section 3.2, and its names. One compression for each block: 16 bytes of parent, then the block.
 """
 
 # mypy: ignore-errors
@@ -57,7 +57,7 @@ def _mix(a, b, c, d, x, y):
 
 @njit
 def chain(parent, blocks, out):
-    """Hashes `[n, 2]` of `blocks` `[n, words]`, the first one's parent being `parent` `[2]`, into `out`."""
+    """Fills `out` `[n, 2]` with the hashes of `blocks` `[n, words]`; `parent` `[2]` is the first one's."""
     words = blocks.shape[1]
     m = np.zeros(16, dtype=np.uint64)
     length = np.uint64(16 + 8 * words)

@@ -1,19 +1,15 @@
-"""What every worker holds, and what vaults hold together, in one index, followed through gaps, lost events and
-snapshots. Pure: says which snapshots it needs; the loop asks for them.
-
-events ──▶ Follower (one per life of a worker or vault) ──▶ PrefixIndex ◀── find_matches
-
-Blocks are spread over vaults by runs, and a worker asks whichever has them: so vaults are one pool, and in the vault
-tier each worker has what it holds itself and what the pool holds from there on. A Follower's states:
+"""What every worker holds, and vaults together, followed through gaps, lost events and snapshots. Pure: it says which
+snapshots it needs, and the loop asks for them. Vaults are one pool: in the vault tier each worker has what it holds
+itself and what the pool holds from there on. There is a Follower for each life of a worker or vault; its states:
 
     NEW ──event 1, or a heartbeat that counts none──▶ EXACT ──gap, digest differs, heartbeat stays ahead──▶ BEHIND
       └──any other event or heartbeat──▶ BEHIND ──its turn──▶ PULLING ──all parts──▶ EXACT
                                            ▲                     │
                                            └─too late, unusable──┘
 
-While it is behind, events are kept, up to a limit, and what is known is still served: a worker that lost one event has
-not lost its blocks. A snapshot goes to a holder of its own, which takes the other's place when it is whole; of the
-events kept meanwhile those that the snapshot covers are dropped and the others applied.
+While it is behind, it keeps events, up to a limit, and still serves what it knows: a worker that lost one event has not
+lost its blocks. A snapshot goes to a holder of its own, which takes the other's place when it is whole; then the kept
+events that it does not cover are applied.
 """
 
 from __future__ import annotations
@@ -29,24 +25,24 @@ from kvproto.messages import Heartbeat, Snapshot, Tier
 
 MAX_BLOCKS = 1_000_000
 MAX_WORKERS = 112
-MAX_VAULTS = 4  # in places of their own; more of them take places of workers that are not there
+MAX_VAULTS = 4  # in places of their own; more vaults take free places of workers
 PULLS_AT_ONCE = 8
-SPARE_HOLDERS = 12  # snapshots that are coming, and what they replaced until it is cleaned up
-CLEANED_PER_TICK = 20_000  # blocks of those gone: some milliseconds
+SPARE_HOLDERS = 12  # for snapshots that are coming, and replaced holders until they are cleaned up
+CLEANED_PER_TICK = 20_000  # blocks: some milliseconds
 AHEAD_GRACE_S = 0.2  # an event may arrive after the heartbeat that counts it
 PULL_LIMIT_S = 5.0  # without a further part
-RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 15.0)  # before a pull, by how many there were since it was last calm
-CALM_S = 30.0  # without a reason to pull
-KEPT_EVENTS = 4096  # while behind; a snapshot covers what is dropped
+RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 15.0)  # before a pull, by the number of pulls in a row
+CALM_S = 30.0  # without a reason to pull: the row ends
+KEPT_EVENTS = 4096  # while behind; a snapshot covers dropped ones
 
 
 @dataclass(frozen=True, slots=True)
 class PullSnapshot:
-    """Ask a worker for all it holds; parts come back to `on_snapshot`. An action of the core as it is."""
+    """An action: ask a worker for all that it holds; parts come back to `on_snapshot`."""
 
     worker: str
     epoch: str
-    pull: int  # what comes back is told by it from what an earlier one asked for
+    pull: int  # names it in the answer, which may be to an earlier one
 
 
 class Follows(Enum):
@@ -59,11 +55,11 @@ class Follows(Enum):
 @dataclass(slots=True)
 class _Pull:
     holder: int  # collects the parts
-    number: int  # no other pull's
-    heard_at: float  # of the last part; before any, when it began
-    whole: tuple[int, int, int | None, int] | None = None  # what the first part that came says of all of them
+    number: int  # unique
+    heard_at: float  # the last part, or the start
+    whole: tuple[int, int, int | None, int] | None = None  # what the first part to come says of all of them
     got: set[int] = field(default_factory=set)
-    found: int = 0  # digest of what came
+    found: int = 0  # digest of the parts so far
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +73,7 @@ class Follower:
     holder: int = field(init=False)
     seq: int = 0  # of the last event applied
     digest: int = 0
-    tier_digest: int | None = 0  # None: never told, as older workers know no such
+    tier_digest: int | None = 0  # None: unknown, as with older workers
     kept: dict[int, Changes] = field(default_factory=dict)
     pull: _Pull | None = None
     pulls: int = 0  # in a row
@@ -89,7 +85,7 @@ class Follower:
 
     @property
     def due(self) -> float:
-        """When to ask for a snapshot, if it is behind."""
+        """When to pull, if it is behind."""
         return self.behind_since + RETRY_S[min(self.pulls, len(RETRY_S) - 1)]
 
     def on_changes(self, changes: Changes, now: float) -> None:
@@ -123,14 +119,13 @@ class Follower:
                 self._fall_behind(now)
 
     def begin_pull(self, number: int, now: float) -> None:
-        """The snapshot is being asked for. Raises OverflowError if there is no room for it."""
+        """Raises OverflowError if there is no room for the snapshot."""
         self.pull = _Pull(self.index.add_holder(pooled=self.pooled), number, now)
         self.pulls += 1
         self.state = Follows.PULLING
 
     def on_snapshot(self, part: Snapshot, now: float, number: int | None = None) -> None:
-        """Parts come in any order; those of another life, snapshot or pull are not for us. `number`: of the pull that
-        they answer, if that is known."""
+        """Take a part; they come in any order. Those of another life, snapshot or pull `number` are ignored."""
         pull = self.pull
         if pull is None or number not in (None, pull.number):
             return
@@ -153,18 +148,17 @@ class Follower:
             return
         if part.tier_digest in (None, pull.found):
             self._take_over(pull.holder, part, now)
-        else:  # it is not what was held at the event that it names
+        else:  # the parts are not of the state that they name
             self.give_up_pull(now)
 
     def give_up_pull(self, now: float, number: int | None = None) -> None:
-        """It does not come, or makes no sense. `number`: only if it is this one."""
+        """Drop a snapshot that is lost or unusable; with `number`, only that pull's."""
         if self.pull is not None and number in (None, self.pull.number):
             self.index.retire(self.pull.holder)
             self.pull = None
             self._fall_behind(now)
 
     def end(self) -> None:
-        """The life is over: it holds nothing any more."""
         self.index.retire(self.holder)
         if self.pull is not None:
             self.index.retire(self.pull.holder)
@@ -211,7 +205,7 @@ class KvIndexer:
         self._pulls = 0
 
     def join(self, member: str, epoch: str, *, vault: bool = False) -> None:
-        """Follow this life of a worker or vault; of more than there is room for, those who come last are left out."""
+        """Follow this life of a worker or vault, if there is room."""
         known = self._followers.get(member)
         if known is not None and (known.epoch, known.pooled) == (epoch, vault):
             return
@@ -219,7 +213,7 @@ class KvIndexer:
         self.left_out_total += not self._follow(member, epoch, vault)
 
     def _follow(self, member: str, epoch: str, vault: bool) -> bool:
-        """Whether there was room: the spare holders are for snapshots."""
+        """Returns whether there was room; spare holders are for snapshots."""
         workers = sum(not one.pooled for one in self._followers.values())
         if len(self._followers) >= self.max_workers + MAX_VAULTS or (not vault and workers >= self.max_workers):
             return False
@@ -227,8 +221,7 @@ class KvIndexer:
         return True
 
     def leave(self, member: str) -> None:
-        gone = self._followers.pop(member, None)
-        if gone is not None:
+        if (gone := self._followers.pop(member, None)) is not None:
             gone.end()
 
     def on_changes(self, worker: str, changes: Changes, now: float) -> None:
@@ -240,23 +233,21 @@ class KvIndexer:
 
     def on_heartbeat(self, beat: Heartbeat, now: float, *, vault: bool = False) -> None:
         if beat.worker not in self._followers:
-            self._follow(beat.worker, beat.epoch, vault)  # it was left out: now there may be room
+            self._follow(beat.worker, beat.epoch, vault)  # there may be room for it by now
         follower = self._followers.get(beat.worker)
         if follower is not None and follower.epoch == beat.epoch:
             follower.on_heartbeat(beat, now)
 
     def on_snapshot(self, worker: str, part: Snapshot, now: float, pull: int | None = None) -> None:
-        follower = self._followers.get(worker)
-        if follower is not None:
+        if (follower := self._followers.get(worker)) is not None:
             follower.on_snapshot(part, now, pull)
 
     def on_snapshot_refused(self, worker: str, pull: int | None, now: float) -> None:
-        follower = self._followers.get(worker)
-        if follower is not None:
+        if (follower := self._followers.get(worker)) is not None:
             follower.give_up_pull(now, pull)
 
     def tick(self, now: float) -> list[PullSnapshot]:
-        """Which snapshots to ask for now; also cleans up behind those gone, a piece at a time."""
+        """Returns the snapshots to ask for now; also cleans up a piece of the retired holders."""
         self.index.clean(CLEANED_PER_TICK)
         for follower in self._followers.values():
             if follower.pull is not None and now - follower.pull.heard_at > PULL_LIMIT_S:
@@ -270,16 +261,15 @@ class KvIndexer:
             try:
                 follower.begin_pull(self._pulls + 1, now)
             except OverflowError:
-                break  # no room for one more snapshot now: what is known goes on being served
+                break  # no room for one more snapshot now
             self._pulls += 1
             asked.append(PullSnapshot(name, follower.epoch, self._pulls))
         return asked
 
     def find_matches(self, block_hashes: Sequence[bytes], tier: Tier = TIERS[-1]) -> dict[str, int]:
-        """How many blocks from the start of the chain each worker has in `tier` or a faster one; those that have none
+        """How many blocks from the start of the chain each worker has in `tier` or a faster one; workers with none
         are left out. Raises ValueError if the hashes do not have 16 bytes each."""
-        # Their lengths one by one, as `pack` checks them, would take as long as all else together: in a question, a
-        # wrong one costs its asker an answer and nobody else anything.
+        # Only in the mean: to check each length takes as long as all else, and a wrong hash spoils only its own answer.
         hashes = unpack(b"".join(block_hashes))
         if len(hashes) != len(block_hashes):
             raise ValueError("block hashes have 16 bytes")
@@ -287,11 +277,11 @@ class KvIndexer:
         return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
 
     def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
-        """As `PrefixIndex.depths`; who is not followed has what vaults have."""
+        """As `PrefixIndex.depths`; workers not followed have what vaults have."""
         return self.index.depths(hashes, workers, self.holder_of)
 
     def holder_of(self, member: str) -> int | None:
-        """Its number in the index; another one after each snapshot."""
+        """Its number in the index; each snapshot changes it."""
         follower = self._followers.get(member)
         return None if follower is None else follower.holder
 
@@ -300,12 +290,11 @@ class KvIndexer:
         return None if follower is None else follower.state
 
     def vaults(self) -> tuple[int, int]:
-        """How many are followed, and blocks that they hold, those held by several counted several times."""
+        """How many are followed, and their blocks, each once for each vault."""
         blocks = [self.index.held_by(one.holder) for one in list(self._followers.values()) if one.pooled]
         return len(blocks), sum(blocks)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         self.index.check_integrity()
         holders = [one.holder for one in self._followers.values()]
         assert len(set(holders)) == len(holders)

@@ -1,9 +1,7 @@
-"""Block hash -> who holds it, per tier; bounded. Pure.
-
-Holders are small numbers, given out here; who they stand for is `kv_indexer`'s business. Those of the pool (vaults)
-share the last tier, and what they have together counts for everybody. Memory per block is 53 to 69 bytes, taken at the
-start; of each block that more than 8 hold it is 20 more and 8 for each tier and 64 holders, taken when it is needed.
-When it is full the holder with the most gives up what it got last, which is never a prefix of something that stays.
+"""Block hash -> holders, per tier; bounded. Pure. Holders are small numbers, given out here for `kv_indexer` to name.
+Holders of the pool (vaults) share the last tier, and what they have together counts for all. Memory is 53 to 69 bytes
+a block, taken at the start, and with more than 8 holders 20 more and 8 for each tier and 64 holders, taken when needed.
+When it is full the holder with the most gives up its newest blocks, which are never a prefix of any that stay.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ Hashes: TypeAlias = npt.NDArray[np.uint64]
 Depths: TypeAlias = npt.NDArray[np.int32]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
-SPARE = 1024  # notes of a log that may be out of date before it is compacted
+SPARE = 1024  # outdated notes of a log before it is compacted
 GIVEN_UP = 1024  # blocks at once when the index is full
 CACHE_LINE = 64
 
 
 def pack(hashes: Sequence[bytes]) -> Hashes:
-    """`[n, 2]`. Raises ValueError if one of them does not have 16 bytes."""
+    """`[n, 2]`. Raises ValueError if one does not have 16 bytes."""
     joined = b"".join(hashes)
     if [*map(len, hashes)].count(HASH_BYTES) != len(hashes):
         raise ValueError(f"block hashes have {HASH_BYTES} bytes")
@@ -37,13 +35,13 @@ def pack(hashes: Sequence[bytes]) -> Hashes:
 
 
 def unpack(raw: bytes) -> Hashes:
-    """Hashes back to back, `[n, 2]`. Raises ValueError if that is not what it is."""
+    """`[n, 2]` of hashes back to back. Raises ValueError for other lengths."""
     return np.frombuffer(raw, dtype="<u8").reshape(-1, 2)
 
 
 @dataclass(slots=True)
 class _Holdings:
-    """What one holder got and in which tier, in the order of its getting it; partly out of date."""
+    """What one holder got, in order and with the tier; partly out of date."""
 
     log: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(64, dtype=np.int32))
     logged: int = 0
@@ -65,7 +63,7 @@ class PrefixIndex:
         self._wide_places = kernels.wide_places(tiers, words)  # type: ignore[no-untyped-call]
         self._most = max_blocks + max_blocks % 2  # so that wide rows begin with a cache line
         self._rows = _aligned_zeros(self._most + max_blocks * self._wide_places << kernels.PLACE)
-        self._rows[: max_blocks << kernels.PLACE] = 0  # their memory is there when requests are
+        self._rows[: max_blocks << kernels.PLACE] = 0  # takes their memory before requests come
         self._named = np.zeros(max_blocks, dtype=np.int32)
         self._free = np.arange(max_blocks - 1, -1, -1, dtype=np.int32)
         self._counters = np.zeros(kernels.COUNTERS, dtype=np.int64)
@@ -79,36 +77,35 @@ class PrefixIndex:
         self._retired: list[int] = []
         self._anyone = np.zeros(words, dtype=np.uint64)  # but for the pool's
         self._pool = np.zeros(words, dtype=np.uint64)
-        self.pooled = 0  # blocks from the start of the chain last looked for that the pool has
+        self.pooled = 0  # blocks that the pool has from the start of the chain last looked for
         self._deepest_tier = 0
-        self.generation = 0  # another one whenever a holder came or went
-        self._asked: tuple[str, ...] = ()  # of `depths`; and who stands for these names, when they were looked up:
+        self.generation = 0  # changes whenever a holder comes or goes
+        self._asked: tuple[str, ...] = ()  # names last given to `depths`; the generation then, and their holders:
         self._asked_at = -1
         self._asked_holders = np.empty(0, dtype=np.intp)
-        self._strangers = False  # whether somebody of them is no holder
+        self._strangers = False  # whether one of them is no holder
 
     def __len__(self) -> int:
-        """Blocks that somebody holds."""
         return int(self._counters[kernels.LIVE])
 
     def held_by(self, holder: int) -> int:
-        """Blocks, counted once per tier."""
+        """A block counts once per tier."""
         return self._holdings[holder].held
 
     @property
     def nbytes(self) -> int:
-        """In use: wide rows count as far as they ever were."""
+        """Wide rows count as far as they were ever used."""
         entries = (self.max_blocks << kernels.PLACE) * self._rows.itemsize
         hot = int(self._counters[kernels.WIDE_USED]) * self.bytes_if_hot
         return entries + hot + sum(int(array.nbytes) for array in (self._table, self._free, self._marks))
 
     @property
     def bytes_if_hot(self) -> int:
-        """More for each block that many hold."""
+        """Added by each block that many hold."""
         return int(self._wide_places << kernels.PLACE) * self._rows.itemsize + self._named.itemsize
 
     def add_holder(self, *, pooled: bool = False) -> int:
-        """A number for somebody new, who holds nothing yet. Raises OverflowError if there are too many."""
+        """A number for a new holder, without blocks. Raises OverflowError if there are too many."""
         if not self._unused:
             self.clean(self.max_blocks)
         if not self._unused:
@@ -120,14 +117,14 @@ class PrefixIndex:
         return holder
 
     def retire(self, holder: int) -> None:
-        """Nobody has this number any more: no look-up finds it. What it held is taken out by `clean`, bit by bit."""
+        """No look-up finds this holder any more; `clean` takes out its blocks bit by bit."""
         for mask in (self._anyone, self._pool):
             mask[holder >> 6] &= ~np.uint64(1 << (holder & 63))
         self.generation += 1
         self._retired.append(holder)
 
     def clean(self, blocks: int) -> bool:
-        """Take out at most so many blocks of retired holders; whether there is more to do."""
+        """Take out at most so many blocks of retired holders; returns whether there is more to do."""
         while self._retired and blocks > 0:
             holder = self._retired[-1]
             blocks -= self._forget(holder, blocks)
@@ -159,8 +156,8 @@ class PrefixIndex:
 
     def find(self, hashes: Hashes) -> Depths:
         """`[tiers, holders]`: how many blocks from the start of the chain each holder has in that tier or a faster
-        one, in the last tier with what the pool has from there on. A holder of nothing has `pooled` of it. The array is
-        the index's own, to be read before the next call."""
+        one, in the last tier with the pool's from there on. A holder of nothing has `pooled`. The array is the index's
+        own, to be read before the next call."""
         pooled, _ = query_kernels.find(
             self._table, self._rows, self._most, hashes, self._deepest_tier + 1, self._anyone, self._pool, self._depths
         )
@@ -168,10 +165,9 @@ class PrefixIndex:
         return self._depths
 
     def depths(self, hashes: Hashes, names: tuple[str, ...], holder_of: Callable[[str], int | None]) -> Depths:
-        """`[tiers, names]`: how many blocks from the start of the chain each has in the tier or a faster one; who is
-        no holder has what the pool has."""
+        """As `find`, `[tiers, names]`; names without a holder have what the pool has."""
         found = self.find(hashes)
-        if names is not self._asked or self._asked_at != self.generation:  # mostly a decision asks as the last one did
+        if names is not self._asked or self._asked_at != self.generation:  # mostly a decision has the last one's names
             self._asked, self._asked_at = names, self.generation
             holders = (holder_of(name) for name in names)
             self._asked_holders = np.array([-1 if one is None else one for one in holders], dtype=np.intp)
@@ -182,27 +178,29 @@ class PrefixIndex:
             depths[-1, self._asked_holders < 0] = self.pooled
         return depths
 
+    def compact(self) -> None:
+        """Compact all logs; otherwise a log is compacted when it has grown."""
+        for holder, holdings in self._holdings.items():
+            self._compact(holder, holdings)
+
     def mask_of(self, holders: Iterable[int]) -> Hashes:
-        """`[words]`."""
         mask: Hashes = np.zeros(len(self._anyone), dtype=np.uint64)
         for holder in holders:
             mask[holder >> 6] |= np.uint64(1 << (holder & 63))
         return mask
 
     def count_sole(self, counted: Hashes, first: int, end: int, counts: Counts) -> None:
-        """Of the entries `first` to `end` (there are `max_blocks`, in no order), add to `counts` `[holders]` those that
-        only one of the `counted` has, and nobody of the pool."""
+        """Add to `counts` `[holders]` the entries `first` to `end` that only one of `counted` has, and not the pool."""
         query_kernels.count_sole(self._rows, first, min(end, self.max_blocks), self.tiers, counted, self._pool, counts)
 
     def sole_holders(self, hashes: Hashes, counted: Hashes) -> Counts:
-        """`[n, 2]`: the entry of each block, and its holder if only one of the `counted` has it and nobody of the pool;
-        else -1."""
+        """`[n, 2]`: each block's entry, and its holder if only one of `counted` has it, and not the pool; else -1."""
         found: Counts = np.empty((len(hashes), 2), dtype=np.int64)
         query_kernels.sole_holders(*self._arrays, hashes, counted, self._pool, found)
         return found
 
     def _give_way(self, holder: int) -> bool:
-        """Make room in a full index; whether that was possible: nobody gives way to one who has more already."""
+        """Make room in a full index; returns whether it could: no holder gives way to one that has more."""
         if self._retired:
             self.clean(GIVEN_UP)
             return True
@@ -215,7 +213,7 @@ class PrefixIndex:
         return True
 
     def _forget(self, holder: int, count: int) -> int:
-        """The last `count` notes of its log, or all; returns how many."""
+        """Drop the last `count` notes of its log, or all; returns how many."""
         holdings = self._holdings[holder]
         count = min(count, holdings.logged)
         holdings.held -= kernels.forget(*self._state, holder, holdings.log, holdings.logged, count)
@@ -232,18 +230,11 @@ class PrefixIndex:
             holdings.log = log
 
     def _compact(self, holder: int, holdings: _Holdings) -> None:
-        """Drop what is out of date from the log."""
         holdings.logged = kernels.compact(
             self._rows, self.tiers, self._words, holder, holdings.log, holdings.logged, self._marks
         )
 
-    def compact(self) -> None:
-        """All logs, which otherwise happens to one when it has grown."""
-        for holder, holdings in self._holdings.items():
-            self._compact(holder, holdings)
-
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         places = (self._table[self._table != kernels.NONE].astype(np.int64) & 0xFFFF_FFFF).tolist()
         wide = [(at - self._most) // self._wide_places for at in places if at >= self._most]
         live = [at for at in places if at < self._most] + self._named[wide].tolist()
@@ -270,7 +261,7 @@ class PrefixIndex:
         assert sorted(wide + unused) == list(range(int(self._counters[kernels.WIDE_USED])))
 
     def _bits_of(self, entry: int) -> Hashes:
-        """`[tiers, words]`: who holds it, and that its row is in order."""
+        """`[tiers, words]`: its holders. Checks its row."""
         row = self._rows[entry << kernels.PLACE :][: 1 << kernels.PLACE]
         found: Hashes = np.zeros((self.tiers, self._words), dtype=np.uint64)
         wide = kernels.wide_of(self._rows, entry)
@@ -291,7 +282,7 @@ class PrefixIndex:
 
 
 def _aligned_zeros(words: int) -> npt.NDArray[np.uint64]:
-    """A row that fits a cache line lies in one. Memory is taken when it is written to."""
+    """Aligned to cache lines. Memory is taken when it is written to."""
     raw = np.zeros(words * 8 + CACHE_LINE, dtype=np.uint8)
     start = -raw.ctypes.data % CACHE_LINE
     return raw[start : start + words * 8].view(np.uint64)

@@ -1,9 +1,6 @@
-"""Questions to the entries, for Numba to compile: the longest prefix of a chain that each holder has, and which blocks
-one holder has alone, which are lost with it. Pure but for the arrays they fill.
-
-Workers evict leaves first, so along a chain of hashes the holders only ever get fewer: what is equal at both ends of a
-stretch is equal in between, and a look-up asks only where it is not. What vaults hold is one pool, with gaps anywhere:
-there every block is asked for.
+"""Look-ups in the entries, for Numba: each holder's longest prefix of a chain, and blocks that one holder has alone.
+Pure but for the arrays they fill. Workers evict leaves first, so holders only get fewer along a chain: where they are
+equal at both ends of a stretch a look-up skips it. The pool has gaps anywhere: each of its blocks is looked up.
 """
 
 # mypy: ignore-errors
@@ -17,9 +14,9 @@ from kvfleet.placement.index import entry_kernels as entries
 from kvfleet.placement.index.entry_kernels import NOBODY, ONE, PLACE, inlined, kernel
 
 UNASKED = -2
-SHARED = -1  # by several, or by nobody
-IN_A_ROW = 32  # blocks, where each will be looked at, that memory is asked for at a time
-FEW = 120  # blocks, at most, that are asked for one and all; more are narrowed down first
+SHARED = -1  # several holders, or none
+IN_A_ROW = 32  # pooled blocks that memory is asked for at a time
+FEW = 120  # unknown blocks that are all read; more are narrowed down first
 
 DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)  # its 64 stretches of 6 bits are all different
 BIT_NUMBER = np.zeros(64, dtype=np.int64)
@@ -29,7 +26,7 @@ for _number in range(64):
 
 @kernel
 def _lose(before, after, depth, depths):
-    """Those that have the chain up to `depth` and not beyond."""
+    """Sets the depth of holders that have the chain up to `depth` and not beyond."""
     for word in range(len(before)):
         gone = before[word] & ~after[word]
         while gone:
@@ -60,7 +57,7 @@ def _step_at(starts, steps, at):
 
 @kernel
 def _holders_of_few(rows, tier, place, held):
-    """To `held`: who has in this tier an entry without a wide row; NOBODY's is nobody."""
+    """To `held`: the holders in this tier of an entry without a wide row; none for NOBODY."""
     for word in range(len(held)):
         held[word] = 0
     for number in range(entries.FEW_HOLD if place != NOBODY else 0):
@@ -74,8 +71,8 @@ def _holders_of_few(rows, tier, place, held):
 
 @inlined
 def _who(rows, most, tier, place, going, faster, step, sets, among, out, held):
-    """Who of `sets[among]` has a block, in faster tiers as `faster[step]` do, or going on in this one: to `sets[out]`,
-    another one. Whether somebody has not."""
+    """To `sets[out]`, another one: holders of `sets[among]` that have a block, in faster tiers as `faster[step]`, or
+    going on in this one. Returns whether one has not."""
     differs, column = False, entries.bits_at(place, len(going), tier)
     if place < most:
         _holders_of_few(rows, tier, place, held)
@@ -89,7 +86,7 @@ def _who(rows, most, tier, place, going, faster, step, sets, among, out, held):
 
 @kernel
 def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, steps, out, held):
-    """Who has in a tier the block after the last that it has in faster ones."""
+    """To `out`: holders that have in a tier the block after their last in faster ones."""
     out[:] = 0
     for step in range(steps):
         place = _place_at(table, rows, hashes, places, starts[step])
@@ -104,7 +101,7 @@ def _going_on(table, rows, most, hashes, places, tier, anyone, starts, sets, ste
 
 @inlined
 def _fetch_wide(rows, most, column, words, places, asked):
-    """Have memory bring what wide rows say of a tier beyond their first line. The result means nothing."""
+    """Have memory bring a tier's bits of wide rows beyond their first line. The result means nothing."""
     seen = np.uint64(0)
     for number in range(len(asked) if column + words > entries.LINE else 0):
         place = places[asked[number]]
@@ -116,7 +113,7 @@ def _fetch_wide(rows, most, column, words, places, asked):
 
 @kernel
 def _few_pooled(rows, tier, place, pool):
-    """`_is_pooled`, of an entry without a wide row."""
+    """`_is_pooled` for an entry without a wide row."""
     for number in range(entries.FEW_HOLD):
         note = entries.note_at(rows, place, number)
         if note == 0:
@@ -140,8 +137,8 @@ def _is_pooled(rows, most, tier, place, pool):
 
 @inlined
 def _first_not_pooled(table, rows, most, hashes, places, tier, pool, first, end):
-    """The first block from `first` on, or `end`, that nobody of the pool has. Each pass reads what the next one hangs
-    on, so that memory brings it at once. The second result means nothing."""
+    """The first block from `first` on that the pool has not, or `end`. Each pass reads what the next one depends on, so
+    that memory brings it at once. The second result means nothing."""
     mask = np.uint64(len(table) - 1)
     seen = np.uint64(0)
     for number in range(first, end):
@@ -162,7 +159,7 @@ def _first_not_pooled(table, rows, most, hashes, places, tier, pool, first, end)
         if places[number] == NOBODY:
             return number, seen
         place = places[number]
-        if not entries.is_of(rows, place, hashes[number, 0], hashes[number, 1]):  # another one with this tag
+        if not entries.is_of(rows, place, hashes[number, 0], hashes[number, 1]):  # another hash with this tag
             places[number] = entries.place_of(table, rows, hashes[number, 0], hashes[number, 1])
             place = places[number]
         if place == NOBODY or not _is_pooled(rows, most, tier, place, pool):
@@ -172,9 +169,8 @@ def _first_not_pooled(table, rows, most, hashes, places, tier, pool, first, end)
 
 @inlined
 def _end_in_pool(table, rows, most, hashes, places, tier, pool, at):
-    """The first block from `at` on that nobody of the pool has."""
     seen = np.uint64(0)
-    end = at + 1  # mostly the first one says it
+    end = at + 1  # mostly the first one decides
     while at < len(hashes):
         at, fetched = _first_not_pooled(table, rows, most, hashes, places, tier, pool, at, end)
         seen ^= fetched
@@ -186,8 +182,8 @@ def _end_in_pool(table, rows, most, hashes, places, tier, pool, at):
 
 @njit
 def _go_on_in_pool(table, rows, most, hashes, places, tier, pool, starts, steps, anyone, depths):
-    """Add to the depths of `anyone`, which `starts[:steps]` names, what the pool has without a gap from there on;
-    returns what it has from the start. A stretch that it has is looked at once, for all that come to it."""
+    """Add to the depths of `anyone`, which `starts[:steps]` lists, what the pool has without a gap from there on;
+    returns what it has from the start. Each stretch of it is read once."""
     ends = np.empty(len(hashes) + 1, dtype=np.int64)
     ends[len(hashes)] = len(hashes)
     end, seen = -1, np.uint64(0)
@@ -206,23 +202,22 @@ def _go_on_in_pool(table, rows, most, hashes, places, tier, pool, starts, steps,
 
 @njit
 def find(table, rows, most, hashes, used, anyone, pool, depths):
-    """Length of the longest prefix of the chain `hashes` `[n, 2]` that each holder of `anyone` has in each tier and
-    faster ones, to `depths` `[tiers, holders]`; tiers from `used` on are those of nobody. In the last tier it goes on
-    as far as each block is held there by some holder of `pool`. Returns how far that is for a holder of nothing, and a
-    number that means nothing.
+    """To `depths` `[tiers, holders]`: length of the longest prefix of the chain `hashes` `[n, 2]` that each holder of
+    `anyone` has in each tier or faster ones; tiers from `used` on have no holders. In the last tier it goes on as far
+    as `pool` has each block there. Returns how far that is for a holder of nothing, and a number that means nothing.
 
     Within one tier holders only get fewer along a chain. Over several that holds from where a faster tier ends, if the
     next one goes on there: a holder that does not go on stays as it is.
 
-    A tier's result is a list of steps: from block `starts[i]` on it is `sets[i]` that have all blocks so far. While it
-    is looked for, step i is known to lie behind `behind[i]`, and at `starts[i]` or before. All open steps are narrowed
-    down at once, so that memory has several blocks to fetch at a time.
+    A tier's result is a list of steps: `sets[i]` have all blocks up to `starts[i]` and on. While it is looked for, step
+    i lies behind `behind[i]`, and at `starts[i]` or before. All open steps are narrowed down at once, so that memory
+    has several blocks to fetch at a time.
     """
     count, words = len(hashes), len(anyone)
     depths[:] = 0
     if count == 0:
         return 0, np.uint64(0)
-    longest = 64 * words + 2  # steps: each but the first loses somebody, and one is being tried
+    longest = 64 * words + 2  # steps: each but the first loses a holder, and one is being tried
     places = np.full(count, UNASKED, dtype=np.int64)
     starts, behind = np.zeros(longest, dtype=np.int64), np.zeros(longest, dtype=np.int64)
     sets = np.empty((longest, words), dtype=np.uint64)  # written before they are read, and large where workers are many
@@ -306,7 +301,7 @@ def find(table, rows, most, hashes, used, anyone, pool, depths):
 
 @inlined
 def _sole(rows, entry, tiers, counted, pool):
-    """Holder of an entry that one of `counted` has, in whatever tier, and nobody of the pool; else SHARED."""
+    """Holder of an entry that one of `counted` has, in any tier, and the pool has not; else SHARED."""
     words, holder, wide = len(counted), np.int64(SHARED), entries.wide_of(rows, entry)
     if wide == NOBODY:
         for number in range(entries.FEW_HOLD):
@@ -339,7 +334,7 @@ def _sole(rows, entry, tiers, counted, pool):
 
 @kernel
 def count_sole(rows, first, end, tiers, counted, pool, counts):
-    """Add to `counts` `[holders]` the entries from `first` to `end` that one has alone. Free entries have nobody."""
+    """Add to `counts` `[holders]` the entries from `first` to `end` that one has alone."""
     for entry in range(first, end):
         holder = _sole(rows, entry, tiers, counted, pool)
         if holder != SHARED:
@@ -348,7 +343,7 @@ def count_sole(rows, first, end, tiers, counted, pool, counts):
 
 @kernel
 def sole_holders(table, rows, named, most, tiers, words, hashes, counted, pool, found):
-    """To `found` `[n, 2]`: entry of each block, or NOBODY, and who has it alone, or SHARED."""
+    """To `found` `[n, 2]`: each block's entry, or NOBODY, and its only holder, or SHARED."""
     fetched = np.uint64(0)
     for number in range(len(hashes)):
         if number % entries.AT_ONCE == 0:

@@ -1,5 +1,5 @@
-"""Reads a block event from the bytes of its message, for Numba to compile: hashes to arrays, without an object each.
-Pure. It knows only the form that `codec.encode_events` writes; any other, broken ones too, is ANOTHER_FORM.
+"""Reads block events from messages, for Numba: hashes to arrays, without an object each. Pure. It knows only the form
+that `codec.encode_events` writes; any other, broken ones too, is ANOTHER_FORM.
 """
 
 # mypy: ignore-errors
@@ -12,7 +12,7 @@ from kvfleet.placement.index.entry_kernels import kernel
 
 ANOTHER_FORM = -1
 MOST_CHANGES = 16
-EPOCH_START, EPOCH_END, SEQ, HEADER = range(4)  # of the fields, then come those of each change:
+EPOCH_START, EPOCH_END, SEQ, HEADER = range(4)  # the first fields; then those of each change:
 TIER_START, TIER_END, REMOVED, FIRST, END, DIGEST, CHANGE = range(7)  # the name of the tier, which hashes, their XOR
 BYTES_OF_HASH = 18  # with msgpack's type and length
 
@@ -37,8 +37,8 @@ def _word(data, at):
 
 @kernel
 def _length(data, at, short, mask, width_1, width_2, width_4):
-    """What `at` begins: its length and where its content begins. `short` is the type whose marker holds the length,
-    the others are the markers of those in which it follows, 0 where there is none. Both -1: something else."""
+    """Length of the value at `at`, and where its content begins; both -1: another type. `short` is the type whose
+    marker holds the length, the widths are markers of those where it follows, 0 for none."""
     if at < 0 or at >= len(data) or data[at] == 0:
         return -1, -1
     marker = data[at]
@@ -57,7 +57,7 @@ def _array(data, at):
 
 @kernel
 def _bytes(data, at, short, mask, width_1, width_2):
-    """Start and end of text or bytes; both -1: something else."""
+    """Start and end of text or bytes; both -1: another type."""
     length, start = _length(data, at, short, mask, width_1, width_2, 0)
     if length < 0 or start + length > len(data):
         return -1, -1
@@ -66,7 +66,7 @@ def _bytes(data, at, short, mask, width_1, width_2):
 
 @kernel
 def _count(data, at):
-    """A number from 0 on and what follows it; both -1: something else."""
+    """A number from 0 on, and where it ends; both -1: another type."""
     if at < 0 or at >= len(data):
         return -1, -1
     marker = data[at]
@@ -75,13 +75,13 @@ def _count(data, at):
     width = 1 << (np.int64(marker) - 0xCC) if 0xCC <= marker <= 0xCF else 0
     if width == 0 or at + 1 + width > len(data):
         return -1, -1
-    return _unsigned(data, at + 1, width), at + 1 + width  # less than 0 is beyond what is counted to
+    return _unsigned(data, at + 1, width), at + 1 + width  # negative: too large for 63 bits
 
 
 @kernel
 def read(data, version, fields, hashes):
-    """Fill `fields` and `hashes` `[len(data) // 18, 2]` from a message; returns how many changes it has, or
-    ANOTHER_FORM. After something else `at` stays -1."""
+    """Fill `fields` and `hashes` `[len(data) // 18, 2]` from a message; returns its number of changes, or ANOTHER_FORM.
+    After another type `at` stays -1."""
     if len(data) == 0 or data[0] != version:
         return ANOTHER_FORM
     several, at = _array(data, 1)

@@ -2,30 +2,27 @@
 
     cost = queue + slot + step + fetch + prefill + copy + harm
 
-* queue, slot: until what is queued there has been prefilled, and until a slot is free;
-* step: one decode step of those who are there already goes with the first token;
-* fetch, prefill: blocks that it has in slower tiers, that vaults have or another worker, are restored as far as that is
-  quicker than computing them again, the rest is prefilled, all at the rates that it measured;
-* harm: what the prefill does to others, `lasting * (OTHERS + BUSY * u)`, u being the share of the last minute that the
-  worker was given to do. A second of prefill that a cache could have saved delays those who come next and pushes out
-  what they would have found; the more so, the busier the worker. As the harm grows with both factors, the work that
-  must be done somewhere goes where little was done, and a request whose prefix is cached pays next to nothing for going
-  there, however busy it is.
+* queue, slot: until queued work has been prefilled, and until a slot is free;
+* step: one decode step of the running sequences goes with the first token;
+* fetch, prefill: blocks in slower tiers, in vaults or at a peer are restored as far as that is quicker than to compute
+  them again, the rest is prefilled, all at measured rates;
+* harm: of the prefill to others, `lasting * (OTHERS + BUSY * u)`, u being the share of the last minute that the worker
+  was given to do. Prefill that a cache could have saved delays later requests and evicts blocks that they would have
+  found; the more so, the busier the worker. So new work goes to idle workers, and a request whose prefix is cached pays
+  next to nothing for a busy one.
 
-What is prefilled here though it is cached elsewhere is a copy for all who come while it lasts. Of a prefix after which
-requests part, those of the last half hour are counted, and h of them will find the copy: as many as come before a gap
-that is longer than the worker's cache keeps what nobody uses, as told by what it was given in the last minute. One part
-in 1 + h counts as harm. Of what this request feels of it the same share counts, up to half a second of it (`copy`,
-which is negative, takes off the rest): no more is asked of one for the others' sake.
+A prefix that is cached elsewhere and prefilled here becomes a copy. Of the last half hour's requests that part ways
+after it, h will find the copy, by how long the worker's cache keeps unused blocks. One part in 1 + h counts as harm.
+The same share of the request's own delay by it counts, up to half a second (`copy`, which is negative, takes off the
+rest): that is the most that one request waits for the others' sake.
 
 The two constants have no unit. On the conversation trace of benchmarks.trace_hits (8 workers, a cache of a tenth of
 its blocks each, half and nine tenths of capacity) OTHERS from 0 to 9 and BUSY from 30 to 80 do about equally well. With
 BUSY at 0 the load of a minute varies 2.6 times as much, and near capacity a twentieth of the hits is lost; with OTHERS
-at 0, 6 % of turns move instead of 5, as then nothing but its own wait keeps a request where nobody is busy.
+at 0, 6 % of turns move instead of 5.
 
-Among those whose costs are nearly equal, the one that holds most of a conversation that is mostly held keeps it, so
-that none wanders on workers so fast that nothing matters; else the ring decides: what nobody holds meets on one worker,
-whichever replica decides.
+Of workers that cost about the same, the one with most of a conversation keeps it, if that is half of the prompt, so
+that none wanders; else the ring decides, so that new prompts meet on one worker, whichever replica decides.
 """
 
 from __future__ import annotations
@@ -40,9 +37,8 @@ from kvfleet.placement.workers.workloads import Floats
 
 OTHERS = 4.0
 BUSY = 70.0
-IN_DEMAND = 3.0  # heat: what ends where so many requests do is no conversation
-NEAR_S = 0.002  # costs that differ by less than this, or by this share, are equal
-NEAR = 0.02
+IN_DEMAND = 3.0  # heat: a prefix that so many share is no conversation
+NEAR_S, NEAR = 0.002, 0.02  # costs that differ by less, or by less than this share, are equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Policies of a few lines: baselines, and what a request asks for by name. Pure: chance is passed in."""
+"""Policies of a few lines: baselines, and the worker that a request names. Pure: chance is passed in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +16,7 @@ UNBURIED = 0.25  # share of a worker's slots
 
 
 class Ring:
-    """The plain ring, also what a Client does on its own when no placement answers."""
+    """The plain ring, which a Client uses too when no placement answers."""
 
     name = "ring"
 
@@ -25,11 +26,8 @@ class Ring:
 
 
 class BoundedRing:
-    """The ring with bounded loads: walks on past workers above 1.25 times the mean, so a hot key cannot bury one.
-
-    A worker that has not a quarter of its slots taken is never passed over: moving away from its cache would cost more,
-    and a client's few requests in a row must not bounce between idle workers.
-    """
+    """The ring with bounded loads: walks on past workers above 1.25 times the mean, so a hot key cannot bury one. It
+    never passes one with less than a quarter of its slots taken: leaving its cache would cost more."""
 
     name = "bounded_ring"
 
@@ -50,11 +48,7 @@ def _subject(question: Question) -> str:
 
 
 class KvLoad:
-    """Highest match minus load, as shares; equals go to the first on the ring.
-
-    The rule of NVIDIA Dynamo's first KV router, kept to compare with: of three workers with matches of 15, 50 and 75 %
-    and loads of 30, 50 and 80 %, the second is chosen, at 0.
-    """
+    """Highest match minus load, as shares: the rule of NVIDIA Dynamo's first KV router, kept to compare with."""
 
     name = "kv_load"
 
@@ -67,28 +61,27 @@ class KvLoad:
         return Choice(worker, f"match {match[number]:.0%} minus load {load[number]:.0%} is the most")
 
 
+@dataclass(frozen=True, slots=True)
 class RandomChoice:
     """Uniform over the candidates; `chance()` is uniform in [0, 1)."""
 
     name = "random"
-
-    def __init__(self, chance: Callable[[], float]) -> None:
-        self._chance = chance
+    chance: Callable[[], float]
 
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
             return None
-        index = min(int(self._chance() * len(question.candidates)), len(question.candidates) - 1)
+        index = min(int(self.chance() * len(question.candidates)), len(question.candidates) - 1)
         return Choice(question.candidates[index].id, "drawn at random")
 
 
 class RoundRobin:
-    """Turn by turn: goes on after the worker chosen last, in order of ids, so joins and leaves shift nobody's turn."""
+    """Goes on after the worker chosen last, in order of ids, so joins and leaves shift no turn."""
 
     name = "round_robin"
 
     def __init__(self) -> None:
-        self._last: dict[str, str] = {}  # model -> worker; a model has an entry once a worker of it was chosen
+        self._last: dict[str, str] = {}  # model -> worker
 
     def choose(self, question: Question) -> Choice | None:
         if not question.candidates:
@@ -100,7 +93,7 @@ class RoundRobin:
 
 
 class Direct:
-    """The worker that the request names, or an error, even if the request excludes it: naming it is the later word."""
+    """The worker that the request names, even if it also excludes it, or an error."""
 
     name = "direct"
 

@@ -1,1 +1,1 @@
-"""What was decided and what became of it: ledger, traces and metrics."""
+"""What was decided and what became of it: ledger and traces."""

@@ -1,9 +1,7 @@
-"""The spans of traced requests at placement: each decision, and what a bare producer asked for.
+"""The spans of traced requests at placement. Only a bare producer's request may begin a trace here.
 
-    a Client's place ─▶ decide
-    a producer's generate ─▶ forward ─▶ decide (one for each offer) ─▶ the worker
-
-A bare producer's request may begin a trace here, as an HTTP request does at the ingress; nothing else does.
+a Client's place ─▶ decide
+a producer's generate ─▶ forward ─▶ decide (one for each offer) ─▶ the worker
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ class DecisionTraces:
     """Owned by the placement loop."""
 
     tracer: Tracer
-    ledger: Ledger  # has what was decided
+    ledger: Ledger
 
     def place(self, asked: PlaceAsked, headers: Headers, handle: Handle) -> list[Action]:
-        """Have it decided."""
         ask = asked.ask
         said = _about("place", "process", ask.model, asked.tenant, ask.request) | {"kvfleet.attempt": ask.attempt}
         span = self.tracer.begin("decide", in_headers(headers), said, kind="server")
@@ -45,7 +42,7 @@ class DecisionTraces:
         return actions
 
     def forward(self, asked: GenerateAsked, headers: Headers, handle: Handle) -> list[Action]:
-        """Have a producer's request offered. The trace context of its header goes before that of its body."""
+        """Offer a producer's request. The trace context of its header goes before that of its body."""
         given = in_headers(headers) or asked.ask.traceparent
         span: Span | None = None
         if self.tracer.enabled:
@@ -63,7 +60,7 @@ class DecisionTraces:
         return actions
 
     def offered(self, worker: str, tenant: str, request: GenerateRequest) -> GenerateRequest:
-        """What is sent to a worker: it goes on below the decision for it."""
+        """The request for a worker, with its trace below the decision."""
         said = self._decided(tenant, request.request, request.attempt)
         said |= _about("generate", "send", request.model, tenant, request.request) | {
             "kvfleet.attempt": request.attempt,
@@ -106,6 +103,6 @@ def _about(operation: str, kind: str, model: str, tenant: str, request: str) -> 
 
 
 def _end(span: Span, actions: list[Action]) -> None:
-    """The request's own answer is the first of its kind: others may have become due meanwhile."""
+    """The first answer is the request's own: others may have become due meanwhile."""
     refused = next((one.failed for one in actions if isinstance(one, Fail)), None)
     span.end(error=None if refused is None else refused.code)

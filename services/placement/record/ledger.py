@@ -1,7 +1,7 @@
-"""The last decisions: who was considered at what cost, who was chosen, and what really happened. Pure.
+"""The last decisions: the candidates with their costs, the choice, and what really happened. Pure.
 
 attained    prompt tokens that were really found in a cache
-attainable  what the best candidate had of the prompt when it was placed
+attainable  those that the best candidate had when it was placed
 lost        attainable but not attained, request by request
 """
 
@@ -18,12 +18,12 @@ from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats
 from kvproto.messages import Actual, Candidate, Decision, Milestone, Passed, Placement
 
 KEPT = 4096
-KEPT_IN_ALL = 16_384  # with those that have not ended: what became of them is still to come; for large fleets
-KEPT_PER_WORKER = 96  # so many for each worker: what 64 slots run, and half as many that wait
+KEPT_IN_ALL = 16_384  # with those that have not ended; large fleets have more
+KEPT_PER_WORKER = 96  # requests in 64 slots, and half as many that wait
 CANDIDATES_KEPT = 8
-ATTEMPTS_KEPT = 16  # of one request: its tenant numbers them, and one answer holds them all
-PART = 4  # decisions that are written out at a time: each takes about a tenth of a millisecond
-PART_SEEN = 512  # entries that are looked at for them
+ATTEMPTS_KEPT = 16  # of one request: one answer holds them all
+PART = 4  # decisions written out at a time: each takes about a tenth of a millisecond
+PART_SEEN = 512  # entries looked at for them
 
 NOTHING_YET = Actual()
 OF_PLACEMENT = {one.name for one in fields(Decision)} & {one.name for one in fields(Placement)}
@@ -51,7 +51,7 @@ class Considered:
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """One decision as it is kept: written out only when somebody asks."""
+    """One decision as it is kept; a question writes it out."""
 
     tenant: str
     model: str
@@ -117,7 +117,7 @@ class Ledger:
             self._forget(next(iter(self.ended or self.entries)))
 
     def on_milestone(self, worker: str, milestone: Milestone) -> LedgerEntry | None:
-        """What happened to a decision of this replica: its entry, else None."""
+        """Note what happened; returns the entry if this replica decided."""
         entry = self.entries.get((milestone.tenant, milestone.request, milestone.attempt))
         if entry is None or entry.placement.worker != worker:
             return None
@@ -139,8 +139,7 @@ class Ledger:
         return entry
 
     def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
-        """Decisions about a request, one per attempt, oldest first; of several tenants' requests of that id the last
-        that were first asked for, so many as one request has at most."""
+        """Decisions, one per attempt, oldest first; without a tenant, the last ATTEMPTS_KEPT of any with that id."""
         keys = [(tenant, request)] if tenant is not None else [key for key in self.attempts if key[1] == request]
         found = [self.entries[*key, attempt] for key in keys for attempt in self.attempts.get(key, ())]
         return tuple(entry.decision() for entry in found[-ATTEMPTS_KEPT:])
@@ -148,9 +147,8 @@ class Ledger:
     def newest(
         self, limit: int, tenant: str | None = None, model: str | None = None
     ) -> Iterator[tuple[tuple[Decision, ...], bool]]:
-        """The last decisions as they are now, newest first: of this tenant and model, if they are named. To write out
-        all of them takes longer than a decision may: so it is a few at a time, perhaps none, and whether there may be
-        more."""
+        """The last decisions, newest first, of this tenant and model if they are given: a few at a time, perhaps none,
+        as all take longer than a decision may; and whether there may be more."""
         entries, at, more = tuple(reversed(self.entries.values())), 0, True
         while more:
             found: list[Decision] = []
@@ -181,7 +179,6 @@ class Ledger:
             del self.attempts[key[:2]]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         listed = {(*key, attempt) for key, attempts in self.attempts.items() for attempt in attempts}
         assert listed == set(self.entries)
         assert set(self.ended) == {key for key, entry in self.entries.items() if entry.actual.ended}
@@ -205,7 +202,7 @@ def by_tier(matched: Sequence[float]) -> dict[str, int]:
 
 
 def consider(workers: Sequence[Worker], chosen: int | None, choice: Choice, matched: Floats) -> Considered:
-    """What is kept of a choice: the cheapest few, cheapest first, the chosen one, by its number, among them."""
+    """The cheapest few candidates of a choice, cheapest first, and the number `chosen` among them."""
     prices = choice.prices
     if prices is None or not len(workers):
         kept = [] if chosen is None else [chosen]

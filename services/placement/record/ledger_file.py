@@ -1,7 +1,6 @@
-"""Adapter: decisions of requests that have ended, as JSON lines that `kvfleet simulate` reads as a trace.
-
-A line is a request of the Mooncake format (`timestamp` in ms since the first line, `input_length`, `output_length`,
-`hash_ids`) with what else is known beside it. Hashes name tokens to nobody who has not the fleet key.
+"""Adapter: decisions of ended requests, as JSON lines that `kvfleet simulate` reads as a trace. A line is a request of
+the Mooncake format (`timestamp` in ms since the first line, `input_length`, `output_length`, `hash_ids`) with more
+fields. Without the fleet key hashes do not tell tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class LedgerFile:
-    """Owned by the placement loop. A disk that is full costs lines, never decisions. Raises OSError at the start if the
-    file cannot be written."""
+    """Owned by the placement loop. A full disk costs lines, never decisions; the constructor raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)

@@ -1,16 +1,12 @@
-"""Requests on their way to workers, and at them, as far as load is concerned. Pure.
+"""The load of requests on their way to workers, and at them. Pure. Milestones come to every replica.
 
-Without bookings, every request of a burst between two heartbeats would see the same idle worker. A booking's life:
-
-    booked ──accepted──▶ with the worker: its heartbeats count it ──ended, in whatever way──▶ released
-       │
-       ├──placed again, refused, offered to somebody else──▶ released
-       ├──a heartbeat heard more than a period later, and no word of acceptance──▶ dropped: it is in there, or lost
-       ├──the worker left or restarted──▶ gone with it
-       ├──no word for a second after its asker stopped waiting for us, else for 5 s──▶ expired: it was never sent
-       └──its tenant has too many of them there──▶ the oldest go: who only asks, and sends nothing, keeps few away
-
-What a worker's milestones say comes to every replica, so a booking is released wherever it was made or shared.
+booked ──accepted──▶ with the worker: its heartbeats count it ──ended, in any way──▶ released
+   │
+   ├──placed again, refused, offered to another worker──▶ released
+   ├──a heartbeat heard more than a period later, and no word of acceptance──▶ dropped: it is in there, or lost
+   ├──the worker left or restarted──▶ gone with it
+   ├──no word for a second after its client stopped waiting for us, else for 5 s──▶ expired: it was never sent
+   └──its tenant has too many of them there──▶ the oldest are released
 """
 
 from __future__ import annotations
@@ -21,25 +17,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
+from kvfleet.placement.workers.price_kernel import STAY
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Heartbeat, Milestone, Passed
 
-HEARTBEAT_PERIOD_S = 0.5  # how far a heartbeat may lag behind what the worker was given
+HEARTBEAT_PERIOD_S = 0.5  # that a heartbeat may lag behind
 BOOKING_LIMIT_S = 5.0
-WORD_S = 1.0  # from an answer that was in time to the word that a worker has the request
+WORD_S = 1.0  # from an answer in time to the word that a worker has the request
 TRUSTED, CAUGHT_S = 6.0, 60.0
-STAY_LIMIT_S = 3600.0  # of an accepted one whose end was never heard
+STAY_LIMIT_S = 3600.0  # of an accepted request whose end was never heard
 MAX_BOOKED = 65_536  # in each state; beyond, the oldest are taken to be over
-EARLY_KEPT = 4096  # attempts of which milestones came before another replica's word of their booking
+EARLY_KEPT = 4096  # attempts with milestones that came before another replica's booking
 
 Key = tuple[str, str]  # tenant, request: tenants cannot release one another's
 
 
 @dataclass(frozen=True, slots=True)
 class PhantomLimits:
-    """What one tenant's requests that no worker has accepted may count for, at one worker: of more, the newest do. A
-    client that asks for placements and sends nothing would else have all others refused. A tenant all of whose requests
-    were sent may have `TRUSTED` times the seconds, as a burst of long prompts is as much for a moment."""
+    """Of one tenant's requests at one worker that are not accepted; of more, the newest count. Else a client that sends
+    nothing would have all others refused. A tenant that sent all of its requests may have `TRUSTED` times the seconds:
+    a burst of long prompts is as much for a moment."""
 
     requests: int = 256
     seconds: float = 10.0  # of prefill, at the rate that the worker measured
@@ -47,7 +44,7 @@ class PhantomLimits:
 
 @dataclass(slots=True)
 class _Share:
-    """Of one tenant at one worker, not accepted; oldest first."""
+    """One tenant's bookings at one worker that are not accepted; oldest first."""
 
     keys: dict[Key, None] = field(default_factory=dict)
     tokens: float = 0.0
@@ -62,22 +59,22 @@ class Booking:
     booked_at: float
     priority: int = 0
     accepted: bool = False
-    counted: bool = False  # a heartbeat has: what is queued there is the worker's own figure now
+    counted: bool = False  # by a heartbeat: what is queued there is the worker's own figure now
     started_at: float | None = None
     prefilled: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Bookings:
-    """Owned by the core; `now` never goes back. What is booked is in the workloads."""
+    """Owned by the core; `now` never goes back. The workloads count what is booked."""
 
     workloads: Workloads
     max_booked: int = MAX_BOOKED
     limits: PhantomLimits = PhantomLimits()
     phantoms_total: int = 0  # released because their tenant had too many
-    caught: dict[str, float] = field(default_factory=dict)  # tenants that sent nothing: until when that counts
+    caught: dict[str, float] = field(default_factory=dict)  # tenants that did not send: not trusted until then
     shares: dict[tuple[str, str], _Share] = field(default_factory=dict)  # by tenant and worker; no empty entries
-    expiring: list[tuple[float, int, Key, Booking]] = field(default_factory=list)  # a heap; what is released stays
+    expiring: list[tuple[float, int, Key, Booking]] = field(default_factory=list)  # a heap; released ones stay
     numbers: Iterator[int] = field(default_factory=count)
     fresh: dict[Key, Booking] = field(default_factory=dict)  # not accepted yet; oldest first
     accepted: dict[Key, Booking] = field(default_factory=dict)  # oldest acceptance first
@@ -85,19 +82,18 @@ class Bookings:
     early: OrderedDict[tuple[Key, str, int], list[tuple[Milestone, float]]] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
-        """What no heartbeat counts yet."""
+        """Bookings that no heartbeat counts yet."""
         return len(self.fresh)
 
     @property
     def running(self) -> int:
-        """Accepted and not known to have ended."""
         return len(self.accepted)
 
     def find(self, key: Key) -> Booking | None:
         return self.fresh.get(key) or self.accepted.get(key)
 
     def requests_at(self, worker: str) -> int:
-        """Not accepted yet."""
+        """Not accepted yet; a scrape may call it from another thread."""
         return sum(not booking.accepted for booking in list(self.at.get(worker, {}).values()))
 
     def book(
@@ -112,8 +108,8 @@ class Bookings:
         priority: int = 0,
         silent_s: float = BOOKING_LIMIT_S,
     ) -> list[Key]:
-        """Book one attempt; what the request had booked before is released. Returns whose bookings had to make room:
-        they are taken to be over. `silent_s`: without a word for so long it was not sent."""
+        """Book one attempt; an earlier booking of the request is released. Returns requests whose bookings had to make
+        room: they are taken to be over. After `silent_s` without a word it was not sent."""
         self.release(key, now)
         booking = Booking(worker, column, attempt, tokens, now, priority)
         self.fresh[key] = booking
@@ -144,7 +140,7 @@ class Bookings:
         return gone
 
     def hear(self, worker: str, milestone: Milestone, now: float) -> None:
-        """A worker's word of a request. Of an attempt that is not booked it is kept, until that may be."""
+        """Take a worker's word of a request; it is kept for attempts that are not booked yet."""
         key = milestone.tenant, milestone.request
         booking = self._at_worker(key, worker, milestone.attempt)
         if booking is None:
@@ -154,7 +150,7 @@ class Bookings:
             return
         match milestone.passed:
             case Passed.STARTED if booking.started_at is None:
-                tokens = max(milestone.prompt_tokens - sum(milestone.cached.values()), 0)  # really to be fed
+                tokens = max(milestone.prompt_tokens - sum(milestone.cached.values()), 0)
                 more, queued = tokens - booking.tokens, not booking.counted
                 self.workloads.correct(booking.column, more, now, queued=queued, priority=booking.priority)
                 booking.tokens, booking.started_at = tokens, now
@@ -164,25 +160,25 @@ class Bookings:
                 self.release(key, now)
 
     def release(self, key: Key, now: float | None = None, *, attempt: int | None = None) -> bool:
-        """Nothing happens if it was released before: each way out may call this. `now`: None for the latest known;
-        `attempt`: only this one. Returns whether a later attempt has nothing booked."""
+        """May be called again. `now`: None for the latest known; `attempt`: only this one. Returns whether no later
+        attempt is booked."""
         booking = self.find(key)
         if booking is None:
             return True
         if attempt is not None and booking.attempt != attempt:
             return False
         self._drop(key)
-        if booking.started_at is not None:
-            self.workloads.stayed(booking.column, (now or self.workloads.now) - booking.started_at)
-        left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
         when = self.workloads.now if now is None else now
+        if booking.started_at is not None:
+            self.workloads.learn(STAY, booking.column, when - booking.started_at)
+        left = 0.0 if booking.prefilled or booking.started_at is not None else booking.tokens
         queued, priority = not booking.counted, booking.priority
         self.workloads.take(booking.column, left, when, queued=queued, priority=priority)
         return True
 
     def reflect(self, column: int, beat: Heartbeat, now: float) -> list[Key]:
-        """A heartbeat arrived: it counts what the worker has accepted, and what it must have seen by now. Returns
-        those of which nothing was heard for so long that they are lost, or were never sent."""
+        """Take a heartbeat: it counts accepted requests, and those that the worker must have seen by now. Returns those
+        that are lost or were never sent."""
         at_worker = self.at.get(beat.worker, {})
         for booking in at_worker.values():
             booking.counted = booking.accepted
@@ -196,12 +192,11 @@ class Bookings:
         return silent
 
     def drop_worker(self, worker: str) -> None:
-        """Its column is gone: nothing to release."""
         for key in list(self.at.get(worker, ())):
             self._drop(key)
 
     def expire(self, now: float) -> list[Key]:
-        """Returns those of which nothing was ever heard."""
+        """Returns requests that were never sent."""
         silent: list[Key] = []
         while self.expiring and self.expiring[0][0] < now:
             _, _, key, booking = heapq.heappop(self.expiring)
@@ -215,7 +210,7 @@ class Bookings:
         return silent
 
     def _at_worker(self, key: Key, worker: str, attempt: int) -> Booking | None:
-        """The booking of this very attempt, accepted if it was not: that word may have been lost."""
+        """The booking of this very attempt, accepted from now on: that word may have been lost."""
         booking = self.find(key)
         if booking is None or (booking.worker, booking.attempt) != (worker, attempt):
             return None
@@ -228,7 +223,7 @@ class Bookings:
         return booking
 
     def _drop(self, key: Key) -> None:
-        """Out of the tables; the workloads still have it."""
+        """Take it out of the tables; the workloads still count it."""
         booking = self.fresh.pop(key, None) or self.accepted.pop(key)
         held = self.at[booking.worker]
         del held[key]
@@ -246,7 +241,6 @@ class Bookings:
             del self.shares[of_tenant]
 
     def check_integrity(self) -> None:
-        """Every booking is in one state, and found both ways, in order. Raises AssertionError."""
         assert not self.fresh.keys() & self.accepted.keys()
         assert sum(len(held) for held in self.at.values()) == len(self.fresh) + len(self.accepted)
         for worker, held in self.at.items():
@@ -267,5 +261,5 @@ class Bookings:
 
 
 def _older(bookings: dict[Key, Booking], limit: float) -> list[Key]:
-    """Keys booked before `limit`; the oldest come first, or nearly so, which is enough to stop at the first younger."""
+    """Keys booked before `limit`; the oldest come first, or nearly so."""
     return [key for key, _ in takewhile(lambda item: item[1].booked_at < limit, bookings.items())]

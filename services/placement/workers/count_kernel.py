@@ -1,6 +1,6 @@
 """How many of some chains have each block: an open-addressing table, for Numba. Pure but for what it fills.
 
-A hash's low half says where to look. `blocks` is `[places, 2]`, `counts` `[places]`, a power of two, 0 in free places.
+A hash's low half is its place. `blocks` is `[places, 2]`, `counts` `[places]`, a power of two, 0 in free places.
 """
 
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ from kvfleet.placement.index.entry_kernels import kernel
 
 @kernel
 def _place_of(blocks, counts, low, high):
-    """Where the block is, or where it would be put."""
+    """Where the block is, or would be."""
     mask = np.uint64(len(counts) - 1)
     place = low & mask
     while counts[place] and (blocks[place, 0] != low or blocks[place, 1] != high):
@@ -25,7 +25,7 @@ def _place_of(blocks, counts, low, high):
 
 @kernel
 def add(blocks, counts, hashes):
-    """How many are new."""
+    """Returns how many are new."""
     new = 0
     for number in range(len(hashes)):
         low, high = hashes[number, 0], hashes[number, 1]
@@ -39,7 +39,7 @@ def add(blocks, counts, hashes):
 
 @njit
 def take(blocks, counts, hashes):
-    """Which of them are in no other chain, `[n]`. All of them must be there."""
+    """Returns which of them are in no other chain, `[n]`. All of them must be there."""
     last = np.zeros(len(hashes), dtype=np.bool_)
     mask, one = np.uint64(len(counts) - 1), np.uint64(1)
     for number in range(len(hashes)):
@@ -48,7 +48,7 @@ def take(blocks, counts, hashes):
         if counts[place]:
             continue
         last[number] = True
-        other = (place + one) & mask  # what was put further on because of it moves up (Knuth, TAOCP 3, 6.4 R)
+        other = (place + one) & mask  # those put further on because of it move up (Knuth, TAOCP 3, 6.4 R)
         while counts[other]:
             wanted = blocks[other, 0] & mask
             if ((other - wanted) & mask) >= ((other - place) & mask):
@@ -61,7 +61,7 @@ def take(blocks, counts, hashes):
 
 @kernel
 def move(blocks, counts, into_blocks, into_counts):
-    """Into a larger table, which is empty."""
+    """Move all into a larger, empty table."""
     for place in range(len(counts)):
         if counts[place]:
             found = _place_of(into_blocks, into_counts, blocks[place, 0], blocks[place, 1])

@@ -1,11 +1,8 @@
-"""How far what the index says of a worker can be believed, from what its requests really found. Pure.
+"""How far the index is believed about a worker, from what its requests really found. Pure.
 
-    exact ──a fifth of what was expected is missing──▶ approximate: believed in proportion
-      ▲                                                    │ ▲
-      └── expectations come true, or time passes ──────────┘ └──▶ load only: three fifths missing, believed nothing
-
-A worker that is not believed is still given requests, and what they find is compared: so it comes back by itself. What
-is held against it fades with time too, in case it is given none.
+exact ──a fifth of what was expected is missing──▶ approximate: believed in proportion
+  ▲                                                    │ ▲
+  └── expectations come true, or time passes ──────────┘ └──▶ load only: three fifths missing, believed nothing
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ class Experience:
     unpredicted_tokens_total: int = 0
 
     def observe(self, predicted: int, actual: int, now: float) -> float:
-        """A request that was said to find `predicted` tokens found `actual`; returns the worker's credit now."""
+        """A request that should find `predicted` tokens found `actual`; returns the worker's credit now."""
         self._fade(now)
         self.unpredicted_tokens_total += max(actual - predicted, 0)
         if predicted > 0:
@@ -52,7 +49,7 @@ class Experience:
         return self._judge()
 
     def heal(self, now: float) -> float:
-        """Time passed; returns the worker's credit now."""
+        """Returns the worker's credit now."""
         self._fade(now)
         return self._judge()
 

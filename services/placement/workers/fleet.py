@@ -1,6 +1,6 @@
-"""The workers as placement decides over them: who is alive, ready and how loaded, and the ring per model. Pure.
+"""The workers that are alive, ready ones and the ring per model, and their load. Pure.
 
-Events come in the order that the members view saw, so ready set and ring equal those of every Client of the fleet.
+Events come in the order of the members view, so ready set and ring equal those of every Client of the fleet.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvproto.messages import Heartbeat, Load, Milestone, Milestones, Rates, Stat
 MAX_MODELS = 4096  # names remembered, living or not
 SILENT_AFTER_S = 1.5  # three heartbeats missed
 PING_AGAIN_S = 0.5
-HITS_S = 60.0  # the hit rate is that of about so long
-HITS_SAMPLE_S = 5.0  # between the totals that are kept for it
-GAPS_KEPT = 64  # the newest ones: a gap is made by an outage
+HITS_S = 60.0  # window of the hit rate
+HITS_SAMPLE_S = 5.0  # between totals kept for it
+GAPS_KEPT = 64  # newest ones; an outage makes a gap
 
 
 @dataclass(slots=True)
 class SeenMilestones:
-    """Which of one life's milestones were heard: after an outage a worker says the last ones again."""
+    """The heard milestones of one life: after an outage a worker sends the last ones again."""
 
     next: int = 0
     gaps: list[tuple[int, int]] = field(default_factory=list)  # [begin, end) of what was not heard, below `next`
 
     def new_of(self, said: Milestones) -> Milestones:
-        """Those that were not heard before; all of a worker that does not number them."""
+        """Milestones not heard before; all of a worker that does not number them."""
         first = said.first
         if first is None:
             return said
@@ -63,7 +63,7 @@ class _Totals:
 
 @dataclass(slots=True)
 class HeardDemand:
-    """What the heartbeats of one life of a worker say there is to do."""
+    """The work in one life's heartbeats."""
 
     heard_at: float = float("-inf")
     beats: int = 0
@@ -81,7 +81,6 @@ class HeardDemand:
             self.hits.popleft()
 
     def sample(self, load: Load, now: float, window_s: float) -> None:
-        """Work is that of so long."""
         prefilled = max(load.fed_tokens_total - load.generated_tokens_total, 0)
         self.totals.append(_Totals(now, self.beats, self.busy, prefilled, load.queued_prefill_tokens))
         while len(self.totals) > 2 and self.totals[1].at <= now - window_s:
@@ -95,7 +94,7 @@ class HeardDemand:
 
     @property
     def tokens_per_s(self) -> float:
-        """Fed, and come to wait."""
+        """Tokens fed, and those that came to wait."""
         first, last = self.totals[0], self.totals[-1]
         if last.at <= first.at:
             return 0.0
@@ -104,17 +103,14 @@ class HeardDemand:
 
 @dataclass(slots=True)
 class Worker:
-    """A living worker. `heard_at` is its last sign of life, in the reader's monotonic seconds; `column` is where its
-    load stands in the workloads."""
-
     id: str
     epoch: str
     model: str
     state: State
-    heard_at: float
+    heard_at: float  # its last sign of life, in our monotonic seconds
     space: AddressSpace
-    column: int
-    kv_format: bytes = b""  # of the blocks that others can pull from it, and it from them; b"": none
+    column: int  # of the workloads
+    kv_format: bytes = b""  # of the blocks that it exchanges with others; b"": none
     attaches: bool = False  # an attempt there may have several readers
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
@@ -126,15 +122,13 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Which of the ready workers, by number, address blocks alike. `names` and `columns` are theirs, and after them
-    those of workers that take no new work and still give blocks; who can pull from one another has the same number in
-    `groups`, -1 is nobody's."""
+    """Ready workers that address blocks alike."""
 
     address: AddressSpace
-    numbers: Columns
-    names: tuple[str, ...]
-    columns: Columns
-    groups: Columns
+    numbers: Columns  # their places among the ready workers
+    names: tuple[str, ...]  # theirs, and after them those of draining workers, which still give blocks
+    columns: Columns  # as the names
+    groups: Columns  # as the names: equal numbers can pull from one another, -1 cannot
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +157,7 @@ class Ready:
         return Ready(listed, ring, _columns(listed), tuple(spaces), givers)
 
     def without(self, excluded: frozenset[str]) -> Ready:
-        """Who is left; the ring stays that of all."""
+        """The others; the ring stays that of all."""
         if not excluded:
             return self
         kept = [[w for w in workers if w.id not in excluded] for workers in (self.workers, self.draining)]
@@ -171,16 +165,16 @@ class Ready:
 
 
 class Fleet:
-    """Owned by the core. Dead workers are forgotten at once; names of models are kept."""
+    """Owned by the core."""
 
     def __init__(self, workloads: Workloads) -> None:
         self.workloads = workloads
         self.workers: dict[str, Worker] = {}
-        self.next_to_go: dict[str, str] = {}  # of a model, while its highest ordinal is to go: it gets nothing new
+        self.next_to_go: dict[str, str] = {}  # by model: its worker about to be removed, which gets nothing new
         self._names: dict[str, str] = {}  # subject token -> model, of every model ever seen alive
         self._ready: dict[str, Ready] = {}
-        self.spaces: dict[str, AddressSpace] = {}  # of each model, as it was when a worker was last ready
-        self._rings: dict[str, HashRing] = {}  # of models that had a ready worker, as they last were
+        self.spaces: dict[str, AddressSpace] = {}  # by model, when a worker was last ready
+        self._rings: dict[str, HashRing] = {}  # by model, when a worker was last ready
 
     def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
         self.leave(record.id)
@@ -197,7 +191,7 @@ class Fleet:
         self._ready.pop(record.model, None)
 
     def update(self, record: WorkerRecord, now: float) -> bool:
-        """Whether it turned out to be another life, or another model: then it has joined anew."""
+        """Returns whether it has joined anew, as another life or with another model."""
         worker = self.workers.get(record.id)
         told = record.epoch, record.model, address_space(record)
         if worker is None or (worker.epoch, worker.model, worker.space) != told:
@@ -212,13 +206,12 @@ class Fleet:
         return False
 
     def leave(self, worker: str) -> None:
-        gone = self.workers.pop(worker, None)
-        if gone is not None:
+        if (gone := self.workers.pop(worker, None)) is not None:
             self.workloads.drop(gone.column)
             self._ready.pop(gone.model, None)
 
     def beat(self, beat: Heartbeat, now: float) -> bool:
-        """Whether the heartbeat is of a living worker's present life; others are ignored."""
+        """Returns whether the heartbeat is of a living worker's present life; others are ignored."""
         worker = self.workers.get(beat.worker)
         if worker is None or worker.epoch != beat.epoch:
             return False
@@ -228,7 +221,7 @@ class Fleet:
         return True
 
     def claim_ping(self, worker: Worker, now: float, *, suspected: bool = False) -> bool:
-        """Whether to ask this worker for a sign of life now: it is silent or suspected, and was not asked just now."""
+        """Returns whether to ask this silent or suspected worker for a sign of life now."""
         silent = suspected or now - worker.heard_at > SILENT_AFTER_S
         if not silent or now - worker.pinged_at < PING_AGAIN_S:
             return False
@@ -236,13 +229,13 @@ class Fleet:
         return True
 
     def ready(self, model: str) -> Ready:
-        """Workers of `model` that take new work; empty for a model nobody serves."""
+        """Workers of `model` that take new work; empty for an unknown model."""
         found = self._ready.get(model)
         if found is None:
             here = [w for w in self.workers.values() if w.model == model]
             workers = sorted((w for w in here if w.state is State.READY), key=lambda w: w.id)
             if not workers:
-                return Ready.of((), HashRing())  # names that requests invent must not fill the cache
+                return Ready.of((), HashRing())  # requests' invented names must not fill the cache
             ring = self._rings[model] = self._rings.get(model, HashRing()).with_nodes(w.id for w in workers)
             self.spaces[model] = workers[0].space
             draining = [w for w in here if w.state is State.DRAINING]
@@ -250,15 +243,13 @@ class Fleet:
         return found
 
     def build_rings(self) -> None:
-        """Build what changed, so that no decision has to wait for it."""
+        """Build changed ones, so that no decision waits for it."""
         for model in {w.model for w in self.workers.values()} - self._ready.keys():
             self.ready(model)
 
     def attaches(self, worker: str) -> bool:
-        """Whether a repeat may be sent to what runs there. One of an older version knows of one reader: it would not
-        answer, and what the repeat is told to leave would end for the first one."""
-        known = self.workers.get(worker)
-        return known is not None and known.attaches
+        """Whether an attempt there may have a second reader: workers of an older version know one alone."""
+        return (known := self.workers.get(worker)) is not None and known.attaches
 
     def is_known(self, model: str) -> bool:
         """Whether a worker of this model was ever seen alive."""
@@ -273,12 +264,11 @@ class Fleet:
             self._ready.pop(worker.model, None)
 
     def learn_name(self, model: str) -> None:
-        """A model of this fleet, whether or not anybody serves it yet."""
+        """Note a model of this fleet, with or without workers."""
         self._names.setdefault(model_token(model), model)
         if len(self._names) > MAX_MODELS:
             living = {model_token(w.model) for w in self.workers.values()}
-            stale = next((token for token in self._names if token not in living), None)
-            if stale is not None:
+            if (stale := next((token for token in self._names if token not in living), None)) is not None:
                 name = self._names.pop(stale)
                 self._rings.pop(name, None)
                 self.spaces.pop(name, None)
@@ -288,7 +278,6 @@ class Fleet:
         return sorted((w for w in self.workers.values() if model in ("", w.model)), key=lambda w: w.id)
 
     def check_integrity(self) -> None:
-        """Every cached ready set is what the workers say. Raises AssertionError."""
         for model, cached in self._ready.items():
             now = sorted(w.id for w in self.workers.values() if w.model == model and w.state is State.READY)
             assert [w.id for w in cached.workers] == now == list(cached.ring.nodes), model
@@ -306,5 +295,39 @@ def _token_bytes(record: WorkerRecord) -> float:
 
 
 def _exchange_format(record: WorkerRecord) -> bytes:
-    """What its blocks' bytes mean, if others can reach them."""
+    """The format of its blocks' bytes, if others can reach them."""
     return record.kv_format if record.data_plane else b""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMetrics:
+    """How busy a worker is and what its cache is worth, under the names that readers of NVIDIA Dynamo know."""
+
+    request_active_slots: int = 0
+    request_total_slots: int = 0
+    kv_active_blocks: int = 0  # held by running sequences
+    kv_total_blocks: int = 0
+    num_requests_waiting: int = 0
+    gpu_cache_usage_perc: float = 0.0  # active of total blocks
+    gpu_prefix_cache_hit_rate: float = 0.0  # of the last minute's prompt tokens; 0 if there were none
+
+
+def metrics_of(worker: Worker, booked: int) -> WorkerMetrics:
+    """All 0 for one that was not heard of. `booked`: requests that its heartbeats cannot count yet."""
+    if not worker.demand.hits:
+        return WorkerMetrics()
+    load, (_, prompt, hit) = worker.load, worker.demand.hits[0]
+    seated = min(booked, max(load.slots - load.running - load.waiting, 0))  # the others will have to wait
+    return WorkerMetrics(
+        request_active_slots=load.running + seated,
+        request_total_slots=load.slots,
+        kv_active_blocks=load.blocks_used,
+        kv_total_blocks=load.blocks_total,
+        num_requests_waiting=load.waiting + booked - seated,
+        gpu_cache_usage_perc=_share(load.blocks_used, load.blocks_total),
+        gpu_prefix_cache_hit_rate=_share(load.hit_tokens_total - hit, load.prompt_tokens_total - prompt),
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0

@@ -1,8 +1,6 @@
-"""Blocks that are being computed: of requests on their way, which no event has told of yet. Pure.
+"""Blocks that requests on their way will have computed: two with one new prefix should meet on one worker. Pure.
 
-Two requests with one new prefix, a moment apart, should meet on one worker: it computes the prefix once. A promise ends
-a moment after the first token was drawn, when the blocks' own events are here; with its request, or when nothing was
-heard of that; or after a minute.
+A promise ends a moment after the first token, when the blocks' events are here, with its request, or after a minute.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ from kvfleet.placement.workers import count_kernel
 from kvfleet.placement.workers.workloads import Floats
 
 MAX_WORKERS = 128
-BLOCKS_PER_WORKER = 1_024  # 64 prompts of 16 blocks that nobody has, or 8 of 128
-MADE_PER_WORKER = 128  # requests whose blocks are to come, running and waiting; of more in all, the oldest go without
+BLOCKS_PER_WORKER = 1_024  # 64 prompts of 16 new blocks, or 8 of 128
+MADE_PER_WORKER = 128  # promises, of requests running and waiting; of more in all, the oldest go
 LIMIT_S = 60.0
 EVENTS_S = 0.5  # by when events about blocks of a finished prefill have come
 
@@ -25,7 +23,7 @@ Key = tuple[str, str]
 
 
 class BlockCounts:
-    """How many of some chains have each block. At most half of the places are taken."""
+    """How many of some chains have each block. At most half of the places are used."""
 
     def __init__(self, places: int = FEWEST_PLACES) -> None:
         self.used = 0
@@ -33,7 +31,6 @@ class BlockCounts:
         self._counts = np.zeros(places, dtype=np.int64)  # 0: nothing is in this place
 
     def add(self, hashes: Hashes) -> None:
-        """One more chain."""
         while 2 * (self.used + len(hashes)) > len(self._counts):
             self.grow()
         self.used += count_kernel.add(self._blocks, self._counts, hashes)
@@ -44,14 +41,14 @@ class BlockCounts:
         self._blocks, self._counts = larger._blocks, larger._counts
 
     def take(self, hashes: Hashes) -> Hashes:
-        """One chain less; its blocks that no other one has."""
+        """Take a chain out; returns its blocks that no other one has."""
         last: Hashes = hashes[count_kernel.take(self._blocks, self._counts, hashes)]
         self.used -= len(last)
         return last
 
 
 class InflightBlocks:
-    """Of at most `max_workers`; memory grows with them. Owned by the core. `now` never goes back."""
+    """Memory grows with `max_workers`. Owned by the core. `now` never goes back."""
 
     def __init__(self, max_blocks: int | None = None, max_workers: int = MAX_WORKERS) -> None:
         self.max_made = MADE_PER_WORKER * max_workers
@@ -65,7 +62,7 @@ class InflightBlocks:
         return len(self._made) + len(self._kept)
 
     def make(self, key: Key, worker: str, hashes: Hashes, now: float) -> None:
-        """`worker` is going to compute what it has not of `hashes`."""
+        """`worker` will compute those of `hashes` that it has not."""
         self.break_off(key)
         if not len(hashes):
             return
@@ -73,7 +70,7 @@ class InflightBlocks:
             try:
                 self._holders[worker] = self._index.add_holder()
             except OverflowError:
-                return  # more workers than there is room for: they go without
+                return  # no room for more workers: they go without
             self._counts[worker] = BlockCounts()
         self._index.store(self._holders[worker], 0, hashes)
         self._counts[worker].add(hashes)
@@ -82,21 +79,18 @@ class InflightBlocks:
             self.break_off(next(iter(self._made)))
 
     def fulfil(self, key: Key, worker: str, now: float) -> None:
-        """`worker` has computed it, or will not do so any more."""
-        made = self._made.get(key)
-        if made is not None and made[1] == worker:
+        """`worker` has computed it, or never will."""
+        if (made := self._made.get(key)) is not None and made[1] == worker:
             del self._made[key]
             self._kept[key] = (now, *made[1:])
 
     def break_off(self, key: Key) -> None:
-        """It will not be computed, or not there; what others have in common with it stays."""
-        made = self._made.pop(key, None) or self._kept.pop(key, None)
-        if made is not None:
+        """It will not be computed there; blocks of other promises stay."""
+        if (made := self._made.pop(key, None) or self._kept.pop(key, None)) is not None:
             self._take_back(made)
 
     def drop_worker(self, worker: str) -> None:
-        holder = self._holders.pop(worker, None)
-        if holder is not None:
+        if (holder := self._holders.pop(worker, None)) is not None:
             self._index.retire(holder)
             del self._counts[worker]
             for table in (self._made, self._kept):
@@ -114,26 +108,24 @@ class InflightBlocks:
                 self._take_back(made)
 
     def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Floats | None:
-        """Of each worker, how many blocks from the start of the chain it is computing; None: nobody is."""
+        """How many blocks from the start of the chain each worker is computing; None if all are 0."""
         if not len(self):
             return None
         depths = self._index.depths(hashes, workers, self._holders.get)[0]
         return depths.astype(float) if depths.any() else None
 
     def _take_back(self, made: tuple[float, str, Hashes]) -> None:
-        """All but the blocks that other promises of the worker have."""
+        """Remove its blocks, but those of the worker's other promises."""
         _, worker, hashes = made
         self._index.remove(self._holders[worker], 0, self._counts[worker].take(hashes))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         self._index.check_integrity()
+        promised: dict[str, set[bytes]] = {worker: set() for worker in self._holders}
         for table in (self._made, self._kept):
             times = [at for at, _, _ in table.values()]
             assert times == sorted(times)
             assert all(name in self._holders for _, name, _ in table.values())
-        promised: dict[str, set[bytes]] = {worker: set() for worker in self._holders}
-        for table in (self._made, self._kept):
             for _, name, hashes in table.values():
                 promised[name].update(block.tobytes() for block in hashes)
         counted = {name: counts.used for name, counts in self._counts.items()}

@@ -1,7 +1,5 @@
-"""What each worker could have of a prompt, tier by tier, and what a request would cost there, in seconds: loops over
-workers. Numba: as array operations the same takes ten times as long. Pure but for what they fill.
-
-`policies/cost.py` says what the terms mean.
+"""What each worker could have of a prompt, tier by tier, and what a request would cost there, in seconds. Pure but for
+what they fill. Loops for Numba: array operations take ten times as long. `policies/cost.py` explains the terms.
 """
 
 # mypy: ignore-errors
@@ -16,7 +14,7 @@ from numba import njit
 from kvfleet.placement.index.entry_kernels import kernel
 from kvfleet.placement.workers.prompts import COOLS_S
 
-# What is kept of a worker's load: the rows of `Workloads`, one number per worker each.
+# The rows of `Workloads`, one number per worker each.
 (
     RATE,  # prefill tokens/s, as reported; 0: not measured
     RATE_AT,  # when it was last another one
@@ -26,7 +24,7 @@ from kvfleet.placement.workers.prompts import COOLS_S
     SLOTS,
     STAY,  # seconds from start to end of a request
     RECENT,  # prompt tokens given lately, as of AT
-    CREDIT,  # what share of the blocks that it is said to hold is believed
+    CREDIT,  # share of its indexed blocks that is believed
     TOKEN_BYTES,  # of K and V, as restored
     BLOCKS_USED,
     BLOCKS,
@@ -34,8 +32,8 @@ from kvfleet.placement.workers.prompts import COOLS_S
     TOKEN_S,  # seconds per decoded token, all its sequences together; 0: not measured
     STEP_S,  # seconds per decode step; 0: not measured
     OUTPUT,  # tokens that a request generates
-    AHEAD,  # of BACKLOG, what comes before a request of the priority in question; set in views
-    AHEAD_REQUESTS,  # the same of REQUESTS
+    AHEAD,  # part of BACKLOG before a request of the view's priority; set in views
+    AHEAD_REQUESTS,  # the same part of REQUESTS
     RESTORE,  # from here on: bytes/s from each tier, as measured; 0: not measured
 ) = range(19)
 LOAD_ROWS = RESTORE + 4
@@ -45,27 +43,24 @@ TERMS = ("queue", "slot", "step", "fetch", "prefill", "copy", "harm")
 QUEUE, SLOT, STEP, FETCH, PREFILL, COPY, HARM = range(7)
 TTFT_TERMS = QUEUE, SLOT, FETCH, PREFILL
 COST = 7  # their sum
-RESTORED = 8  # from this row on: tokens that come from each tier below the device
+RESTORED = 8  # from this row on: tokens from each tier below the device
 ROWS = 11
 
 DEVICE, HOST, VAULT, PEER = range(4)  # rows of what is matched, and from RESTORE on
 
-UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet where nobody has measured any
-RECENT_S = 60.0  # what a worker was given counts as recent for about so long
-ALIKE = 0.25  # rates that differ from their mean by less than this share do so by chance
-FORGIVEN_S = 120.0  # so long without a new measurement, and a low rate is taken for e times as high
-COPY_S = 0.5  # what a request may be made to wait so that others find a copy
+UNMEASURED_RATE = 1000.0  # prefill tokens/s of a fleet without measurements
+RECENT_S = 60.0
+ALIKE = 0.25  # share of the mean by which rates differ by chance
+FORGIVEN_S = 120.0  # a low rate counts e times as much after so long without a measurement
+COPY_S = 0.5  # that a request may wait so that others find a copy
 
 
 @njit
 def fill(depths, groups, credit, pooled, size, most, indexed, believed):
     """Fills `indexed` and `believed` `[4, candidates]`, at most `most` tokens each. `depths` `[3, asked]` are blocks of
-    `size` tokens: of the candidates, and after them of others who only give.
-
-    Who are in one of the `groups` `[asked]` can pull from one another what they hold on their device and host; -1 is
-    none. Of what a worker is said to hold the share `credit` `[asked]` is believed; of what vaults have, `pooled`
-    blocks from the start, all of it, for all that fetch it.
-    """
+    `size` tokens of the candidates, then of workers that only give. Those in one of the `groups` `[asked]`, -1 is none,
+    can pull device and host blocks from one another. A share `credit` `[asked]` of a worker's blocks is believed, and
+    all of the `pooled` blocks that vaults have from the start."""
     asked = depths.shape[1]
     most_indexed, most_believed = np.zeros(asked), np.zeros(asked)  # of each group
     for worker in range(asked):
@@ -89,12 +84,9 @@ def fill(depths, groups, credit, pooled, size, most, indexed, believed):
 
 @kernel
 def _of_all(values):
-    """Mean rate, how many measured one, mean stay, and what a sequence adds to a decode step.
-
-    The mean rate is harmonic, of those who measured: one absurdly fast worker does not make the others look fast. A
-    sequence adds at most the least time that a decoded token takes anywhere: with few of them most of a step is not
-    theirs.
-    """
+    """Mean rate, how many measured one, mean stay, and what a sequence adds to a decode step: at most the least time of
+    a decoded token anywhere, as with few sequences most of a step is not theirs. The mean rate is harmonic, so that one
+    absurdly fast worker does not make the others look fast."""
     seconds, measured, stays, stayed, token_s = 0.0, 0, 0.0, 0, np.inf
     for worker in range(values.shape[1]):
         if values[RATE, worker] > 0:
@@ -111,10 +103,9 @@ def _of_all(values):
 
 @kernel
 def _comparable(rate, measured_at, mean, now):
-    """A rate within a quarter of the mean is taken for the mean: between equal machines measurements differ so, and the
-    idle one that was slower last time must not stay idle for it. Who has not measured is taken for the mean too. A rate
-    that was measured lower, long ago, comes up to it: the lower, the later. One bad measurement would else keep all
-    work, and so any better one, away."""
+    """A missing rate, or one within a quarter of the mean, is taken for the mean: measurements of equal machines differ
+    so, and the slower one must not stay idle for it. A lower one comes up to the mean with time: else one bad
+    measurement would keep all work, and so any better one, away."""
     if rate <= 0 or abs(rate - mean) <= ALIKE * mean:
         return mean
     if rate < mean:
@@ -124,14 +115,14 @@ def _comparable(rate, measured_at, mean, now):
 
 @kernel
 def _until_served(values, worker, rate, idle):
-    """Seconds until what is ahead there has been prefilled."""
+    """Seconds until the work ahead has been prefilled."""
     return max(values[AHEAD, worker] / rate - idle, 0.0)
 
 
 @kernel
 def _until_slot(values, worker, mean_stay):
-    """Seconds until a slot is free for one more: they become free one by one, as requests stay so long. Where they stay
-    longer now than they did, one takes at least its output's steps."""
+    """Seconds until a slot is free: they become free one by one. A request stays at least as long as its output's steps
+    take, where those have become slower."""
     slots = values[SLOTS, worker]
     ahead = values[AHEAD_REQUESTS, worker] - slots + 1
     if slots <= 0 or ahead <= 0:
@@ -142,16 +133,15 @@ def _until_slot(values, worker, mean_stay):
 
 @kernel
 def _recent(values, worker, now):
-    """Tokens to prefill that it was given in about the last minute."""
+    """Tokens to prefill given in about the last minute."""
     return values[RECENT, worker] * math.exp(-(now - values[AT, worker]) / RECENT_S)
 
 
 @kernel
 def _uses(values, worker, heat, now):
-    """How many requests will find what is computed there, of the `heat` that part ways at its end: all of them where
-    the cache keeps everything, or its size is not known. Else it lasts until none comes for as long as what the worker
-    is given takes to fill the room that running sequences leave; of requests that come by chance e^(rate * time) - 1
-    come before such a gap."""
+    """How many of the `heat` requests that part ways at its end will find a copy there: all where the cache keeps
+    everything, or its size is not known. Else the copy lasts until no request comes for as long as new work takes to
+    fill the room that running sequences leave: e^(rate * time) - 1 of random requests come before such a gap."""
     if values[BLOCKS, worker] <= 0:
         return heat
     room = max(values[BLOCKS, worker] - values[BLOCKS_USED, worker], 0.0) * values[BLOCK_TOKENS, worker]
@@ -163,8 +153,7 @@ def _uses(values, worker, heat, now):
 
 @kernel
 def waits(values, now, out):
-    """Fills `out` `[workers]`: seconds until a request would be begun there. Who has not measured anything, in a fleet
-    that has not, is taken to be free."""
+    """Fills `out` `[workers]`: seconds until a request would be begun there; without measured rates, until a slot."""
     mean, measured, stay, _ = _of_all(values)
     for worker in range(values.shape[1]):
         out[worker] = _until_slot(values, worker, stay)
@@ -175,8 +164,8 @@ def waits(values, now, out):
 
 @kernel
 def price(values, matched, tokens, heat, now, others, busy, out):
-    """Fills `out` `[11, workers]`: the terms, their sum, and what is restored from where. `values` are `[22, workers]`,
-    `matched` `[4, workers]` tokens, each tier's with those of faster ones. A peer's blocks begin with the chain's
+    """Fills `out` `[11, workers]`: the terms, their sum, and tokens restored from each tier. `values` are
+    `[22, workers]`, `matched` `[4, workers]` tokens in the tier or a faster one. A peer's blocks begin with the chain's
     first, a vault's where the worker's own end."""
     mean, _, mean_stay, token_s = _of_all(values)
     least = np.inf
@@ -188,11 +177,11 @@ def price(values, matched, tokens, heat, now, others, busy, out):
         out[STEP, worker] = values[REQUESTS, worker] * token_s
         fetch = 0.0
         prefill = (tokens - matched[DEVICE, worker]) / rate
-        fetched, end = 0.0, matched[DEVICE, worker]  # restored in order, so far
+        fetched, end = 0.0, matched[DEVICE, worker]  # seconds, and where they end, in order
         fetched_here, end_here = fetched, end  # without vaults
         out[RESTORED:, worker] = 0.0
         from_host = from_vault = 0.0
-        for tier in range(HOST, PEER + 1):  # between their ends all grows in straight lines: an end is cheapest
+        for tier in range(HOST, PEER + 1):  # costs are linear between the tiers' ends: an end is cheapest
             speed, reach = values[RESTORE + tier, worker], matched[tier, worker]
             if speed <= 0 or values[TOKEN_BYTES, worker] <= 0:
                 continue  # never measured: no choice
@@ -228,8 +217,8 @@ def price(values, matched, tokens, heat, now, others, busy, out):
 
 @kernel
 def cheapest(prices, held, tokens, keeps, near_s, near_share, equals):
-    """The cheapest worker of `prices` (as `price` fills them), and how many are about as cheap, listed in `equals`
-    `[workers]`. With `keeps`, of these only who has most of `held` tokens counts, if that is half of the prompt."""
+    """The cheapest worker of `prices` (as `price` fills them), and how many cost about as much, listed in `equals`
+    `[workers]`: with `keeps`, only the one with most `held` tokens if those are half of the prompt."""
     count = prices.shape[1]
     number = 0
     for worker in range(count):

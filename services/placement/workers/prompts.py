@@ -1,4 +1,4 @@
-"""What a request's prompt is to placement: so many tokens, hashes of blocks, and a prefix that is in demand. Pure."""
+"""A request's prompt in placement: tokens, hashes of blocks, and prefixes in demand. Pure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from kvproto import block_hash
 from kvproto.block_hash import ForkedRoot, Root, TenantRoots
 from kvproto.messages import PlaceRequest, PublicPrefix, WorkerRecord
 
-CHARACTERS_PER_TOKEN = 4  # of text that nobody has tokenised yet
+CHARACTERS_PER_TOKEN = 4  # of text that is not tokenised yet
 NO_HASHES: Hashes = np.empty((0, 2), dtype=np.uint64)
 KEPT = 65_536
 KEPT_PREFIXES = 4096
 KEPT_BLOCKS = 524_288
-COOLS_S = 1800.0  # about as long as a copy that nobody uses stays in a cache
+COOLS_S = 1800.0  # about as long as an unused copy stays in a cache
 IN_DEMAND = 1.5  # two requests, a quarter of an hour apart at most
-MAX_SPACES = 64  # whose roots are kept
-LARGEST_BLOCK = 28  # tokens; with a parent of 16 bytes that fills the 128 bytes of one compression
+MAX_SPACES = 64  # with kept roots
+LARGEST_BLOCK = 28  # tokens; with a parent of 16 bytes they fill the 128 bytes of one compression
 
 
 def chain(root: Root, ids: Sequence[int], block_size: int) -> Hashes:
-    """`[blocks, 2]`: hashes of the full blocks of `ids`, in order: `kvproto.block_hash.chain` as one compiled loop, as
-    this is most of what a decision costs. A block of up to 28 tokens is one compression; larger and odd ones take
-    hashlib's way."""
+    """`[blocks, 2]`: `kvproto.block_hash.chain` of the full blocks of `ids`, as one compiled loop for blocks of one
+    compression, as it is most of a decision's time. Larger and odd ones go through hashlib."""
     if block_size % 2 or block_size > LARGEST_BLOCK:
         return pack(block_hash.chain(root, ids, block_size))
     count = len(ids) // block_size
@@ -49,7 +48,7 @@ def chain(root: Root, ids: Sequence[int], block_size: int) -> Hashes:
 
 @dataclass(frozen=True, slots=True)
 class AddressSpace:
-    """What decides a block's address besides its tokens and the tenant: workers that agree on it share hashes."""
+    """What decides a block's address besides its tokens and tenant: workers that agree on it share hashes."""
 
     model_revision: str
     block_size: int
@@ -61,8 +60,8 @@ def address_space(record: WorkerRecord) -> AddressSpace:
 
 
 class PromptHasher(Protocol):
-    """How prompts are counted and hashed; the simulator has traces instead of tokens. `hashes` are `[blocks, 2]` of the
-    full blocks, none for text that only a worker can tokenise; their chain begins with `root`."""
+    """Counts and hashes prompts; the simulator has traces instead of tokens. `hashes` are `[blocks, 2]` of the full
+    blocks, none for text that only a worker can tokenise; their chain begins with `root`."""
 
     def tokens(self, ask: PlaceRequest) -> int: ...
 
@@ -72,7 +71,7 @@ class PromptHasher(Protocol):
 
 
 class HashedPrompts:
-    """Hashes token ids as workers do. Without the fleet key nothing can be hashed: then load alone decides."""
+    """Hashes token ids as workers do; without the fleet key it cannot, and load alone decides."""
 
     def __init__(self, fleet_key: bytes | None) -> None:
         self._fleet_key = fleet_key
@@ -107,18 +106,17 @@ class SharedPrefix:
 class Heat:
     """How many prompts part ways after a block: the demand for the prefix that it ends. Owned by the decider.
 
-    A system prompt is where many requests' longest match ends; the last block of a conversation is where one does. What
-    is in demand is worth a copy on further workers. A prefix that nobody asks for any more cools down, and its copies
-    are evicted like everything else. Of prefixes after which at least two parted the whole chain is kept, at most
-    `kept_prefixes` of `kept_blocks` together; when there are more, the coolest quarter goes.
+    Many requests' longest match ends with a system prompt, one with the last block of a conversation. A prefix in
+    demand is worth copies on further workers; unused, it cools down. The whole chain of prefixes after which at least
+    two parted is kept, at most `kept_prefixes` of `kept_blocks` together; beyond, the coolest quarter goes.
     """
 
     kept: int = KEPT
     kept_prefixes: int = KEPT_PREFIXES
     kept_blocks: int = KEPT_BLOCKS
-    counts: OrderedDict[bytes, tuple[float, float]] = field(default_factory=OrderedDict)  # asked for longest ago first
+    counts: OrderedDict[bytes, tuple[float, float]] = field(default_factory=OrderedDict)  # longest unused first
     prefixes: dict[bytes, SharedPrefix] = field(default_factory=dict)  # by their last block
-    blocks: int = 0  # of all of them
+    blocks: int = 0  # of all prefixes
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -129,7 +127,7 @@ class Heat:
         return count * math.exp((at - now) / COOLS_S)
 
     def add(self, block: bytes, now: float) -> bool:
-        """Whether the prefix that it ends is in demand and its chain not known: then `keep` wants it."""
+        """Returns whether `keep` should have the prefix that it ends: it is in demand and not kept."""
         count = self.of(block, now) + 1
         self.counts[block] = count, now
         self.counts.move_to_end(block)
@@ -154,12 +152,10 @@ class Heat:
         return sorted(hot, key=lambda one: (-one[1], -len(one[0].hashes)))
 
     def _drop(self, block: bytes) -> None:
-        gone = self.prefixes.pop(block, None)
-        if gone is not None:
+        if (gone := self.prefixes.pop(block, None)) is not None:
             self.blocks -= len(gone.hashes)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         assert self.blocks == sum(len(prefix.hashes) for prefix in self.prefixes.values()) <= self.kept_blocks
         assert len(self.prefixes) <= self.kept_prefixes
         assert self.prefixes.keys() <= self.counts.keys()

@@ -1,7 +1,6 @@
-"""Compiles placement's kernels before the first request needs them. Adapter to Numba's compiler and its cache.
+"""Compiles placement's kernels before the first request. Adapter to Numba's compiler and its cache.
 
-The kernels' modules compile nothing when they are imported and know no disk; here each is told where its results are
-kept, and called once with what it will be called with.
+The kernels' modules compile nothing on import and know no disk; here each gets its folder and is called once.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ KERNELS = tuple(one for module in MODULES for one in vars(module).values() if is
 
 @cache
 def warm_up() -> None:
-    """Compile, or load what an earlier process compiled: seconds the first time on a machine. Again it does nothing."""
+    """Compile, which takes seconds, or load what an earlier process compiled."""
     folder = results_folder(SOURCES)
     if folder is not None:
         before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
         try:
             for kernel in KERNELS:
-                kernel.enable_caching()  # what `njit(cache=True)` does, which would look for a folder on import
+                kernel.enable_caching()  # as `njit(cache=True)`, which would look for a folder on import
         finally:
-            numba.config.CACHE_DIR = before  # this process may compile other things, kept elsewhere
+            numba.config.CACHE_DIR = before  # the process may keep other kernels elsewhere
     _call_all()
 
 
 def _call_all() -> None:
-    """Numba compiles for types: a message's bytes cannot be written to, arrays of our own can, and these are two."""
+    """Read-only arrays, from a message's bytes, and our own are two types to Numba."""
     blocks = [bytes((number,)) * 16 for number in range(8)]
     event = KvEvents("", 1, (TierEvents(Tier.DEVICE, False, (BlockRun(b"", tuple(blocks)),)),))
     own = read_changes(codec.encode_events(event)).changes[0].hashes

@@ -1,7 +1,7 @@
-"""What each worker has to do, as columns of numbers: one decision looks at all workers at once. Pure.
+"""Each worker's load, as columns of numbers: one decision looks at all workers at once. Pure.
 
-A worker's prefill backlog is taken as a fluid: it drains at the worker's measured rate, grows by what is booked, and is
-set right by every heartbeat. So between two heartbeats a burst sees its own weight, and a queue that empties is empty.
+A prefill backlog is a fluid: it drains at the worker's measured rate, bookings add to it, and each heartbeat corrects
+it. So between two heartbeats a burst sees its own weight.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from kvproto.messages import Load, PriorityLoad, Rates, Tier
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = npt.NDArray[np.int64]
 
-PRICED_TIERS = (*TIERS, Tier.PEER)  # where a worker gets blocks from: rows of what is matched and of restore rates
+PRICED_TIERS = (*TIERS, Tier.PEER)  # rows of what is matched and of restore rates
 FIRST_COLUMNS = 64
-LEAST_RATE = 1e-3  # tokens/s: a worker that says less has not measured
+LEAST_RATE = 1e-3  # tokens/s: less is no measurement
 
 
 @dataclass(slots=True)
 class Levels:
-    """Work by priority, 201 at most, as a fluid that is served from the top: ahead of a request is the work of its own
-    priority and of higher ones, however much there is below. Amounts are never negative."""
+    """Work by priority, 201 at most, as a fluid that is served from the top. Amounts are never negative."""
 
     amounts: dict[int, float] = field(default_factory=dict)
 
@@ -38,7 +37,7 @@ class Levels:
         return sum(self.amounts.values())
 
     def add(self, priority: int, amount: float) -> None:
-        """A negative amount takes away what is there of this priority."""
+        """A negative amount takes away at most what is there."""
         left = self.amounts.get(priority, 0.0) + amount
         if left > 0:
             self.amounts[priority] = left
@@ -60,8 +59,6 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One worker's column, for those who look at one."""
-
     requests: float
     backlog_tokens: float
     prefill_tokens_per_s: float
@@ -77,20 +74,20 @@ class View:
     def price(
         self, matched: Floats, tokens: int, *, heat: float = 0.0, others: float = 0.0, busy: float = 0.0
     ) -> Floats:
-        """What a request of `tokens`, of which `matched` `[4, workers]` are cached, would cost, in seconds: a row for
-        each of `price_kernel.TERMS`, and their sum; then the tokens that would be restored from each tier."""
+        """`price_kernel.price` of a request of `tokens`, of which `matched` `[4, workers]` are cached: a row for each
+        of `TERMS`, in seconds, and their sum; then the tokens restored from each tier."""
         out = np.empty((kernel.ROWS, self.values.shape[1]))
         kernel.price(self.values, matched, tokens, heat, self.now, others, busy, out)
         return out
 
     def waits(self) -> Floats:
-        """Seconds until a request would be begun; 0 where nothing was ever measured."""
+        """Seconds until a request would be begun."""
         out = np.empty(self.values.shape[1])
         kernel.waits(self.values, self.now, out)
         return out
 
     def turn_s(self, tokens: int) -> float:
-        """How long all of them together are busy with one request of so many prompt tokens."""
+        """Seconds that all of them together are busy with one request of so many prompt tokens."""
         values = self.values
         rates = values[kernel.RATE][values[kernel.RATE] > 0]
         stays = values[kernel.STAY] / np.maximum(values[kernel.SLOTS], 1.0)
@@ -104,7 +101,7 @@ class View:
 
     @property
     def usage(self) -> Floats:
-        """The larger share: of slots, by requests that wait too, or of KV blocks that running sequences hold."""
+        """The larger share: of slots, by all requests, or of KV blocks, by running sequences."""
         values = self.values
         slots = values[kernel.REQUESTS] / np.maximum(values[kernel.SLOTS], 1.0)
         larger: Floats = np.maximum(slots, values[kernel.BLOCKS_USED] / np.maximum(values[kernel.BLOCKS], 1.0))
@@ -141,7 +138,7 @@ class Workloads:
         self._free.append(column)
 
     def report(self, column: int, load: Load, rates: Rates, unseen: Iterable[tuple[int, float]], now: float) -> None:
-        """A heartbeat; `unseen` is what was booked and cannot be in it yet, request by request: priority, tokens."""
+        """Take a heartbeat; `unseen` are booked requests that cannot be in it yet: priority, tokens."""
         values, unseen = self._values, list(unseen)
         self._drain(column, now)
         self._report_levels(column, load, unseen)
@@ -162,7 +159,7 @@ class Workloads:
                 values[_RESTORE_ROW[tier], column] = rate
 
     def give(self, column: int, tokens: float, now: float, *, priority: int = 0) -> None:
-        """A request with so many tokens to prefill."""
+        """Add a request with so many tokens to prefill."""
         self._drain(column, now)
         if priority or column in self._levels:
             if column not in self._levels:  # until now all was of priority 0
@@ -176,7 +173,7 @@ class Workloads:
         self._values[kernel.RECENT, column] += tokens
 
     def correct(self, column: int, tokens: float, now: float, *, queued: bool = True, priority: int = 0) -> None:
-        """The tokens to prefill turned out to be more, or fewer. Not `queued`: the worker's own figure has that."""
+        """A request has so many more tokens to prefill. Not `queued`: the worker's own figure has that."""
         self._drain(column, now)
         if queued and column in self._levels:
             self._levels[column][0].add(priority, tokens)
@@ -184,28 +181,25 @@ class Workloads:
             self._values[row, column] = max(0.0, self._values[row, column] + tokens)
 
     def take(self, column: int, tokens: float, now: float, *, queued: bool = True, priority: int = 0) -> None:
-        """The request is gone, and so many of its tokens will never be prefilled."""
+        """A request is gone, and so many of its tokens will never be prefilled."""
         self.correct(column, -tokens, now, queued=queued, priority=priority)
         if column in self._levels:
             self._levels[column][1].add(priority, -1)
         self._values[kernel.REQUESTS, column] = max(0.0, self._values[kernel.REQUESTS, column] - 1)
 
-    def stayed(self, column: int, seconds: float) -> None:
-        """A request left, so long after it had started."""
-        self._learn(kernel.STAY, column, seconds)
-
-    def generated(self, column: int, tokens: int) -> None:
-        """A request ended that had generated so many."""
-        self._learn(kernel.OUTPUT, column, float(tokens))
+    def learn(self, row: int, column: int, value: float) -> None:
+        """A request left after so many seconds (STAY), or tokens (OUTPUT): their mean follows slowly."""
+        old = self._values[row, column]
+        self._values[row, column] = old + (value - old) * 0.1 if old else value
 
     def trust(self, column: int, credit: float) -> None:
-        """What share of the blocks that the worker is said to hold is believed."""
+        """Believe this share of the worker's indexed blocks."""
         self._values[kernel.CREDIT, column] = credit
 
     def view(self, columns: Columns, now: float, *, priority: int = 0) -> View:
-        """These workers as a request of this priority finds them now, in the order of `columns`."""
+        """These workers as a request of this priority finds them now."""
         values = self._values.take(columns, axis=1)
-        if priority <= 0:  # else nothing is ahead, but of whom more is known
+        if priority <= 0:  # else nothing is ahead, unless levels say so
             values[kernel.AHEAD], values[kernel.AHEAD_REQUESTS] = values[kernel.BACKLOG], values[kernel.REQUESTS]
         for number, column in enumerate(columns.tolist() if self._levels else ()):
             if column in self._levels:
@@ -215,7 +209,6 @@ class Workloads:
         return View(values, now)
 
     def credits_of(self, columns: Columns) -> Floats:
-        """What share of the blocks that each is said to hold is believed."""
         credits: Floats = self._values[kernel.CREDIT].take(columns)
         return credits
 
@@ -230,7 +223,7 @@ class Workloads:
 
     def _drain(self, column: int, now: float) -> None:
         values = self._values
-        now = max(now, self.now)  # a milestone that came before its booking is counted with its own time
+        now = max(now, self.now)  # milestones that came before their booking have an earlier time
         waited = now - values[kernel.AT, column]
         values[kernel.AT, column] = self.now = now
         rate = values[kernel.RATE, column] or kernel.UNMEASURED_RATE
@@ -238,10 +231,6 @@ class Workloads:
         if column in self._levels:
             self._levels[column][0].drain(waited * rate)
         values[kernel.RECENT, column] *= math.exp(-waited / kernel.RECENT_S)
-
-    def _learn(self, row: int, column: int, value: float) -> None:
-        old = self._values[row, column]
-        self._values[row, column] = old + (value - old) * 0.1 if old else value
 
     def _report_levels(self, column: int, load: Load, unseen: list[tuple[int, float]]) -> None:
         if not load.priorities and not any(priority for priority, _ in unseen):
@@ -256,7 +245,6 @@ class Workloads:
         self._levels[column] = backlog, requests
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         assert len(set(self._free)) == len(self._free) <= self._values.shape[1]
         assert np.isfinite(self._values).all()
         assert (self._values[kernel.NEVER_NEGATIVE] >= 0).all()

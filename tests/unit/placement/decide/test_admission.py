@@ -14,6 +14,7 @@ from placement_rig import RATE, Rig
 from kvfleet.placement.actions import Answer, Fail
 from kvfleet.placement.decide.admission import MOST_RETRY_S, TurnedAway, limit_of
 from kvfleet.placement.events import PlaceAsked, WorkerAnswered
+from kvfleet.placement.workers.price_kernel import OUTPUT, STAY
 from kvfleet.placement.workers.workloads import Levels, Workloads
 from kvproto.messages import Heartbeat, Load, Passed, PriorityLoad, Rates, State
 
@@ -181,8 +182,8 @@ class TestPriority:
         loads = Workloads()
         column = loads.add(1.0, 16, 0.0)
         loads.report(column, Load(slots=4, running=running), Rates(1000.0, 10.0, 10.0), (), 0.0)
-        loads.stayed(column, 2.0)
-        loads.generated(column, 30)
+        loads.learn(STAY, column, 2.0)
+        loads.learn(OUTPUT, column, 30.0)
         for priority, tokens in work:
             loads.give(column, tokens, 0.0, priority=priority)
         loads.check_integrity()

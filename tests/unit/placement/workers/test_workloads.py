@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvfleet.placement.workers.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, UNMEASURED_RATE
+from kvfleet.placement.workers.price_kernel import HARM, PREFILL, QUEUE, RECENT_S, SLOT, STAY, UNMEASURED_RATE
 from kvfleet.placement.workers.prompts import COOLS_S
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Load, Rates
@@ -126,7 +126,7 @@ def test_a_full_worker_costs_the_wait_for_a_slot() -> None:
     loads = Workloads()
     free, full = a_worker(loads, slots=4, running=3), a_worker(loads, slots=4, running=4, waiting=1)
     for column in (free, full):
-        loads.stayed(column, 8.0)
+        loads.learn(STAY, column, 8.0)
     assert priced(loads, at(free, full), 0.0)[SLOT].tolist() == [0.0, 2 * 8.0 / 4]
 
 

@@ -10,8 +10,7 @@ from placement_build import a_beat, a_core, a_record, an_ask
 
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import PlaceAsked, WorkerJoined, WorkerLeft, WorkerNewEpoch
-from kvfleet.placement.record.worker_metrics import WorkerMetrics, metrics_of
-from kvfleet.placement.workers.fleet import HITS_S, HITS_SAMPLE_S
+from kvfleet.placement.workers.fleet import HITS_S, HITS_SAMPLE_S, WorkerMetrics, metrics_of
 from kvproto.messages import Heartbeat, Load, State
 
 
