@@ -17,8 +17,6 @@ DEFAULT = PlacementConfig()
 
 
 class PlacementSettings(ServiceSettings):
-    """Any number of replicas share the work through a queue group."""
-
     policy: str = Field(DEFAULT.policy, description=f"{', '.join(POLICY_NAMES[:-1])} or {POLICY_NAMES[-1]}")
     fleet_key: str = Field(
         "", description="secret from which tenants' cache salts are derived; equal in all processes", repr=False
@@ -91,7 +89,7 @@ class PlacementSettings(ServiceSettings):
         return self
 
     def config(self) -> PlacementConfig:
-        """What the replica goes by; the loop adds its region, and whether decisions are recorded."""
+        """The loop adds its region, and whether decisions are recorded."""
         return PlacementConfig(
             policy=self.policy,
             index_blocks=self.index_blocks,

@@ -1,4 +1,4 @@
-"""Has the core decide, and carries out over NATS what it wants done. Loop: owns the bookings still to be shared."""
+"""Loop: has the core decide and carries its actions out over NATS. Owns the bookings still to be shared."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvfleet.placement.actions import (
+from kvfleet.placement.core import PlacementCore
+from kvfleet.placement.events import (
     Action,
     Answer,
     AnswerOtherRegion,
     AskStillRunning,
     Cancel,
     DropMember,
+    Event,
     Fail,
     Forward,
     PassOn,
+    PingUnanswered,
     PingWorker,
     RecordDecision,
     TakenOver,
+    Tick,
+    WorkerAnswered,
     failed_frame,
 )
-from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Event, PingUnanswered, Tick, WorkerAnswered
 from kvfleet.placement.index.kv_indexer import PullSnapshot
 from kvfleet.placement.io.replica import Replica
-from kvfleet.placement.io.stall_timer import StallTimer
+from kvfleet.placement.io.timing import StallTimer
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
@@ -73,8 +76,6 @@ INBOX_HEADER = "Kvfleet-Inbox"  # the producer's, whom the other region answers
 
 @dataclass(eq=False)
 class Executor:
-    """Owned by the placement loop."""
-
     replica: Replica
     core: PlacementCore
     members: Members
@@ -112,7 +113,7 @@ class Executor:
         self.tell(Tick(disconnected=connection.is_silent or not connection.is_settled(BACK_S)))
 
     async def stop(self) -> None:
-        """What comes from here on is for the replicas that go on, and so is what was watched. Never raises."""
+        """Later events, and what was watched, are for the replicas that go on. Never raises."""
         self._stopped = True
         await self.carry_out(self.core.forwarding.leave(self.replica.now()))
         await self._hand_on(self.core.in_flight.watches())
@@ -172,7 +173,7 @@ class Executor:
                     waiting.extend(self.handle(WorkerAnswered(refusal, action.reply.split(".")[-2])))
 
     def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
-        """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""
+        """In the version that the worker reads. Raises Unavailable (ask another worker) or PayloadTooLarge."""
         view = self.members.view.workers.get(worker)
         try:
             version = codec.common_version(view.record.versions if view else ())
@@ -185,7 +186,7 @@ class Executor:
         return data
 
     def _with_addresses(self, placement: Placement) -> Placement:
-        """A source of this region as a worker elsewhere can reach it; without one that can be reached, none."""
+        """The source as a worker of another region can reach it; none if its worker has no TCP address."""
         view = self.members.view.workers.get(placement.source)
         addresses = tuple(one for one in view.record.data_plane if one.startswith("tcp:")) if view else ()
         if not addresses or not self.fleet_key:
@@ -195,11 +196,8 @@ class Executor:
         return replace(placement, source=source, source_addresses=addresses, source_seal=sealed)
 
     async def _ping(self, worker: str) -> None:
-        """Its event loop answers on the admin subject within 50 ms, however busy its engine is.
-
-        Nobody can tell while our own connection is down, silent or just back (the workers' are too), if the worker's
-        record changed meanwhile (it registered again), or while the same question is being asked already.
-        """
+        """A worker's event loop answers within 50 ms, however busy its engine is. Silence says nothing while our own
+        connection is down, silent or just back (the workers' are too), or if the worker registered again meanwhile."""
         known, connection = self.members.view.workers.get(worker), self.replica.connection
         if known is None or worker in self._pinging:
             return
@@ -235,9 +233,8 @@ class Executor:
         return any(role is Role.PLACEMENT and member != own for role, member in members)
 
     def _share(self, batch: BookedBatch) -> None:
-        """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
-        is what a replica that is only just starting was not told."""
-        if not self.has_others():  # NATS would bring it back to nobody but us
+        """A lost message is made good by the worker's heartbeat; so is one before a new replica listens."""
+        if not self.has_others():  # NATS would only bring it back to us
             return
         if not (self._booked or self._refused or self._referred):
             asyncio.get_running_loop().call_later(SHARE_S, lambda: self.replica.spawn(self._publish_booked()))
@@ -261,7 +258,7 @@ class Executor:
             log.debug("placement: bookings not shared: %s", error)
 
     async def _pass_on(self, action: PassOn) -> None:
-        """Until the other region has taken it; else it is offered here, or its producer hears why not."""
+        """If the other region does not take it, it is offered here."""
         event = action.event
         as_json = event.encoding is Encoding.JSON
         data = codec.encode_plain(replace(event.ask, request=event.request, seed=event.seed), as_json=as_json)
@@ -280,7 +277,7 @@ class Executor:
             await self.carry_out(self.handle(replace(event, from_other_region=True)))
 
     async def _carry_on(self, capsule: Capsule) -> None:
-        """Another replica has it, or its producer hears that nobody has."""
+        """Hand it to another replica, or tell its producer that none took it."""
         body = capsule.request
         error = await self._handed_over(self.replica.subjects.placement_capsules(), codec.encode(capsule))
         if error is not None:
@@ -290,8 +287,7 @@ class Executor:
             await self.carry_out([failed, Cancel(capsule.worker, CancelRequest(body.request, held))])
 
     async def _hand_on(self, watches: tuple[Watch, ...]) -> None:
-        """Have another replica go on watching; returns when that and every capsule is settled. Never raises. What
-        nobody takes is watched no more: its worker goes on with it."""
+        """Returns when all watches and capsules are settled. Never raises. Workers go on with what no replica takes."""
         for start in range(0, len(watches), WATCHES_PER_MESSAGE):
             message = Watches(self.core.placement, watches[start : start + WATCHES_PER_MESSAGE])
             error = await self._handed_over(self.replica.subjects.placement_watches(), codec.encode(message))
@@ -301,15 +297,14 @@ class Executor:
         await asyncio.gather(*handing)
 
     async def _handed_over(self, subject: str, data: bytes) -> Exception | None:
-        """Whether another replica says that it has it, else why not. One that dies in between is followed by a further
-        try, which NATS brings to a further one."""
+        """Why no other replica took it; None: one did. After a replica that died NATS brings it to a further one."""
         failure: Exception | None = None
         async with self._hands:
             for _ in range(HAND_OVER_TRIES):
                 try:
                     await self.replica.connection.request(subject, data, HAND_OVER_S)
                     return None
-                except WorkerLost as error:  # NATS knows of nobody
+                except WorkerLost as error:  # no replica listens
                     failure = error
                     break
                 except (TimeoutError, KvfleetError) as error:

@@ -17,11 +17,19 @@ from functools import partial
 
 import numpy as np
 
-from kvfleet.placement.actions import Answer
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import BlocksChanged, Event, PlaceAsked, Tick, WorkerJoined, WorkerLeft, WorkerUpdated
+from kvfleet.placement.events import (
+    Answer,
+    BlocksChanged,
+    Event,
+    PlaceAsked,
+    Tick,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerUpdated,
+)
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.policies import Policy, build_policies
