@@ -1,8 +1,8 @@
 """Placement as a process sees it. READ THIS FIRST.
 
-Owns the core, the subscriptions and the tasks, and decides nothing: bytes are read into events (`io/intake`), the core
-turns an event into actions (`core`), and the actions are carried out (`io/executor`). All of it happens on one event
-loop, so the core needs no lock; no callback awaits anything but a publish.
+Owns the core, the subscriptions and the tasks: bytes are read into events (`io/intake`), the core turns an event into
+actions (`core`), and these are carried out (`io/executor`). All of it happens on one event loop, so the core needs no
+lock; no callback awaits anything but a publish.
 
     kvf.place.<tenant>.<model>      a Client or ingress asks  ──▶ a Placement, or one Failed frame     place_desk
     kvf.generate.<tenant>.<model>   a bare producer asks      ──▶ offered to a worker, and watched     producer_desk
@@ -10,7 +10,7 @@ loop, so the core needs no lock; no callback awaits anything but a publish.
     kvf.placement.capsules          a draining worker lets go of a producer's request  ──▶ offered     producer_desk
     kvf.placement.watches           a replica that goes hands on what it watched                       producer_desk
     kvf.placement.stats, explain    what this replica has seen, and why it decided as it did           question_desk
-    kvf.placement.preload, victim   what a new worker should have, and who is the cheapest to lose     question_desk
+    kvf.placement.preload, victim   what a new worker should have, which one is the cheapest to lose   question_desk
     kvf.region...                   other regions                                                      region_desk
     members, events, milestones, bookings of other replicas: heard without asking                      subscriptions
 

@@ -14,6 +14,7 @@ from kvfleet.placement.workers.bookings import PhantomLimits
 from kvservice.settings import ServiceSettings
 
 DEFAULT = PlacementConfig()
+SAME = {"policy", "index_blocks", "max_workers", "spill_wait_s", "max_wait_s", "max_producer_priority"}  # in the config
 
 
 class PlacementSettings(ServiceSettings):
@@ -91,12 +92,7 @@ class PlacementSettings(ServiceSettings):
     def config(self) -> PlacementConfig:
         """The loop adds its region, and whether decisions are recorded."""
         return PlacementConfig(
-            policy=self.policy,
-            index_blocks=self.index_blocks,
-            max_workers=self.max_workers,
-            spill_wait_s=self.spill_wait_s,
-            max_wait_s=self.max_wait_s,
-            max_producer_priority=self.max_producer_priority,
+            **self.model_dump(include=SAME),
             phantoms=PhantomLimits(self.max_unaccepted, self.max_unaccepted_s),
             rules=Rules(
                 self.target_ttft_s,

@@ -8,26 +8,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from kvfleet.placement import events
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import (
-    Action,
-    Answer,
-    AnswerOtherRegion,
-    AskStillRunning,
-    Cancel,
-    DropMember,
-    Event,
-    Fail,
-    Forward,
-    PassOn,
-    PingUnanswered,
-    PingWorker,
-    RecordDecision,
-    TakenOver,
-    Tick,
-    WorkerAnswered,
-    failed_frame,
-)
+from kvfleet.placement.events import Action, Event, failed_frame
 from kvfleet.placement.index.kv_indexer import PullSnapshot
 from kvfleet.placement.io.replica import Replica
 from kvfleet.placement.io.timing import StallTimer
@@ -110,7 +93,7 @@ class Executor:
 
     def _tick(self) -> None:
         connection = self.replica.connection
-        self.tell(Tick(disconnected=connection.is_silent or not connection.is_settled(BACK_S)))
+        self.tell(events.Tick(disconnected=connection.is_silent or not connection.is_settled(BACK_S)))
 
     async def stop(self) -> None:
         """Later events, and what was watched, are for the replicas that go on. Never raises."""
@@ -128,27 +111,27 @@ class Executor:
             action = waiting.popleft()
             try:
                 match action:
-                    case Answer(reply, placement):
+                    case events.Answer(reply, placement):
                         await publish(reply, codec.encode(placement))
-                    case AnswerOtherRegion(reply, placement):
+                    case events.AnswerOtherRegion(reply, placement):
                         await publish(reply, codec.encode(self._with_addresses(placement)))
-                    case PassOn():
+                    case events.PassOn():
                         self.replica.spawn(self._pass_on(action))
-                    case Fail(inbox, failed, encoding):
+                    case events.Fail(inbox, failed, encoding):
                         await publish(inbox, _encode_failed(failed, encoding))
-                    case Forward(worker, tenant, request, reply):
+                    case events.Forward(worker, tenant, request, reply):
                         if request.traceparent is not None:
                             request = self.traces.offered(worker, tenant, request)
                         data = self._encode_offer(worker, request)
                         headers = headers_of(request.traceparent, self.replica.connection.max_payload - len(data))
                         await publish(subjects.worker_generate(worker, tenant), data, reply=reply, headers=headers)
-                    case Cancel(worker, cancel):
+                    case events.Cancel(worker, cancel):
                         await publish(subjects.worker_cancel(worker), codec.encode(cancel))
-                    case TakenOver(reply):
+                    case events.TakenOver(reply):
                         await publish(reply, TAKEN)
                     case Capsule():
                         self._handing.append(asyncio.create_task(self._carry_on(action)))
-                    case AskStillRunning(worker, question):
+                    case events.AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
                     case BookedBatch():
                         self._share(action)
@@ -156,21 +139,21 @@ class Executor:
                         self.snapshots_asked_total += 1
                         reply = f"{self.replica.snapshots}{worker}.{pull}"  # an absent worker's pull is given up
                         await publish(subjects.blocks(worker), codec.encode(SnapshotRequest()), reply=reply)
-                    case RecordDecision():
+                    case events.RecordDecision():
                         if self.ledger_file is not None:
                             self.ledger_file.write(action)
-                    case PingWorker(worker):
+                    case events.PingWorker(worker):
                         self.replica.spawn(self._ping(worker))
-                    case DropMember(worker):
+                    case events.DropMember(worker):
                         log.info("placement: worker %s is gone, deleting its record", worker)
                         self.replica.spawn(self._drop(worker))
             except KvfleetError as error:
                 self.replica.unsent_total += 1
                 log.warning("placement: %s not carried out: %s", type(action).__name__, error)
-                if isinstance(action, Forward) and action.reply:
+                if isinstance(action, events.Forward) and action.reply:
                     # As if the worker had refused: the next one, or the producer hears.
                     refusal = failed_frame(error, action.request.request, action.request.attempt)
-                    waiting.extend(self.handle(WorkerAnswered(refusal, action.reply.split(".")[-2])))
+                    waiting.extend(self.handle(events.WorkerAnswered(refusal, action.reply.split(".")[-2])))
 
     def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
         """In the version that the worker reads. Raises Unavailable (ask another worker) or PayloadTooLarge."""
@@ -218,7 +201,7 @@ class Executor:
         if known.revision == revision and connection.is_settled(RECONNECT_GRACE_S) and not connection.is_silent:
             why = "nobody listens there" if nobody_listens else "no answer"
             log.info("placement: worker %s does not answer a ping: %s", worker, why)
-            await self.carry_out(self.handle(PingUnanswered(worker, nobody_listens)))
+            await self.carry_out(self.handle(events.PingUnanswered(worker, nobody_listens)))
 
     async def _drop(self, worker: str) -> None:
         try:
@@ -257,7 +240,7 @@ class Executor:
             self.replica.unsent_total += 1
             log.debug("placement: bookings not shared: %s", error)
 
-    async def _pass_on(self, action: PassOn) -> None:
+    async def _pass_on(self, action: events.PassOn) -> None:
         """If the other region does not take it, it is offered here."""
         event = action.event
         as_json = event.encoding is Encoding.JSON
@@ -283,8 +266,8 @@ class Executor:
         if error is not None:
             gone = Unavailable(f"this placement goes, and no other one took the request ({error}): ask again")
             held = body.attempt if capsule.held_attempt is None else capsule.held_attempt
-            failed = Fail(body.inbox, failed_frame(gone, body.request, max(body.attempt, 0)), body.encoding)
-            await self.carry_out([failed, Cancel(capsule.worker, CancelRequest(body.request, held))])
+            failed = events.Fail(body.inbox, failed_frame(gone, body.request, max(body.attempt, 0)), body.encoding)
+            await self.carry_out([failed, events.Cancel(capsule.worker, CancelRequest(body.request, held))])
 
     async def _hand_on(self, watches: tuple[Watch, ...]) -> None:
         """Returns when all watches and capsules are settled. Never raises. Workers go on with what no replica takes."""

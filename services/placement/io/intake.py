@@ -59,7 +59,12 @@ def read_generate(
         if ask.request is not None and not is_token(ask.request):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
         request = ask.request or new_request
-        _check_prompt(ask)
+        if ask.prompt is not None and ask.prompt_ids:
+            raise InvalidRequest("give either prompt or prompt_ids, not both", field="prompt")
+        if ask.prompt is None and not ask.prompt_ids:
+            raise InvalidRequest("give prompt or prompt_ids, not empty", field="prompt")
+        if ask.prompt == "":
+            raise InvalidRequest("must not be empty", field="prompt")
         if ask.model is not None:
             _check_model(ask.model, token)
     except KvfleetError as error:
@@ -145,12 +150,3 @@ def _tenant_and_model(subject: str) -> tuple[str, str]:
 def _check_model(name: str, token: str) -> None:
     if model_token(name) != token:
         raise InvalidRequest(f"{name[:64]!r} belongs to another subject than {token}", field="model")
-
-
-def _check_prompt(ask: ProducerRequest) -> None:
-    if ask.prompt is not None and ask.prompt_ids:
-        raise InvalidRequest("give either prompt or prompt_ids, not both", field="prompt")
-    if ask.prompt is None and not ask.prompt_ids:
-        raise InvalidRequest("give prompt or prompt_ids, not empty", field="prompt")
-    if ask.prompt == "":
-        raise InvalidRequest("must not be empty", field="prompt")

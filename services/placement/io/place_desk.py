@@ -61,8 +61,8 @@ class PlaceDesk:
     _stopped: bool = False
     _lateness: Lateness = field(default_factory=Lateness)
     _usual_s: float = 0.0  # a decision
-    waiting: list[tuple[float, int, Message, bool]] = field(default_factory=list)  # a heap: until when, number,
-    # message, whether it is from another region
+    # A heap of (until when, number, message, whether it is from another region).
+    waiting: list[tuple[float, int, Message, bool]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
     _came: asyncio.Event = field(default_factory=asyncio.Event)
 

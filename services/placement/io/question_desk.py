@@ -1,14 +1,8 @@
-"""Loop: answers questions about what this replica has seen and decided; it changes nothing.
+"""Loop: answers questions about what this replica has seen and decided (the loop lists them); it changes nothing.
 
-    kvf.placement.stats     what has this replica seen?      ──▶ PlacementStats
-    kvf.placement.explain   why was it decided so?           ──▶ an Explanation
-                            what was decided last?           ──▶ Explanations, one for each piece
-    kvf.placement.preload   what should a new worker have?   ──▶ a PreloadPlan
-    kvf.placement.victim    who is the cheapest to lose?     ──▶ a VictimReport
-
-The last three take longer than a decision may: they are answered a piece at a time, so that decisions come in between,
-and one of each at a time. A few lists of the newest may wait; one too many gets no answer, nor does one whose asker has
-gone. The last two are in a queue group, as replicas share requests evenly and each knows only its own decisions.
+Lists of the newest decisions, preload plans and victim reports take longer than a decision may: they are answered a
+piece at a time, so that decisions come in between. A few lists may wait; one too many gets no answer, nor does one
+whose asker has gone.
 """
 
 from __future__ import annotations

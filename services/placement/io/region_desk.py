@@ -55,19 +55,17 @@ class RegionDesk:
         """Of every model served here; what other regions do not need of its record is left out."""
         models = []
         for model, record in sorted(self.members.view.models().items()):
-            ask = PlaceRequest(request="", model=model)
             ready = self.core.fleet.ready(model).workers
-            wait_s = self.core.decider.least_wait_s(ask, now)
+            wait_s = self.core.decider.least_wait_s(PlaceRequest(request="", model=model), now)
             slim = replace(record, address="", data_plane=(), pid=0)
             models.append(RegionModel(model, len(ready), min(wait_s or 0.0, 1e9), slim, self._workers(model)))
         return RegionSummary(self.replica.subjects.region, self.core.placement, tuple(models))
 
     def _workers(self, model: str) -> tuple[str, ...]:
         """The living ones: other regions ask them to forget a session."""
-        view = self.members.view
         serving = (
             one.record.id
-            for one in view.workers.values()
+            for one in self.members.view.workers.values()
             if one.record.model == model and one.dead_since is None and one.state in (State.READY, State.DRAINING)
         )
         return tuple(sorted(serving))[:MAX_WORKERS]

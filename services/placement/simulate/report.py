@@ -1,4 +1,4 @@
-"""What a study found, as text: an aligned table for people, one object for programs. Pure."""
+"""A study as text: aligned tables for people, one JSON object for programs. Pure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def _scaled_cells(hours: float, one: Figures, ttft_held: float) -> tuple[str, ..
 
 
 def _changes(one: Autoscaled) -> str:
-    """Ready workers over time: the number, and from when on."""
     said, last = [], None
     for moment in one.scaled.timeline:
         if moment.ready != last:
@@ -90,7 +89,7 @@ def _fixed_held(study: Study) -> float:
 
 
 def as_values(study: Study) -> dict[str, Any]:
-    """For JSON, which knows no infinity: null."""
+    """For JSON, with null for infinity."""
     trace, shape = study.trace, study.shape
     values = {
         "default": DEFAULT_POLICY,

@@ -15,7 +15,7 @@ from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Answer, PlaceAsked, RecordDecision, WorkerJoined
 from kvfleet.placement.record.ledger_file import LedgerFile
-from kvfleet.placement.simulate.attainable import attainable_tokens
+from kvfleet.placement.simulate.figures import attainable_tokens
 from kvfleet.placement.simulate.trace import Trace, parse_trace, read_trace
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import InvalidRequest
