@@ -73,8 +73,7 @@ class Subscriptions:
         if is_no_responders(message):
             self.indexer.on_snapshot_refused(worker, pull, self.replica.now())
             return
-        part = self.replica.read(Snapshot, message)
-        if part is not None:
+        if (part := self.replica.read(Snapshot, message)) is not None:
             self.indexer.on_snapshot(worker, part, self.replica.now(), pull)
 
     async def _on_events(self, message: Message) -> None:
@@ -119,13 +118,11 @@ class Subscriptions:
         return self.members.view.with_state(view.record.id) or view.record
 
     async def _on_disconnect(self, message: Message) -> None:
-        worker = intake.read_disconnect(message.data)
-        if worker is not None:
+        if (worker := intake.read_disconnect(message.data)) is not None:
             self.tell(events.WorkerDisconnected(worker))
 
     async def _on_bookings(self, message: Message) -> None:
-        batch = self.replica.read(BookedBatch, message)
-        if batch is not None:
+        if (batch := self.replica.read(BookedBatch, message)) is not None:
             self.tell(batch)
 
 
