@@ -33,8 +33,7 @@ from benchmarks.placement._placing_load import FullCore, TokenLoad
 from benchmarks.placement._requester import Requester
 from benchmarks.placement._scale_bench import scale_bench
 from benchmarks.placement._yardstick_placement import Yardstick
-from kvfleet.placement.actions import Answer
-from kvfleet.placement.events import PlaceAsked
+from kvfleet.placement.events import Answer, PlaceAsked
 from kvfleet.placement.io import intake
 from kvproto import codec
 from kvproto.messages import PlaceRequest

@@ -33,8 +33,7 @@ from benchmarks.policies._shapes import REQUESTS, SHAPES, make_shape
 from benchmarks.policies._simulated import WORKERS
 from kvfleet.placement.policies import DEFAULT_POLICY, build_policies
 from kvfleet.placement.policies.cost import BUSY, OTHERS, Cost
-from kvfleet.placement.simulate.attainable import attainable_by_request, capacity_speed
-from kvfleet.placement.simulate.figures import figures
+from kvfleet.placement.simulate.figures import attainable_by_request, capacity_speed, figures
 from kvfleet.placement.simulate.fleet_shape import FleetShape, Speed
 from kvfleet.placement.simulate.report import seconds
 from kvfleet.placement.simulate.simulation import Simulation

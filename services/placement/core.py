@@ -1,7 +1,7 @@
 """Placement's brain: `handle(event, now) -> actions`. Pure; the loop carries the actions out.
 
-Owns the fleet as decisions see it, its load and the bookings, the prefix index, the ledger, and the requests of bare
-producers. Time is the caller's monotonic seconds and never goes back; chance is passed in.
+Owns the fleet, its load and bookings, the prefix index, the ledger, and the requests of bare producers. Time is the
+caller's monotonic seconds and never goes back; chance is passed in.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvfleet.placement import events
-from kvfleet.placement.actions import (
+from kvfleet.placement.advice.autoscaler import Autoscaler
+from kvfleet.placement.advice.questions import Preload, Survey
+from kvfleet.placement.config import PlacementConfig
+from kvfleet.placement.decide.decider import CANNOT_SERVE, Decider
+from kvfleet.placement.decide.region_summaries import RegionSummaries
+from kvfleet.placement.decide.repeats import Repeats
+from kvfleet.placement.decide.state import PlacementState
+from kvfleet.placement.events import (
     Action,
     Answer,
     AnswerOtherRegion,
@@ -22,13 +29,6 @@ from kvfleet.placement.actions import (
     TakenOver,
     failed_frame,
 )
-from kvfleet.placement.advice.autoscaler import Autoscaler
-from kvfleet.placement.advice.questions import Preload, Survey
-from kvfleet.placement.config import PlacementConfig
-from kvfleet.placement.decide.decider import CANNOT_SERVE, Decider
-from kvfleet.placement.decide.region_summaries import RegionSummaries
-from kvfleet.placement.decide.repeats import Repeats
-from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.index.kv_indexer import Follows, KvIndexer
 from kvfleet.placement.policies import Policy, build_policies
 from kvfleet.placement.producers.forwarding import Forwarding
@@ -57,10 +57,8 @@ SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its co
 
 
 class PlacementCore:
-    """Owned by one loop. Raises InvalidRequest if the configured policy is none of the known names.
-
-    `chance()` is uniform in [0, 1), `unix_ms` tells the time that people read. `policies` replaces the known ones.
-    """
+    """`chance()` is uniform in [0, 1), `policies` replaces the known ones. Raises InvalidRequest if the configured
+    policy is none of their names."""
 
     def __init__(
         self,
@@ -196,16 +194,16 @@ class PlacementCore:
         self.repeats.tick(now)
         self.region_summaries.tick(now)
         self.state.heal(now)
-        # Silent workers are asked instead of waiting for the members view to give up on them.
+        # The members view takes longer to give up on silent workers.
         pings = [PingWorker(one.id) for one in self.fleet.workers.values() if self.fleet.claim_ping(one, now)]
         return [*self.indexer.tick(now), *pings, *self.forwarding.tick(now, disconnected=disconnected)]
 
     def _follow(self, record: WorkerRecord) -> None:
-        self.vaults.pop(record.id, None)  # of that name there is a worker now
+        self.vaults.pop(record.id, None)  # a worker has that name now
         self.indexer.join(record.id, record.epoch)
 
     def _forget(self, worker: str) -> None:
-        """What a former life of the worker was given, and what was thought of it."""
+        """Drop what a former life of the worker was given."""
         self.bookings.drop_worker(worker)
         self.inflight.drop_worker(worker)
         self.repeats.drop_worker(worker)
@@ -238,7 +236,7 @@ class PlacementCore:
         return Answer(event.reply, placement if is_own else replace(placement, elsewhere=""))
 
     def _pass_on(self, event: events.GenerateAsked, now: float) -> Action | None:
-        """A bare producer's request that nobody here can serve soon, and another region can."""
+        """Of a request that another region can serve sooner."""
         model = event.ask.model or self.fleet.name_of(event.model_token) or event.model_token
         if self.repeats.find((event.tenant, event.request)) is not None:
             return None
@@ -261,7 +259,7 @@ class PlacementCore:
     def _adopt(self, watches: Watches, now: float) -> list[Action]:
         actions: list[Action] = []
         for one in watches.items:
-            # Of any other end its worker is asked: nobody may have told the producer.
+            # In any other case the producer may not know of an end: the worker is asked.
             if not self.repeats.has_finished((one.tenant, one.request), one.attempt):
                 actions += self.forwarding.adopt(one, now)
         return actions
@@ -269,11 +267,10 @@ class PlacementCore:
     # ------------------------------------------------------------------ questions that take longer than a decision may
 
     def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Preload:
-        """What a worker about to be ready should have, in a message of about `max_bytes`."""
+        """What a worker about to be ready should load, in a message of about `max_bytes`."""
         return Preload(ask, self.decider.heat.hottest(now), self.fleet, self.indexer, max_bytes)
 
     def survey(self, model: str, now: float) -> Survey:
-        """Which of a model's workers is the cheapest to lose."""
         return Survey(model, self.decider.heat.hottest(now), self.fleet, self.indexer)
 
     def followers(self) -> dict[Follows, int]:

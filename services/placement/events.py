@@ -1,4 +1,5 @@
-"""What happens to placement, as the pure core is told it. Pure data: no bytes, no clock.
+"""What the core is told (events) and what it wants done (actions; the loop decides nothing). Pure data: no bytes, no
+clock.
 
 requesters ──PlaceAsked, GenerateAsked──▶ ┐
 workers ──Worker…, Milestones───────────▶ │
@@ -8,7 +9,8 @@ draining ones ──CapsuleHeard────────────▶ │
 replicas ──BookedBatch, WatchesHeard────▶ │
 the clock ──Tick──▶                       ┘
 
-A Heartbeat, Milestones and a BookedBatch are events as they come.
+A Heartbeat, Milestones and a BookedBatch are events as they come. A Capsule and a BookedBatch are actions too: as this
+replica goes another one looks for a successor; the others hear what was booked, refused and referred to other regions.
 """
 
 from __future__ import annotations
@@ -16,15 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfleet.placement.index.changes import Changes
+from kvfleet.placement.index.kv_indexer import PullSnapshot
+from kvproto.errors import KvfleetError
 from kvproto.messages import (
     BookedBatch,
+    CancelRequest,
     Capsule,
+    Decision,
     Encoding,
+    Failed,
     Frame,
+    GenerateRequest,
     Heartbeat,
     Milestones,
+    Placement,
     PlaceRequest,
     ProducerRequest,
+    ResendRequest,
     Watches,
     WorkerRecord,
 )
@@ -32,34 +42,30 @@ from kvproto.messages import (
 
 @dataclass(frozen=True, slots=True)
 class PlaceAsked:
-    """Somebody wants to know a worker; the answer goes to `reply`. `tenant` is the subject's."""
-
     reply: str
-    tenant: str
+    tenant: str  # of the subject
     ask: PlaceRequest
-    from_other_region: bool = False  # which has nobody for it
+    from_other_region: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateAsked:
-    """A bare producer's request, already validated. `request` and `seed` are the producer's or freshly drawn;
-    `model_token` is the subject's, for a producer that names no model in its body; `unix_ms` is when it arrived, for
-    expiry on other machines."""
+    """A bare producer's request, validated. `request` and `seed` are the producer's or freshly drawn."""
 
     inbox: str
     encoding: Encoding
     tenant: str
-    model_token: str
+    model_token: str  # of the subject, for a producer that names no model in its body
     request: str
     seed: int
-    unix_ms: int
+    unix_ms: int  # of its arrival, for expiry on other machines
     ask: ProducerRequest
     from_other_region: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker is alive that was not; `record.state` is its state as known now."""
+    """`record.state` is the state as known now."""
 
     record: WorkerRecord
     heartbeat: Heartbeat | None = None
@@ -86,15 +92,14 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDisconnected:
-    """The server closed a worker's connection: suspicion, to be checked by a ping."""
+    """The server closed a worker's connection: a suspicion, which a ping checks."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class PingUnanswered:
-    """A suspected worker did not answer a ping. `nobody_listens` leaves no doubt; silence alone may be a worker that
-    is busy for a moment."""
+    """`nobody_listens` leaves no doubt; silence alone may be a worker that is busy for a moment."""
 
     worker: str
     nobody_listens: bool
@@ -102,11 +107,10 @@ class PingUnanswered:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswered:
-    """A frame on the inbox of a forwarded request: an answer to an offer, or the notice of its end. `key` is of the
-    reader that it is about; "": the first one."""
+    """A frame on the inbox of a forwarded request: an answer to an offer, or the notice of its end."""
 
     frame: Frame
-    key: str = ""
+    key: str = ""  # of its reader; "": the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ class NobodyListens:
 
 @dataclass(frozen=True, slots=True)
 class VaultJoined:
-    """A vault is alive, in this life of it; told again it changes nothing."""
+    """A repetition for the same `epoch` changes nothing."""
 
     vault: str
     epoch: str
@@ -138,7 +142,7 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class CapsuleHeard:
-    """A draining worker lets go of a bare producer's request, and waits at `reply` for somebody to take it."""
+    """A draining worker lets go of a bare producer's request, and waits at `reply` until a replica takes it."""
 
     reply: str
     capsule: Capsule
@@ -146,16 +150,15 @@ class CapsuleHeard:
 
 @dataclass(frozen=True, slots=True)
 class WatchesHeard:
-    """A replica that goes asks another one to go on watching."""
+    """A replica that goes asks another one to go on watching; it waits at `reply`."""
 
     watches: Watches
-    reply: str = ""  # of the one who waits to hear that they are
+    reply: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. `disconnected`: this process is cut off from NATS or just back, so that silence says nothing of
-    others."""
+    """`disconnected`: this process is cut off from NATS or just back, so that others' silence says nothing."""
 
     disconnected: bool = False
 
@@ -165,3 +168,112 @@ Event = (
     | PingUnanswered | WorkerAnswered | NobodyListens | VaultJoined | VaultLeft | BlocksChanged | CapsuleHeard
     | WatchesHeard | Heartbeat | Milestones | BookedBatch | Tick
 )  # fmt: skip
+
+
+# ------------------------------------------------------------------ actions
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    reply: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOtherRegion:
+    """A worker of another region may have to fetch from `placement.source`, which needs its addresses; "": none."""
+
+    reply: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """A bare producer's request to another region's placement, which answers to its inbox. If that one does not take it
+    in time, it comes back as an event from another region: it goes nowhere else."""
+
+    region: str
+    model: str
+    event: GenerateAsked
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A terminal failure, in the encoding that its reader speaks."""
+
+    inbox: str
+    failed: Failed
+    encoding: Encoding = Encoding.FRAMES
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Offer a bare producer's request to one worker, which answers at `reply`."""
+
+    worker: str
+    tenant: str
+    request: GenerateRequest
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    worker: str
+    cancel: CancelRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """To the worker or replica that let go of something: it has an owner."""
+
+    reply: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStillRunning:
+    """A request has been silent for long: its terminal notice may have been lost."""
+
+    worker: str
+    question: ResendRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PingWorker:
+    """Silence comes back as PingUnanswered."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropMember:
+    """Delete a dead worker's record, so that every watcher acts now."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordDecision:
+    """A decision whose request has ended, with the prompt's block hashes back to back: a line for a ledger's file."""
+
+    decision: Decision
+    hashes: bytes
+    block_size: int
+
+
+Action = (
+    Answer | AnswerOtherRegion | PassOn | Fail | Forward | Cancel | TakenOver | AskStillRunning | PingWorker
+    | DropMember | PullSnapshot | Capsule | BookedBatch | RecordDecision
+)  # fmt: skip
+
+
+def failed_frame(error: KvfleetError, request: str = "", attempt: int = 0) -> Failed:
+    """The frame that stands for `error` on the wire; texts are cut to what readers accept."""
+    return Failed(
+        request=request[:256],
+        attempt=attempt,
+        code=error.code,
+        message=error.message[:2000],
+        retryable=error.retryable,
+        field=error.field[:256] if error.field else None,
+        retry_after_s=error.retry_after_s,
+    )

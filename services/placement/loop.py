@@ -1,8 +1,8 @@
 """Placement as a process sees it. READ THIS FIRST.
 
-Owns the core, the subscriptions and the tasks, and decides nothing: bytes are read into events (`io/intake`), the core
-turns an event into actions (`core`), and the actions are carried out (`io/executor`). All of it happens on one event
-loop, so the core needs no lock; no callback awaits anything but a publish.
+Owns the core, the subscriptions and the tasks: bytes are read into events (`io/intake`), the core turns an event into
+actions (`core`), and these are carried out (`io/executor`). All of it happens on one event loop, so the core needs no
+lock; no callback awaits anything but a publish.
 
     kvf.place.<tenant>.<model>      a Client or ingress asks  ──▶ a Placement, or one Failed frame     place_desk
     kvf.generate.<tenant>.<model>   a bare producer asks      ──▶ offered to a worker, and watched     producer_desk
@@ -10,7 +10,7 @@ loop, so the core needs no lock; no callback awaits anything but a publish.
     kvf.placement.capsules          a draining worker lets go of a producer's request  ──▶ offered     producer_desk
     kvf.placement.watches           a replica that goes hands on what it watched                       producer_desk
     kvf.placement.stats, explain    what this replica has seen, and why it decided as it did           question_desk
-    kvf.placement.preload, victim   what a new worker should have, and who is the cheapest to lose     question_desk
+    kvf.placement.preload, victim   what a new worker should have, which one is the cheapest to lose   question_desk
     kvf.region...                   other regions                                                      region_desk
     members, events, milestones, bookings of other replicas: heard without asking                      subscriptions
 
@@ -55,22 +55,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PlacementParts:
-    """What a process may give a replica besides its connection. `ledger_file` takes ended decisions. `system` is a
-    connection as the server's SYS user: with it a killed worker is noticed in milliseconds, without it in about two
+    """`system` is a connection as the server's SYS user: it shows a killed worker in milliseconds instead of about two
     seconds."""
 
-    ledger_file: LedgerFile | None = None
+    ledger_file: LedgerFile | None = None  # of ended decisions
     system: Connection | None = None
     tracer: Tracer = tracing.NULL
 
 
 class PlacementLoop(Replica):
-    """One placement replica on one connection. `start`, then `stop`; owns everything it subscribes and spawns.
-
-    `record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). With the `fleet_key` prompts
-    are hashed as workers do; without it nobody knows who holds what. `on_fenced` is called if a later process takes
-    this id over: then this one must end. Raises InvalidRequest for an unknown policy.
-    """
+    """`record` is this process's lease in the members bucket, `chance()` uniform in [0, 1). With the `fleet_key`
+    prompts are hashed as workers do; without it they have no hashes. `on_fenced` is called if a later process takes
+    this id over: then this one must end. Raises InvalidRequest for an unknown policy."""
 
     def __init__(
         self,
@@ -105,7 +101,7 @@ class PlacementLoop(Replica):
         self.regions = RegionDesk(self, self.core, members)
         self._lease: Lease | None = None
         self._deciding: asyncio.Task[None] | None = None
-        self._announcing: list[asyncio.Task[None]] = []  # that this replica is there
+        self._announcing: list[asyncio.Task[None]] = []
         self._asked: list[Subscription] = []  # what brings new work
         self._heard: list[Subscription] = []
         self._stopped = False
@@ -151,8 +147,8 @@ class PlacementLoop(Replica):
             self._announcing.append(self.spawn(self.regions.run()))
 
     async def stop(self, grace_s: float = 3.0) -> None:
-        """Take no more work, finish what was read, and watch accepted requests for up to `grace_s`; what is left is
-        handed on, and producers hear of what neither a worker nor another replica has. Never raises."""
+        """Finishes what was read and watches accepted requests for up to `grace_s`. The rest is handed on; producers
+        hear of what neither a worker nor another replica has. Never raises."""
         if self._stopped:
             return
         await end(self._announcing)
@@ -173,4 +169,4 @@ class PlacementLoop(Replica):
         for heard in self._heard:
             await let_go(heard.unsubscribe())
         await self.subscriptions.stop()
-        await end([*self._tasks, *([self._deciding] if self._deciding is not None else [])])
+        await end([*self.tasks, *([self._deciding] if self._deciding is not None else [])])

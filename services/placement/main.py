@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 async def _system_connection(settings: PlacementSettings, member: str) -> Connection | None:
-    """A second connection as NATS's system user, if there is one; without it everything works, a little later."""
+    """A second connection as NATS's system user; without it dead workers are noticed later."""
     if settings.system_user is None and settings.system_nkey_seed is None:
         return None
     as_system = settings.model_copy(
@@ -80,7 +80,7 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
     life.closing("placement", loop.stop)
     probes.ready(readings(loop, connection, {"nats": settings.nats_cert}))
     gc.collect()
-    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up decisions
+    gc.freeze()  # a collection that looked at all of it would hold up decisions
     log.info("placement %s is ready", member)
 
 

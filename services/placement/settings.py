@@ -14,11 +14,10 @@ from kvfleet.placement.workers.bookings import PhantomLimits
 from kvservice.settings import ServiceSettings
 
 DEFAULT = PlacementConfig()
+SAME = {"policy", "index_blocks", "max_workers", "spill_wait_s", "max_wait_s", "max_producer_priority"}  # in the config
 
 
 class PlacementSettings(ServiceSettings):
-    """Any number of replicas share the work through a queue group."""
-
     policy: str = Field(DEFAULT.policy, description=f"{', '.join(POLICY_NAMES[:-1])} or {POLICY_NAMES[-1]}")
     fleet_key: str = Field(
         "", description="secret from which tenants' cache salts are derived; equal in all processes", repr=False
@@ -91,14 +90,9 @@ class PlacementSettings(ServiceSettings):
         return self
 
     def config(self) -> PlacementConfig:
-        """What the replica goes by; the loop adds its region, and whether decisions are recorded."""
+        """The loop adds its region, and whether decisions are recorded."""
         return PlacementConfig(
-            policy=self.policy,
-            index_blocks=self.index_blocks,
-            max_workers=self.max_workers,
-            spill_wait_s=self.spill_wait_s,
-            max_wait_s=self.max_wait_s,
-            max_producer_priority=self.max_producer_priority,
+            **self.model_dump(include=SAME),
             phantoms=PhantomLimits(self.max_unaccepted, self.max_unaccepted_s),
             rules=Rules(
                 self.target_ttft_s,

@@ -16,10 +16,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvfleet.placement.actions import Fail
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Event, Tick, WorkerAnswered
+from kvfleet.placement.events import Event, Fail, Tick, WorkerAnswered
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica

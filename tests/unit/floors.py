@@ -16,7 +16,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("auth", "sessions"), ("parts",), ("fleet",), ("dashboard",),
     ),
     "kvfleet.placement": (
-        ("index",), ("events", "workers"), ("actions", "advice", "policies"), ("config", "record"),
+        ("index",), ("events", "workers"), ("advice", "policies"), ("config", "record"),
         ("decide", "settings"), ("producers",), ("core",), ("io", "simulate"),
     ),
     "kvfleet.worker": (

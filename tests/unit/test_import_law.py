@@ -34,7 +34,7 @@ PURE = {
         "streams.stream_assembly", "dataplane.block", "dataplane.wire", "dataplane.handshake_bytes",
     )),
     *(f"kvfleet.placement.{name}" for name in (
-        "core", "actions", "events", "workers.fleet", "workers.bookings", "decide.decider", "record.ledger",
+        "core", "events", "workers.fleet", "workers.bookings", "decide.decider", "record.ledger",
     )),
     *(f"kvfleet.worker.{name}" for name in (
         "blocks.block_pool", "blocks.content_index", "schedule.scheduler", "schedule.sequence", "schedule.step_plan",

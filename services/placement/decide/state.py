@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvfleet.placement.actions import Action, RecordDecision
 from kvfleet.placement.decide.region_summaries import RegionSummaries
 from kvfleet.placement.decide.repeats import Repeats
+from kvfleet.placement.events import Action, RecordDecision
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import unpack
 from kvfleet.placement.record.ledger import Ledger

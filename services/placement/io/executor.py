@@ -1,4 +1,4 @@
-"""Has the core decide, and carries out over NATS what it wants done. Loop: owns the bookings still to be shared."""
+"""Loop: has the core decide and carries its actions out over NATS. Owns the bookings still to be shared."""
 
 from __future__ import annotations
 
@@ -8,26 +8,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvfleet.placement.actions import (
-    Action,
-    Answer,
-    AnswerOtherRegion,
-    AskStillRunning,
-    Cancel,
-    DropMember,
-    Fail,
-    Forward,
-    PassOn,
-    PingWorker,
-    RecordDecision,
-    TakenOver,
-    failed_frame,
-)
+from kvfleet.placement import events
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Event, PingUnanswered, Tick, WorkerAnswered
+from kvfleet.placement.events import Action, Event, failed_frame
 from kvfleet.placement.index.kv_indexer import PullSnapshot
 from kvfleet.placement.io.replica import Replica
-from kvfleet.placement.io.stall_timer import StallTimer
+from kvfleet.placement.io.timing import StallTimer
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
@@ -73,8 +59,6 @@ INBOX_HEADER = "Kvfleet-Inbox"  # the producer's, whom the other region answers
 
 @dataclass(eq=False)
 class Executor:
-    """Owned by the placement loop."""
-
     replica: Replica
     core: PlacementCore
     members: Members
@@ -109,10 +93,10 @@ class Executor:
 
     def _tick(self) -> None:
         connection = self.replica.connection
-        self.tell(Tick(disconnected=connection.is_silent or not connection.is_settled(BACK_S)))
+        self.tell(events.Tick(disconnected=connection.is_silent or not connection.is_settled(BACK_S)))
 
     async def stop(self) -> None:
-        """What comes from here on is for the replicas that go on, and so is what was watched. Never raises."""
+        """Later events, and what was watched, are for the replicas that go on. Never raises."""
         self._stopped = True
         await self.carry_out(self.core.forwarding.leave(self.replica.now()))
         await self._hand_on(self.core.in_flight.watches())
@@ -127,27 +111,27 @@ class Executor:
             action = waiting.popleft()
             try:
                 match action:
-                    case Answer(reply, placement):
+                    case events.Answer(reply, placement):
                         await publish(reply, codec.encode(placement))
-                    case AnswerOtherRegion(reply, placement):
+                    case events.AnswerOtherRegion(reply, placement):
                         await publish(reply, codec.encode(self._with_addresses(placement)))
-                    case PassOn():
+                    case events.PassOn():
                         self.replica.spawn(self._pass_on(action))
-                    case Fail(inbox, failed, encoding):
+                    case events.Fail(inbox, failed, encoding):
                         await publish(inbox, _encode_failed(failed, encoding))
-                    case Forward(worker, tenant, request, reply):
+                    case events.Forward(worker, tenant, request, reply):
                         if request.traceparent is not None:
                             request = self.traces.offered(worker, tenant, request)
                         data = self._encode_offer(worker, request)
                         headers = headers_of(request.traceparent, self.replica.connection.max_payload - len(data))
                         await publish(subjects.worker_generate(worker, tenant), data, reply=reply, headers=headers)
-                    case Cancel(worker, cancel):
+                    case events.Cancel(worker, cancel):
                         await publish(subjects.worker_cancel(worker), codec.encode(cancel))
-                    case TakenOver(reply):
+                    case events.TakenOver(reply):
                         await publish(reply, TAKEN)
                     case Capsule():
                         self._handing.append(asyncio.create_task(self._carry_on(action)))
-                    case AskStillRunning(worker, question):
+                    case events.AskStillRunning(worker, question):
                         await publish(subjects.worker_resend(worker), codec.encode(question))
                     case BookedBatch():
                         self._share(action)
@@ -155,24 +139,24 @@ class Executor:
                         self.snapshots_asked_total += 1
                         reply = f"{self.replica.snapshots}{worker}.{pull}"  # an absent worker's pull is given up
                         await publish(subjects.blocks(worker), codec.encode(SnapshotRequest()), reply=reply)
-                    case RecordDecision():
+                    case events.RecordDecision():
                         if self.ledger_file is not None:
                             self.ledger_file.write(action)
-                    case PingWorker(worker):
+                    case events.PingWorker(worker):
                         self.replica.spawn(self._ping(worker))
-                    case DropMember(worker):
+                    case events.DropMember(worker):
                         log.info("placement: worker %s is gone, deleting its record", worker)
                         self.replica.spawn(self._drop(worker))
             except KvfleetError as error:
                 self.replica.unsent_total += 1
                 log.warning("placement: %s not carried out: %s", type(action).__name__, error)
-                if isinstance(action, Forward) and action.reply:
+                if isinstance(action, events.Forward) and action.reply:
                     # As if the worker had refused: the next one, or the producer hears.
                     refusal = failed_frame(error, action.request.request, action.request.attempt)
-                    waiting.extend(self.handle(WorkerAnswered(refusal, action.reply.split(".")[-2])))
+                    waiting.extend(self.handle(events.WorkerAnswered(refusal, action.reply.split(".")[-2])))
 
     def _encode_offer(self, worker: str, request: GenerateRequest) -> bytes:
-        """In the version that the worker reads. Raises Unavailable (not this worker) or PayloadTooLarge (none)."""
+        """In the version that the worker reads. Raises Unavailable (ask another worker) or PayloadTooLarge."""
         view = self.members.view.workers.get(worker)
         try:
             version = codec.common_version(view.record.versions if view else ())
@@ -185,7 +169,7 @@ class Executor:
         return data
 
     def _with_addresses(self, placement: Placement) -> Placement:
-        """A source of this region as a worker elsewhere can reach it; without one that can be reached, none."""
+        """The source as a worker of another region can reach it; none if its worker has no TCP address."""
         view = self.members.view.workers.get(placement.source)
         addresses = tuple(one for one in view.record.data_plane if one.startswith("tcp:")) if view else ()
         if not addresses or not self.fleet_key:
@@ -195,11 +179,8 @@ class Executor:
         return replace(placement, source=source, source_addresses=addresses, source_seal=sealed)
 
     async def _ping(self, worker: str) -> None:
-        """Its event loop answers on the admin subject within 50 ms, however busy its engine is.
-
-        Nobody can tell while our own connection is down, silent or just back (the workers' are too), if the worker's
-        record changed meanwhile (it registered again), or while the same question is being asked already.
-        """
+        """A worker's event loop answers within 50 ms, however busy its engine is. Silence says nothing while our own
+        connection is down, silent or just back (the workers' are too), or if the worker registered again meanwhile."""
         known, connection = self.members.view.workers.get(worker), self.replica.connection
         if known is None or worker in self._pinging:
             return
@@ -220,7 +201,7 @@ class Executor:
         if known.revision == revision and connection.is_settled(RECONNECT_GRACE_S) and not connection.is_silent:
             why = "nobody listens there" if nobody_listens else "no answer"
             log.info("placement: worker %s does not answer a ping: %s", worker, why)
-            await self.carry_out(self.handle(PingUnanswered(worker, nobody_listens)))
+            await self.carry_out(self.handle(events.PingUnanswered(worker, nobody_listens)))
 
     async def _drop(self, worker: str) -> None:
         try:
@@ -235,9 +216,8 @@ class Executor:
         return any(role is Role.PLACEMENT and member != own for role, member in members)
 
     def _share(self, batch: BookedBatch) -> None:
-        """Soon, with what else is booked until then. One that gets lost is made good by the worker's heartbeat; and so
-        is what a replica that is only just starting was not told."""
-        if not self.has_others():  # NATS would bring it back to nobody but us
+        """A lost message is made good by the worker's heartbeat; so is one before a new replica listens."""
+        if not self.has_others():  # NATS would only bring it back to us
             return
         if not (self._booked or self._refused or self._referred):
             asyncio.get_running_loop().call_later(SHARE_S, lambda: self.replica.spawn(self._publish_booked()))
@@ -260,8 +240,8 @@ class Executor:
             self.replica.unsent_total += 1
             log.debug("placement: bookings not shared: %s", error)
 
-    async def _pass_on(self, action: PassOn) -> None:
-        """Until the other region has taken it; else it is offered here, or its producer hears why not."""
+    async def _pass_on(self, action: events.PassOn) -> None:
+        """If the other region does not take it, it is offered here."""
         event = action.event
         as_json = event.encoding is Encoding.JSON
         data = codec.encode_plain(replace(event.ask, request=event.request, seed=event.seed), as_json=as_json)
@@ -280,18 +260,17 @@ class Executor:
             await self.carry_out(self.handle(replace(event, from_other_region=True)))
 
     async def _carry_on(self, capsule: Capsule) -> None:
-        """Another replica has it, or its producer hears that nobody has."""
+        """Hand it to another replica, or tell its producer that none took it."""
         body = capsule.request
         error = await self._handed_over(self.replica.subjects.placement_capsules(), codec.encode(capsule))
         if error is not None:
             gone = Unavailable(f"this placement goes, and no other one took the request ({error}): ask again")
             held = body.attempt if capsule.held_attempt is None else capsule.held_attempt
-            failed = Fail(body.inbox, failed_frame(gone, body.request, max(body.attempt, 0)), body.encoding)
-            await self.carry_out([failed, Cancel(capsule.worker, CancelRequest(body.request, held))])
+            failed = events.Fail(body.inbox, failed_frame(gone, body.request, max(body.attempt, 0)), body.encoding)
+            await self.carry_out([failed, events.Cancel(capsule.worker, CancelRequest(body.request, held))])
 
     async def _hand_on(self, watches: tuple[Watch, ...]) -> None:
-        """Have another replica go on watching; returns when that and every capsule is settled. Never raises. What
-        nobody takes is watched no more: its worker goes on with it."""
+        """Returns when all watches and capsules are settled. Never raises. Workers go on with what no replica takes."""
         for start in range(0, len(watches), WATCHES_PER_MESSAGE):
             message = Watches(self.core.placement, watches[start : start + WATCHES_PER_MESSAGE])
             error = await self._handed_over(self.replica.subjects.placement_watches(), codec.encode(message))
@@ -301,15 +280,14 @@ class Executor:
         await asyncio.gather(*handing)
 
     async def _handed_over(self, subject: str, data: bytes) -> Exception | None:
-        """Whether another replica says that it has it, else why not. One that dies in between is followed by a further
-        try, which NATS brings to a further one."""
+        """Why no other replica took it; None: one did. After a replica that died NATS brings it to a further one."""
         failure: Exception | None = None
         async with self._hands:
             for _ in range(HAND_OVER_TRIES):
                 try:
                     await self.replica.connection.request(subject, data, HAND_OVER_S)
                     return None
-                except WorkerLost as error:  # NATS knows of nobody
+                except WorkerLost as error:  # no replica listens
                     failure = error
                     break
                 except (TimeoutError, KvfleetError) as error:

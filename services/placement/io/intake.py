@@ -1,7 +1,7 @@
 """Reads what arrives on placement's subjects into events. Pure and total: bad input comes back as a `Fail`.
 
-Tenant and model token are the subject's: NATS permissions guard subjects, nobody guards bodies. Replies go to inboxes
-only: a requester that named a fleet subject as its reply could make a worker publish there with the worker's rights.
+Tenant and model token are the subject's: NATS permissions guard subjects, not bodies. Replies go to inboxes only: a
+requester that named a fleet subject as its reply could make a worker publish there with the worker's rights.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import hashlib
 import json
 from dataclasses import replace
 
-from kvfleet.placement.actions import Fail, failed_frame
-from kvfleet.placement.events import CapsuleHeard, GenerateAsked, PlaceAsked, WatchesHeard
+from kvfleet.placement.events import CapsuleHeard, Fail, GenerateAsked, PlaceAsked, WatchesHeard, failed_frame
 from kvproto import codec, subjects
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError
 from kvproto.ids import is_token, model_token
@@ -22,11 +21,8 @@ WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
 
 
 def is_inbox(reply: str, *, of_producer: bool = False, of_worker: bool = False, tenant: str | None = None) -> bool:
-    """Whether an answer may go to this subject: an inbox, and of no placement's or worker's inbox space, but where a
-    worker asks; and but for a producer's, to which frames go, none where streams are read.
-
-    A producer's must not be an ingress's either: its worker writes there many times, unasked. Nor another tenant's.
-    """
+    """Whether an answer may go to this subject: an inbox outside the spaces of placements and, unless a worker asks, of
+    workers. A producer's is no inbox of an ingress either, as workers write there many times, nor another tenant's."""
     if tenant is not None and not subjects.may_read(reply, tenant):
         return False
     space = reply.partition(".")[0]
@@ -38,7 +34,7 @@ def is_inbox(reply: str, *, of_producer: bool = False, of_worker: bool = False, 
 
 
 def read_place(subject: str, reply: str, data: bytes, *, max_priority: int = 100) -> PlaceAsked | Fail:
-    """`<namespace>.place.<tenant>.<model>` with a PlaceRequest in wire form; higher priorities are cut."""
+    """Higher priorities are cut."""
     request, attempt = "", 0
     try:
         tenant, token = _tenant_and_model(subject)
@@ -53,11 +49,8 @@ def read_place(subject: str, reply: str, data: bytes, *, max_priority: int = 100
 def read_generate(
     subject: str, reply: str, data: bytes, *, as_json: bool, new_request: str, new_seed: int, unix_ms: int
 ) -> GenerateAsked | Fail:
-    """`<namespace>.generate.<tenant>.<model>` with a ProducerRequest; answered in the encoding it came in.
-
-    `new_request` and `new_seed` stand in where the producer gives none; the seed of a request that has an id of the
-    producer's is made of that, so that it is the same when it is asked again.
-    """
+    """`new_request` and `new_seed` stand in where the producer gives none; the seed of a request with an id of the
+    producer's is made of that, so that a repetition has the same."""
     encoding = Encoding.JSON if as_json else Encoding.MSGPACK
     request = ""
     try:
@@ -66,17 +59,27 @@ def read_generate(
         if ask.request is not None and not is_token(ask.request):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
         request = ask.request or new_request
-        _check_prompt(ask)
+        if ask.prompt is not None and ask.prompt_ids:
+            raise InvalidRequest("give either prompt or prompt_ids, not both", field="prompt")
+        if ask.prompt is None and not ask.prompt_ids:
+            raise InvalidRequest("give prompt or prompt_ids, not empty", field="prompt")
+        if ask.prompt == "":
+            raise InvalidRequest("must not be empty", field="prompt")
         if ask.model is not None:
             _check_model(ask.model, token)
     except KvfleetError as error:
         return Fail(reply, failed_frame(error, request), encoding)
-    seed = ask.seed if ask.seed is not None else new_seed if ask.request is None else _seed_of(tenant, request)
+    seed = ask.seed
+    if seed is None and ask.request is None:
+        seed = new_seed
+    elif seed is None:
+        digest = hashlib.blake2b(f"{tenant}.{request}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
     return GenerateAsked(reply, encoding, tenant, token, request, seed, unix_ms, ask)
 
 
 def read_answer(data: bytes) -> list[Frame]:
-    """Frames on the inbox of a forwarded request: compact, or as the producer gets them. Raises CodecError."""
+    """Frames in compact form, or one as the producer gets it. Raises CodecError."""
     as_json = data[:1] == b"{"
     if not as_json and not (data and codec.is_map_marker(data[0])):
         return codec.decode_frames(data)
@@ -87,7 +90,7 @@ def read_answer(data: bytes) -> list[Frame]:
 
 
 def read_capsule(reply: str, data: bytes) -> CapsuleHeard:
-    """Of a worker, or another replica. Raises InvalidRequest, CodecError among them."""
+    """Raises InvalidRequest, CodecError among them."""
     capsule = codec.decode(Capsule, data)
     _check_taker(reply)
     _check_taken_over(capsule.tenant, capsule.request.request, capsule.worker, capsule.request.inbox)
@@ -106,7 +109,7 @@ def read_watches(reply: str, data: bytes) -> WatchesHeard:
 
 
 def read_disconnect(data: bytes) -> str | None:
-    """The worker whose connection a server's `$SYS.ACCOUNT.*.DISCONNECT` notice is about, if any."""
+    """The worker that a server's `$SYS.ACCOUNT.*.DISCONNECT` notice is about, if any."""
     try:
         name = json.loads(data)["client"]["name"]
     except (ValueError, RecursionError, KeyError, TypeError):
@@ -118,13 +121,12 @@ def read_disconnect(data: bytes) -> str | None:
 
 
 def _check_taker(reply: str) -> None:
-    """The sender waits for an answer; replicas of older versions do not."""
     if reply and not subjects.is_answer_inbox(reply):
         raise InvalidRequest("must be an inbox", field="reply")
 
 
 def _check_taken_over(tenant: str, request: str, worker: str, inbox: str) -> None:
-    """As strictly as what comes from producers: subjects are made of these."""
+    """As strictly as producers' requests: subjects are made of these."""
     for name, value in (("tenant", tenant), ("request", request), ("worker", worker)):
         if not is_token(value):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field=name)
@@ -133,7 +135,7 @@ def _check_taken_over(tenant: str, request: str, worker: str, inbox: str) -> Non
 
 
 def tenant_in(subject: str) -> str:
-    """Of `<namespace>.place.<tenant>.<model>` and `<namespace>.generate.<tenant>.<model>`."""
+    """Subjects are `<namespace>.place.<tenant>.<model>` and `<namespace>.generate.<tenant>.<model>`."""
     return subject.split(".")[-2]
 
 
@@ -145,19 +147,6 @@ def _tenant_and_model(subject: str) -> tuple[str, str]:
     return tenant, token
 
 
-def _seed_of(tenant: str, request: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{tenant}.{request}".encode(), digest_size=8).digest(), "little")
-
-
 def _check_model(name: str, token: str) -> None:
     if model_token(name) != token:
         raise InvalidRequest(f"{name[:64]!r} belongs to another subject than {token}", field="model")
-
-
-def _check_prompt(ask: ProducerRequest) -> None:
-    if ask.prompt is not None and ask.prompt_ids:
-        raise InvalidRequest("give either prompt or prompt_ids, not both", field="prompt")
-    if ask.prompt is None and not ask.prompt_ids:
-        raise InvalidRequest("give prompt or prompt_ids, not empty", field="prompt")
-    if ask.prompt == "":
-        raise InvalidRequest("must not be empty", field="prompt")

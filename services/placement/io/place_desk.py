@@ -1,13 +1,13 @@
-"""Loop: what Clients ask on `kvf.place`, from the bytes to the answer: while the answer is of use.
+"""Loop: answers Clients' requests on `kvf.place`, while the answer is of use.
 
-Messages are taken in as they come, and one is decided per turn of the event loop: so what waits does so here, where it
-is seen how old it is, and not unread in a socket. The one with the least time left goes first. What is late costs a
-look at two of its fields, and gets no answer: its asker has placed it by the ring.
+Messages are read as they come, and one is decided per turn of the event loop: so requests wait here, where their age is
+known, and not in a socket. The one with the least time left goes first. A late one costs a look at two of its fields
+and gets no answer: its asker has placed it by the ring.
 
     listening ──25 ms of work wait──▶ standing back ──4 requests wait──▶ listening
 
-To read what will be late costs a tenth of deciding it. So a desk that is behind stands back from the queue group: other
-replicas have what comes then, and without any the server tells askers at once that nobody listens.
+Reading a request costs a tenth of deciding it. So a desk that is behind leaves the queue group: other replicas get the
+requests, and without any the server tells askers at once that nobody listens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
-from kvfleet.placement.actions import Action, Answer, Fail
+from kvfleet.placement.events import Action, Answer, Fail
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.executor import Executor
-from kvfleet.placement.io.lateness import Lateness
 from kvfleet.placement.io.replica import QUEUE, Replica, let_go
+from kvfleet.placement.io.timing import Lateness
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvproto import codec
 from kvproto.errors import CodecError
@@ -45,7 +45,7 @@ LOOK_S = 0.001
 
 @dataclass(eq=False)
 class PlaceDesk:
-    """Owned by the placement loop. Who cannot prove to be of the fleet has no more than `max_priority`."""
+    """Requests from outside the fleet have no more than `max_priority`."""
 
     replica: Replica
     executor: Executor
@@ -61,21 +61,17 @@ class PlaceDesk:
     _stopped: bool = False
     _lateness: Lateness = field(default_factory=Lateness)
     _usual_s: float = 0.0  # a decision
-    _waiting: list[tuple[float, int, Message, bool]] = field(default_factory=list)  # a heap: until when, number,
-    # message, whether it is from another region
+    # A heap of (until when, number, message, whether it is from another region).
+    waiting: list[tuple[float, int, Message, bool]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
     _came: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     async def on_place(self, message: Message, *, from_other_region: bool = False) -> None:
-        if len(self._waiting) >= MAX_WAITING:
+        if len(self.waiting) >= MAX_WAITING:
             self.late_total += 1
             return
         now = self.replica.now()
-        heapq.heappush(self._waiting, (self._due(message, now), next(self._numbers), message, from_other_region))
+        heapq.heappush(self.waiting, (self._due(message, now), next(self._numbers), message, from_other_region))
         self._came.set()
 
     async def start(self) -> None:
@@ -86,14 +82,14 @@ class PlaceDesk:
             self._listening.append(await listen(subjects.region_place_all(), on_place, QUEUE))
 
     async def stop(self) -> None:
-        """Take no more; what was sent is still read, and decided if `run` goes on. Never raises."""
+        """What was sent is still read, and decided if `run` goes on. Never raises."""
         self._stopped = True
         await self._let_go()
 
     async def _stand_back(self) -> None:
         self.stood_back_total += 1
         await self._let_go()
-        while len(self._waiting) > FEW:
+        while len(self.waiting) > FEW:
             await asyncio.sleep(LOOK_S)
         if not self._stopped:
             await self.start()
@@ -108,13 +104,13 @@ class PlaceDesk:
         """For as long as the loop lives."""
         late_in_a_row = 0
         while True:
-            while not self._waiting:
+            while not self.waiting:
                 self._came.clear()
                 await self._came.wait()
-            if len(self._waiting) * max(self._usual_s, BEHIND_S / MOST) > BEHIND_S and not self._is_behind:
+            if len(self.waiting) * max(self._usual_s, BEHIND_S / MOST) > BEHIND_S and not self._is_behind:
                 self._is_behind = True
                 self.replica.spawn(self._stand_back())
-            due, _, message, from_other_region = heapq.heappop(self._waiting)
+            due, _, message, from_other_region = heapq.heappop(self.waiting)
             now = self.replica.now()
             if due < now:
                 self.late_total += 1
@@ -132,7 +128,7 @@ class PlaceDesk:
         try:
             fields = codec.open_map(message.data)
         except CodecError:
-            fields = {}  # its asker is told
+            fields = {}
         asker = message.reply.rpartition(".")[0]
         return self._lateness.due(asker, fields.get("deadline_ms"), fields.get("expires_unix_ms"), arrived)
 
@@ -159,7 +155,6 @@ class PlaceDesk:
 
 
 def say_placed(request: str | None, actions: list[Action]) -> None:
-    """For those who read the logs of one request; the ledger knows more."""
     for action in actions:
         if isinstance(action, Answer):
             one = action.placement

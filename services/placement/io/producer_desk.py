@@ -1,7 +1,4 @@
-"""Loop: what bare producers ask, how workers answer offers of it, and what others let go of.
-
-Bytes are read into events (`intake`), the core decides, and the executor carries it out.
-"""
+"""Loop: requests of bare producers, workers' answers to offers of them, and what others let go of."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvfleet.placement.actions import Fail
-from kvfleet.placement.events import Event, GenerateAsked, NobodyListens, WorkerAnswered
+from kvfleet.placement.events import Action, Event, Fail, GenerateAsked, NobodyListens, WorkerAnswered
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.executor import INBOX_HEADER, TAKEN, Executor
 from kvfleet.placement.io.place_desk import say_placed
@@ -30,8 +26,6 @@ REFUSED = b"refused"
 
 @dataclass(eq=False, slots=True)
 class ProducerDesk:
-    """Owned by the placement loop, which subscribes."""
-
     replica: Replica
     executor: Executor
     traces: DecisionTraces
@@ -51,23 +45,20 @@ class ProducerDesk:
         await self.executor.carry_out(actions)
 
     async def on_generate_from_region(self, message: Message) -> None:
-        """Another region passes a producer's request on. What would be refused here at once is left to that one."""
+        """Another region passes a producer's request on. A request that fails here at once stays with that region."""
         inbox = (message.headers or {}).get(INBOX_HEADER, "")
         tenant = intake.tenant_in(message.subject)
         if not intake.is_inbox(inbox, of_producer=True, tenant=tenant) or not is_inbox(message.reply):
             self.replica.ignored_total += 1
             return
         read = _read_generate(message, inbox)
-        actions = (
-            [read]
-            if isinstance(read, Fail)
-            else self.traces.forward(replace(read, from_other_region=True), message.headers, self.executor.handle)
-        )
-        refused = any(isinstance(action, Fail) and action.inbox == inbox for action in actions)
-        await self.replica.connection.publish(message.reply, REFUSED if refused else TAKEN)
-        await self.executor.carry_out(
-            action for action in actions if not (isinstance(action, Fail) and action.inbox == inbox)
-        )
+        actions: list[Action] = [read] if isinstance(read, Fail) else []
+        if not isinstance(read, Fail):
+            event = replace(read, from_other_region=True)
+            actions = self.traces.forward(event, message.headers, self.executor.handle)
+        refusals = [action for action in actions if isinstance(action, Fail) and action.inbox == inbox]
+        await self.replica.connection.publish(message.reply, REFUSED if refusals else TAKEN)
+        await self.executor.carry_out(action for action in actions if action not in refusals)
 
     async def on_answer(self, message: Message) -> None:
         key, _, attempt = message.subject.removeprefix(self.replica.answers).partition(".")

@@ -1,15 +1,8 @@
-"""Loop: answers questions about what this replica has seen and decided. It reads the core and changes nothing.
+"""Loop: answers questions about what this replica has seen and decided (the loop lists them); it changes nothing.
 
-    kvf.placement.stats     what has this replica seen?      ──▶ PlacementStats
-    kvf.placement.explain   why was it decided so?           ──▶ an Explanation
-                            what was decided last?           ──▶ Explanations, one for each piece
-    kvf.placement.preload   what should a new worker have?   ──▶ a PreloadPlan
-    kvf.placement.victim    who is the cheapest to lose?     ──▶ a VictimReport
-
-The last three take longer than a decision may: they are answered a piece at a time, so that decisions come in between,
-and one of each at a time. The last two are in a queue group, as replicas share requests evenly and each knows only of
-its own decisions. Of lists of the newest a few wait, and one too many gets no answer, nor does one whose asker has gone
-meanwhile.
+Lists of the newest decisions, preload plans and victim reports take longer than a decision may: they are answered a
+piece at a time, so that decisions come in between. A few lists may wait; one too many gets no answer, nor does one
+whose asker has gone.
 """
 
 from __future__ import annotations
@@ -48,8 +41,6 @@ Asked = TypeVar("Asked", ExplainRequest, PreloadRequest, VictimRequest)
 
 @dataclass(eq=False)
 class QuestionDesk:
-    """Owned by the placement loop, which subscribes."""
-
     replica: Replica
     core: PlacementCore
     preload_answers_total: int = 0
@@ -65,8 +56,7 @@ class QuestionDesk:
         await self._answer(message.reply, self.core.stats())
 
     async def on_explain(self, message: Message) -> None:
-        ask = self._read(ExplainRequest, message)
-        if ask is None:
+        if (ask := self._read(ExplainRequest, message)) is None:
             return
         if ask.newest:
             self._on_newest(ask, message.reply)
@@ -75,8 +65,7 @@ class QuestionDesk:
         await self._answer(message.reply, Explanation(self.core.placement, decisions))
 
     async def on_preload(self, message: Message) -> None:
-        ask = self._read(PreloadRequest, message, of_worker=True)
-        if ask is None:
+        if (ask := self._read(PreloadRequest, message, of_worker=True)) is None:
             return
         preload = self.core.preload(ask, int(self.replica.connection.max_payload * OF_A_MESSAGE), self.replica.now())
         await _work_off(preload.step)
@@ -84,8 +73,7 @@ class QuestionDesk:
             self.preload_answers_total += 1
 
     async def on_victim(self, message: Message) -> None:
-        ask = self._read(VictimRequest, message)
-        if ask is None:
+        if (ask := self._read(VictimRequest, message)) is None:
             return
         survey = self.core.survey(ask.model, self.replica.now())
         await _work_off(survey.step)
@@ -93,7 +81,7 @@ class QuestionDesk:
             self.victim_answers_total += 1
 
     def _on_newest(self, ask: ExplainRequest, reply: str) -> None:
-        """It is answered in its turn, by a task of its own: what else is asked does not wait for it."""
+        """A task of its own answers: other questions do not wait for it."""
         if len(self._waiting) >= MAX_WAITING:
             self.dropped_total += 1
             return
@@ -110,7 +98,6 @@ class QuestionDesk:
             self._is_listing = False
 
     async def _tell_newest(self, ask: ExplainRequest, reply: str, until: float) -> None:
-        """Each piece is sent as it is written: none is too long for NATS, however many there are."""
         newest = self.core.ledger.newest(min(ask.newest, MAX_NEWEST), ask.tenant, ask.model)
         while self.replica.now() < until:
             decisions, more = next(newest)

@@ -1,4 +1,4 @@
-"""Loop: what placement says to other regions and hears from them. Owns the one timer; the loop subscribes.
+"""Loop: what placement tells other regions and hears from them.
 
 kvf.region.<own>.summary                       ◀── once a second: which models, how long a wait
 kvf.region.*.summary                           ──▶ the core's `region_summaries`
@@ -27,14 +27,12 @@ MAX_WORKERS = 4096  # of a model that are named
 
 @dataclass(eq=False, slots=True)
 class RegionDesk:
-    """Of one placement replica in a region."""
-
     replica: Replica
     core: PlacementCore
     members: Members
 
     async def run(self) -> None:
-        """Say what this region can do, until cancelled."""
+        """Tell the others, until cancelled."""
         while True:
             try:
                 await self._say(self.summary(self.replica.now()))
@@ -43,34 +41,31 @@ class RegionDesk:
             await asyncio.sleep(SUMMARY_S)
 
     async def leave(self) -> None:
-        """This replica takes nothing more: the others know it now, not when they miss its word. Never raises."""
+        """Tell the others now that this replica takes nothing more. Never raises."""
         try:
             await self._say(RegionSummary(self.replica.subjects.region, self.core.placement))
         except KvfleetError as error:
             log.debug("placement: other regions were not told of the end: %s", error)
 
     async def _say(self, summary: RegionSummary) -> None:
-        await self.replica.connection.publish(
-            self.replica.subjects.region_summary(summary.region), codec.encode(summary)
-        )
+        subject = self.replica.subjects.region_summary(summary.region)
+        await self.replica.connection.publish(subject, codec.encode(summary))
 
     def summary(self, now: float) -> RegionSummary:
-        """Of every model that is served here; `data_plane` and what only a region's own need is left out."""
+        """Of every model served here; what other regions do not need of its record is left out."""
         models = []
         for model, record in sorted(self.members.view.models().items()):
-            ask = PlaceRequest(request="", model=model)
             ready = self.core.fleet.ready(model).workers
-            wait_s = self.core.decider.least_wait_s(ask, now)
+            wait_s = self.core.decider.least_wait_s(PlaceRequest(request="", model=model), now)
             slim = replace(record, address="", data_plane=(), pid=0)
             models.append(RegionModel(model, len(ready), min(wait_s or 0.0, 1e9), slim, self._workers(model)))
         return RegionSummary(self.replica.subjects.region, self.core.placement, tuple(models))
 
     def _workers(self, model: str) -> tuple[str, ...]:
-        """Those that answer: whom other regions ask to forget a session."""
-        view = self.members.view
+        """The living ones: other regions ask them to forget a session."""
         serving = (
             one.record.id
-            for one in view.workers.values()
+            for one in self.members.view.workers.values()
             if one.record.model == model and one.dead_since is None and one.state in (State.READY, State.DRAINING)
         )
         return tuple(sorted(serving))[:MAX_WORKERS]

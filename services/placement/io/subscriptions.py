@@ -1,6 +1,6 @@
-"""What placement hears without having asked: members, heartbeats, block events, milestones, other replicas. A loop.
+"""Loop: what placement hears without asking: members, heartbeats, block events, milestones, other replicas.
 
-Owns those subscriptions and the members view; reads bytes into events and decides nothing.
+Owns those subscriptions and the members view.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ DISCONNECTS = "$SYS.ACCOUNT.*.DISCONNECT"
 
 @dataclass(eq=False)
 class Subscriptions:
-    """Owned by the placement loop. `tell` takes an event, the core's `indexer` snapshots; `system` is a connection as
-    the server's SYS user."""
+    """`tell` takes events, `indexer` snapshots; `system` is a connection as the server's SYS user."""
 
     replica: Replica
     members: Members
@@ -45,7 +44,7 @@ class Subscriptions:
         self.members.member_listeners.append(self._on_other_member)
 
     async def start(self) -> None:
-        """Returns when everybody who is registered is known. Raises Unavailable."""
+        """Returns when all registered members are known. Raises Unavailable."""
         subjects = self.replica.subjects
         for subject, callback in (
             (f"{self.replica.snapshots}>", self._on_snapshot),
@@ -74,8 +73,7 @@ class Subscriptions:
         if is_no_responders(message):
             self.indexer.on_snapshot_refused(worker, pull, self.replica.now())
             return
-        part = self.replica.read(Snapshot, message)
-        if part is not None:
+        if (part := self.replica.read(Snapshot, message)) is not None:
             self.indexer.on_snapshot(worker, part, self.replica.now(), pull)
 
     async def _on_events(self, message: Message) -> None:
@@ -115,18 +113,16 @@ class Subscriptions:
             self.tell(events.VaultJoined(record.id, record.epoch))
 
     def _known_state(self, view: WorkerView) -> WorkerRecord:
-        if view.state is view.record.state:  # as it mostly is, and every worker renews its record each second
+        if view.state is view.record.state:  # the usual case; every worker renews its record each second
             return view.record
         return self.members.view.with_state(view.record.id) or view.record
 
     async def _on_disconnect(self, message: Message) -> None:
-        worker = intake.read_disconnect(message.data)
-        if worker is not None:
+        if (worker := intake.read_disconnect(message.data)) is not None:
             self.tell(events.WorkerDisconnected(worker))
 
     async def _on_bookings(self, message: Message) -> None:
-        batch = self.replica.read(BookedBatch, message)
-        if batch is not None:
+        if (batch := self.replica.read(BookedBatch, message)) is not None:
             self.tell(batch)
 
 

@@ -1,12 +1,11 @@
-"""One reader of a bare producer's request, on its way to a worker or at one, and what a worker is sent for it. Pure."""
+"""One reader of a bare producer's request, and what placement and workers are asked for it. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kvfleet.placement.actions import Cancel, Fail
-from kvfleet.placement.events import GenerateAsked
+from kvfleet.placement.events import Cancel, Fail, GenerateAsked
 from kvproto.messages import (
     CancelRequest,
     Capsule,
@@ -25,11 +24,8 @@ SAMPLING = tuple({one.name for one in fields(Sampling)} & {one.name for one in f
 
 @dataclass(slots=True)
 class Forwarded:
-    """`key` tells readers of one request apart: the first one's is the request's id, further ones' have more to it.
-
-    `attempt` and `worker` are those of the present offer, or of what was accepted. `body` is what the next offer is
-    made of; None: nobody here will make one.
-    """
+    """`key` tells readers of one request apart: the first one's is the request's id, further ones' have a suffix.
+    `attempt` and `worker` are those of the present offer, or of the accepted one."""
 
     key: str
     tenant: str
@@ -37,12 +33,12 @@ class Forwarded:
     inbox: str
     encoding: Encoding
     attempt: int
-    body: GenerateRequest | None = None
+    body: GenerateRequest | None = None  # of the next offer; None: there will be none
     asked_at: float = 0.0
     max_wait_s: float | None = None
     worker: str = ""
     tried: list[str] = field(default_factory=list)
-    attached: bool = False  # to what another reader's request began
+    attached: bool = False  # to the attempt of another reader's request
     offer: GenerateRequest | None = None  # the present one
     unheard: bool = False  # its answer may have been lost
     offered_at: float = 0.0
@@ -50,11 +46,11 @@ class Forwarded:
     epoch: str = ""  # the life of the worker that accepted
     asks: int = 0  # questions since the worker's last word
     retry_after_s: float | None = None  # the least that a worker which refused has said
-    carried_until: float | None = None  # a capsule's: for so long a successor is looked for
-    let_go: Cancel | None = None  # what the worker that handed it over is waiting for
+    carried_until: float | None = None  # of a capsule: when the search for a successor ends
+    let_go: Cancel | None = None  # the worker that handed it over waits for this
 
     def reply(self, inbox_prefix: str) -> str:
-        """Where the present worker answers. The attempt tells the server's 503s apart, which carry nothing else."""
+        """The attempt tells the server's 503s apart, which carry nothing else."""
         return request_inbox(inbox_prefix, self.key, self.attempt)
 
     def fail(self, failed: Failed) -> Fail:
@@ -69,7 +65,7 @@ class Forwarded:
         return None if limit_ms is None else limit_ms - int((now - self.asked_at) * 1000)
 
     def capsule(self, now: float) -> Capsule | None:
-        """For another replica to carry on, if it was handed over and nobody has accepted it."""
+        """For another replica to carry on, if it was handed over and no worker has accepted it."""
         if self.carried_until is None or self.body is None or self.let_go is None:
             return None
         left_ms = self.left_ms(now)
@@ -77,7 +73,7 @@ class Forwarded:
         return Capsule(self.tenant, self.let_go.worker, body, self.let_go.cancel.attempt)
 
     def release_source(self) -> list[Cancel]:
-        """The worker that handed it over may go: said once."""
+        """Tell the worker that handed it over to let go, once."""
         told, self.let_go = self.let_go, None
         return [] if told is None else [told]
 
@@ -86,8 +82,8 @@ class Forwarded:
 
 
 def body_of(asked: GenerateAsked, model: str, watcher: str, max_priority: int) -> GenerateRequest:
-    """All but the attempt, what is left of the deadline, and whom to pull from. Higher priorities send others' waiting
-    requests away, and any tenant's producer can name one: it gets `max_priority` at most."""
+    """All but the attempt, the rest of the deadline, and the worker to pull from. Any tenant's producer can name a
+    priority, and higher ones send others' waiting requests away: it gets `max_priority` at most."""
     ask = asked.ask
     sampling: dict[str, Any] = {name: getattr(ask, name) for name in SAMPLING}
     sampling |= {"seed": asked.seed, "overflow": ask.context_overflow}
@@ -113,7 +109,7 @@ def body_of(asked: GenerateAsked, model: str, watcher: str, max_priority: int) -
 def question_of(
     body: GenerateRequest, attempt: int, excluded: tuple[str, ...], max_wait_s: float | None
 ) -> PlaceRequest:
-    """Who should do this, with what was generated already as a part of the prompt?"""
+    """The tokens generated already are part of the prompt."""
     return PlaceRequest(
         request=body.request,
         model=body.model,

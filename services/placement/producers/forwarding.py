@@ -1,4 +1,4 @@
-"""How a bare producer's request comes to a worker: offered to one after the other until one accepts it. Pure.
+"""Offers a bare producer's request to one worker after the other until one accepts it. Pure.
 
                ┌─ 50 ms of silence (of the worker's, not of a NATS that is away), 503, retryable refusal:
                │                         next ready worker, each at most once
@@ -13,22 +13,20 @@
       └── an id that is known (`repeats`) ──▶ offered to the worker that has it, as one more reader of that attempt
 
 The 50 ms grow with a long text, which the worker tokenises before it accepts, and while workers answer late
-(`OfferTimeout`). Every end of a request is one here, so the producer gets at most one terminal frame from placement,
-and none once the worker's own was seen. Each offer is one attempt; a worker that accepts an attempt nobody waits for
-any more is told to cancel it. The worker that handed a request over may let go of it when its successor has started: it
-has the blocks by then.
+(`OfferTimeout`). The producer gets at most one terminal frame from placement, and none once the worker's own was seen.
+Each offer is one attempt; a worker that accepts a past attempt is told to cancel it. The worker that handed a request
+over may let go of it when its successor has started: that one has the blocks by then.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from kvfleet.placement.actions import Action, Cancel, Fail, Forward, PingWorker, TakenOver, failed_frame
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.decider import Decider
 from kvfleet.placement.decide.repeats import KnownRequest
 from kvfleet.placement.decide.state import PlacementState
-from kvfleet.placement.events import GenerateAsked
+from kvfleet.placement.events import Action, Cancel, Fail, Forward, GenerateAsked, PingWorker, TakenOver, failed_frame
 from kvfleet.placement.producers.forwarded import Forwarded, body_of, question_of
 from kvfleet.placement.producers.in_flight import OfferTimeout, RequestsInFlight
 from kvproto.errors import EXPIRES, DeadlineExceeded, KvfleetError, NoWorkers, Unavailable
@@ -45,18 +43,18 @@ from kvproto.messages import (
     Watch,
 )
 
-ATTACH_S = 1.0  # one to the only worker that has it can wait
+ATTACH_S = 1.0  # an offer to the only worker that has it can wait
 TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it accepts (0.5 MB/s is a slow one)
-DISCONNECTED_S = 0.1  # until it is asked again whether silence says anything
+DISCONNECTED_S = 0.1  # until the next look whether silence says anything
 CARRY_S = 10.0
 PARKED_S = 0.2
-LAST_CHANCE_S = 1.5  # of the last worker that can be asked; its end is told within 4 s of a loss all the same
-UNHEARD_RETRY_S = 1.0  # if nobody who refused has said when
+LAST_CHANCE_S = 1.5  # of the last candidate; its loss is told within 4 s all the same
+UNHEARD_RETRY_S = 1.0  # if no refusal said when
 
 
 @dataclass(eq=False, slots=True)
 class Forwarding:
-    """Owned by the core. Offers are few and live for milliseconds, but for those that are parked."""
+    """Offers are few and live for milliseconds, but for those that are parked."""
 
     state: PlacementState
     in_flight: RequestsInFlight
@@ -93,7 +91,7 @@ class Forwarding:
         if known is not None and known.is_there and self.state.fleet.attaches(known.worker):
             return self._attach(forwarded, known, now)
         if self.in_flight.is_read_at(event.request, event.inbox):
-            return []  # asked twice: it is being told, and would see two answers
+            return []  # asked twice: its inbox would get two answers
         self.in_flight.enter(forwarded)
         return self._offer(forwarded, now)
 
@@ -103,7 +101,7 @@ class Forwarding:
         assert forwarded.body is not None
         body = replace(forwarded.body, attempt=known.attempt)
         if self.in_flight.is_read_at(forwarded.request, forwarded.inbox):
-            # Asked twice: one watch is enough, and what becomes of the question is its worker's matter.
+            # Asked twice: one watch is enough.
             forwarded.key = self.in_flight.further_key(forwarded.request)
         else:
             self.in_flight.enter(forwarded)
@@ -119,8 +117,8 @@ class Forwarding:
         return [self._failure(forwarded, error), *forwarded.release_source()]
 
     def carry_on(self, capsule: Capsule, reply: str, now: float) -> list[Action]:
-        """Take over what a draining worker lets go of, or a replica that goes. Without room for it here there is no
-        answer to `reply`: its reader tells the producer, unless another one takes it."""
+        """Of a draining worker, or a replica that goes. If this replica is full it does not answer: the sender asks
+        another one, or tells the producer."""
         body, source = capsule.request, capsule.worker
         held_attempt = body.attempt if capsule.held_attempt is None else capsule.held_attempt
         actions: list[Action] = [TakenOver(reply)] if reply else []
@@ -143,7 +141,7 @@ class Forwarding:
     def adopt(self, watch: Watch, now: float) -> list[Action]:
         known = (self.in_flight.find_accepted(key) for key in self.in_flight.keys_of(watch.request))
         if self._is_full() or any(one.watch() == watch for one in known if one is not None):
-            return []  # no room, or told twice: the answer to the first was late
+            return []  # full, or told twice: the answer to the first was late
         forwarded = Forwarded(
             "", watch.tenant, watch.request, watch.inbox, watch.encoding, watch.attempt,
             worker=watch.worker, epoch=watch.epoch,
@@ -152,7 +150,7 @@ class Forwarding:
         return self.in_flight.adopt(forwarded, now)
 
     def leave(self, now: float) -> list[Action]:
-        """This replica goes: what no worker has accepted is for another one, or its producer hears of it now."""
+        """This replica goes: another one gets the capsules that no worker has accepted, other requests fail now."""
         actions: list[Action] = [offered.take_back() for offered in self.in_flight.offered.values()]
         for held in [*self.in_flight.offered.values(), *self.in_flight.parked.values()]:
             self.in_flight.parked.pop(held.key, None)
@@ -160,7 +158,7 @@ class Forwarding:
             if capsule is None:
                 actions += self._fail(held, Unavailable("this placement goes: ask again"))
             else:
-                self.in_flight.end(held)  # the one that takes it over tells who may let go
+                self.in_flight.end(held)  # the next replica tells the source to let go
                 actions.append(capsule)
         return actions + self.in_flight.release_sources()
 
@@ -181,7 +179,7 @@ class Forwarding:
             placement = self.decider.decide(forwarded.tenant, question, now)
         except KvfleetError as error:
             if error.retryable and forwarded.carried_until is not None and now < forwarded.carried_until:
-                # Parked: the worker that refused it is asked again.
+                # Later the workers that refused it are asked again.
                 forwarded.due, forwarded.tried = now + PARKED_S, forwarded.tried[:1]
                 self.in_flight.parked[forwarded.key] = forwarded
                 return []
@@ -214,7 +212,7 @@ class Forwarding:
         return self.in_flight.end(offered) if isinstance(frame, TERMINAL) else []
 
     def on_started(self, worker: str, one: Milestone) -> list[Action]:
-        """It has the blocks of what was handed over: from here on nothing is needed of the worker that did."""
+        """The worker has the blocks: the one that handed the request over may let go."""
         actions: list[Action] = []
         for key in self.in_flight.keys_of(one.request):
             held = self.in_flight.find(key)
@@ -224,7 +222,7 @@ class Forwarding:
 
     def _on_accepted(self, key: str, frame: Accepted, now: float) -> list[Action]:
         held = self.in_flight.find(key)
-        is_parked = key in self.in_flight.parked  # what is parked was passed over, and told so
+        is_parked = key in self.in_flight.parked  # its worker was passed over, and told so
         if held is not None and not is_parked and (held.attempt, held.worker) == (frame.attempt, frame.worker):
             if self.in_flight.offered.pop(key, None) is None:
                 return []  # said twice
@@ -235,7 +233,7 @@ class Forwarding:
             self.in_flight.watch(held, now)
             return []
         if held is None and key != frame.request:
-            return []  # asked twice, or one more reader, who has left: what it read goes on
+            return []  # asked twice, or a further reader that has left: the attempt goes on
         self.late_acceptances_total += 1
         self._offer_timeout.was_late()
         if key != frame.request:
@@ -246,7 +244,7 @@ class Forwarding:
     def _on_refused(self, offered: Forwarded, refusal: Failed, now: float) -> list[Action]:
         del self.in_flight.offered[offered.key]
         if refusal.retryable and offered.attached:
-            # Its worker does not have all that was sent of the attempt, or takes nobody: it is done once more.
+            # Its worker lacks frames of the attempt, or takes no readers: a new attempt.
             offered.attached = False
             if (known := self.state.repeats.find((offered.tenant, offered.request))) is not None:
                 offered.attempt = max(offered.attempt, known.attempt)
@@ -256,7 +254,7 @@ class Forwarding:
                 least = offered.retry_after_s
                 offered.retry_after_s = refusal.retry_after_s if least is None else min(least, refusal.retry_after_s)
             if refusal.field == EXPIRES and offered.body is not None and offered.body.expires_unix_ms is not None:
-                # Two clocks disagree, as by ours there is time: anybody may have it, without the date.
+                # Two clocks disagree, as by ours there is time: any worker may have it, without the date.
                 offered.body = replace(offered.body, expires_unix_ms=None)
                 offered.tried.remove(offered.worker)
             return self._offer(offered, now)
@@ -264,7 +262,7 @@ class Forwarding:
         return [offered.fail(refusal), *self.in_flight.end(offered, failed=True)]
 
     def on_nobody_listens(self, key: str, attempt: int, now: float) -> list[Action]:
-        """The next worker at once; and one that does not listen for this request may be dead."""
+        """Offer to the next worker at once, and ping the one that does not listen."""
         offered = self.in_flight.offered.get(key)
         if offered is None or offered.attempt != attempt:
             return []
@@ -274,7 +272,7 @@ class Forwarding:
         return [*([PingWorker(offered.worker)] if is_suspect else []), *self._next(offered, now)]
 
     def on_left(self, worker: str, heard_at: float, now: float) -> list[Action]:
-        """Requests it accepted are lost after a short grace; those it was offered go elsewhere at once."""
+        """Accepted requests are lost after a short grace; offered ones go elsewhere at once."""
         self.in_flight.suspect(worker, heard_at, now)
         actions: list[Action] = []
         for offered in [f for f in self.in_flight.offered.values() if f.worker == worker]:
@@ -285,8 +283,7 @@ class Forwarding:
     # ------------------------------------------------------------------ time passes
 
     def tick(self, now: float, *, disconnected: bool = False) -> list[Action]:
-        """`disconnected`: a worker whose answer did not arrive may be at work; a second one would stream to the
-        producer too."""
+        """`disconnected`: a worker whose answer did not arrive may be at work; a second one would stream too."""
         actions: list[Action] = []
         for table, do in ((self.in_flight.offered, self._pass_over), (self.in_flight.parked, self._offer)):
             for due in [forwarded for forwarded in table.values() if forwarded.due <= now]:
@@ -298,12 +295,12 @@ class Forwarding:
         return actions + self.in_flight.tick(now)
 
     def _pass_over(self, silent: Forwarded, now: float) -> list[Action]:
-        """It may only be slow: so that it does not begin what goes elsewhere, it is told at once. Nobody else being
-        left to ask, it is given more time."""
+        """It may only be slow: a cancellation keeps it from beginning what goes elsewhere. The last candidate gets more
+        time."""
         if silent.unheard and silent.offer is not None and self.state.fleet.attaches(silent.worker):
             left_ms = silent.left_ms(now)
             if left_ms is None or left_ms > 0:
-                # It answers once more: nothing of the offer, or of its answer, may have arrived.
+                # The offer or its answer may have been lost: the worker answers once more.
                 return self._send(silent, replace(silent.offer, deadline_ms=left_ms, again=True), now)
         if (until := self._last_chance(silent)) > now:
             silent.due = until
@@ -321,7 +318,7 @@ class Forwarding:
         return until if body.deadline_ms is None else min(until, silent.asked_at + body.deadline_ms / 1000)
 
     def _next(self, unanswered: Forwarded, now: float) -> list[Action]:
-        """Who did not answer is passed over; but nobody else has what a repeat is to be attached to."""
+        """Offer to the next worker; of an attached request no other worker has the attempt."""
         if not unanswered.attached:
             return self._offer(unanswered, now)
         why = f"worker {unanswered.worker}, which has the request, did not answer"

@@ -1,4 +1,4 @@
-"""Requests of bare producers that a replica has, from the first offer to their end. Pure.
+"""Requests of bare producers at one replica, from the first offer to their end. Pure.
 
     offered    to a worker that has not answered yet
     parked     handed over by a draining worker, while nobody is ready for it
@@ -9,45 +9,44 @@
       ▼ │ worker left, restarted or silent
      lost ──0.6 s──▶ Failed(worker_lost)
 
-A request may have several readers, who are told apart by keys: the first one's is the request's id. Each is in one of
-the four tables. `Forwarding` moves it until a worker has accepted it; from then on it is watched. A watch that a
-replica which goes hands on goes on here: the worker is asked at once, as its notices went to the other.
+A request may have several readers, told apart by keys. Each is in one of the four tables. `Forwarding` moves it until a
+worker has accepted it; from then on it is watched. Of a watch taken over from a replica that goes, the worker is asked
+at once: its notices went to the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, takewhile
 
-from kvfleet.placement.actions import Action, AskStillRunning, Cancel, failed_frame
+from kvfleet.placement.events import Action, AskStillRunning, Cancel, failed_frame
 from kvfleet.placement.producers.forwarded import Forwarded
 from kvfleet.placement.workers.fleet import Fleet
 from kvproto.errors import Cancelled, WorkerLost
-from kvproto.messages import TERMINAL, CancelRequest, Encoding, Failed, Frame, Milestone, Progress, ResendRequest, Watch
+from kvproto.messages import TERMINAL, Encoding, Failed, Frame, Milestone, Progress, ResendRequest, Watch
 
 ACKNOWLEDGE_S = 0.05
 MOST_S = 1.0
 TIMES = 4.0  # what an answer usually takes
 WEIGHT = 0.1  # of the newest answer
-LOST_GRACE_S = 0.6  # whose connection alone was cut is back by then, and a heartbeat says so
-SILENT_GRACE_S = 0.1  # after a long silence nobody is coming back; a terminal notice may still be on its way
+LOST_GRACE_S = 0.6  # a worker whose connection was cut is back by then, and a heartbeat says so
+SILENT_GRACE_S = 0.1  # after a long silence only a terminal notice may still be on its way
 LONG_SILENCE_S = 2.5
-ASK_AGAIN_S = 15.0  # a notice lost in an outage would be waited for for ever
+ASK_AGAIN_S = 15.0  # a notice may be lost in an outage
 ASKS_LIMIT = 4
 ORPHANS_KEPT_S = 60.0  # a hung worker that wakes is told what to cancel
 MAX_ORPHANS = 65_536  # of one worker
 NOTHING_TO_RESEND = 2**62  # from this index on: only the question "are you still there?"
-NO_KEYS: tuple[str, ...] = ()
 
 
+@dataclass(eq=False, slots=True)
 class OfferTimeout:
-    """50 ms are plenty where workers have time. Where they have not, and answer late, offering each request to the next
-    one and the next would only add to what keeps them from answering: then the timeout grows until it covers what an
-    answer takes now, and shrinks as they answer sooner."""
+    """50 ms are plenty for workers that have time. If they answer late, offering each request to the next one would
+    only add to their load: then the timeout grows until it covers a present answer, and shrinks as they answer sooner.
+    """
 
-    def __init__(self) -> None:
-        self._usual_s = 0.0
+    _usual_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -57,14 +56,14 @@ class OfferTimeout:
         self._usual_s += WEIGHT * (min(after_s, MOST_S) - self._usual_s)
 
     def was_late(self) -> None:
-        """Somebody accepted what had gone to the next one."""
+        """A worker accepted what had gone to the next one."""
         self._usual_s = min(2 * max(self._usual_s, ACKNOWLEDGE_S / TIMES), MOST_S)
 
 
 @dataclass(eq=False, slots=True)
 class RequestsInFlight:
-    """Owned by the core. `give_up(request, attempt, failed)` is told of each attempt that is over, for what it had
-    booked; `failed`: nobody has the request. `watched` and `lost` are ordered by `due`."""
+    """`give_up(request, attempt, failed)` is told of each attempt that is over; `failed`: no worker has the request.
+    `watched` and `lost` are ordered by `due`."""
 
     inbox_prefix: str
     fleet: Fleet
@@ -86,8 +85,8 @@ class RequestsInFlight:
     def __iter__(self) -> Iterator[str]:
         return chain.from_iterable(self._keys.values())
 
-    def keys_of(self, request: str) -> tuple[str, ...] | list[str]:
-        return self._keys.get(request, NO_KEYS)
+    def keys_of(self, request: str) -> Sequence[str]:
+        return self._keys.get(request, ())
 
     def find(self, key: str) -> Forwarded | None:
         return self.offered.get(key) or self.parked.get(key) or self.find_accepted(key)
@@ -99,8 +98,7 @@ class RequestsInFlight:
         return any((reader := self.find(key)) and reader.inbox == inbox for key in self.keys_of(request))
 
     def due(self) -> float | None:
-        """When the earliest offer or grace is: a Tick is needed then at the latest. None: no hurry, as there is none
-        with questions about what is watched."""
+        """When the earliest offer or grace ends: a Tick is needed then at the latest."""
         due = [offered.due for offered in self.offered.values()]
         if self.lost:
             due.append(next(iter(self.lost.values())).due)
@@ -112,31 +110,30 @@ class RequestsInFlight:
         return f"{request}~{next(self._numbers)}"
 
     def enter(self, forwarded: Forwarded) -> None:
-        """It has a key from here on; the table is the caller's to choose."""
+        """Gives it a key; the caller puts it into a table."""
         keys = self._keys.setdefault(forwarded.request, [])
         forwarded.key = self.further_key(forwarded.request) if forwarded.request in keys else forwarded.request
         keys.append(forwarded.key)
 
     def watch(self, forwarded: Forwarded, now: float) -> None:
-        """A worker has accepted it, or has said a word of it."""
+        """A worker has accepted it, or shown progress of it."""
         self._forget_accepted(forwarded)
         forwarded.due, forwarded.asks = now + ASK_AGAIN_S, 0
         forwarded.body = forwarded.offer = None  # they can be large
         self.watched[forwarded.key] = forwarded
         known = self.fleet.workers.get(forwarded.worker)
         if known is not None and forwarded.epoch != known.epoch:
-            # The last word of a life that is over; one that is only just beginning shows itself within the grace.
+            # A life that is over, or one that is just beginning and shows itself within the grace.
             self._set_lost([forwarded], now)
 
     def adopt(self, forwarded: Forwarded, now: float) -> list[Action]:
-        """What another replica was watching."""
         self.watch(forwarded, now)
         if forwarded.worker not in self.fleet.workers:
             self._set_lost([forwarded], now)
         return [self._ask(forwarded)]
 
     def end(self, forwarded: Forwarded, *, failed: bool = False) -> list[Action]:
-        """It is over, or somebody else has it from now on; the worker that handed it over may let go."""
+        """The worker that handed it over may let go."""
         self.offered.pop(forwarded.key, None)
         self._forget_accepted(forwarded)
         keys = self._keys[forwarded.request]
@@ -148,7 +145,6 @@ class RequestsInFlight:
         return [*forwarded.release_source()]
 
     def release_sources(self) -> list[Action]:
-        """Nobody here will hear that they have started."""
         return [one for held in chain(self.lost.values(), self.watched.values()) for one in held.release_source()]
 
     def watches(self) -> tuple[Watch, ...]:
@@ -161,7 +157,7 @@ class RequestsInFlight:
         if held is None or held.attempt != frame.attempt:
             return []
         if isinstance(frame, Failed) and frame.code == WorkerLost.code and held.asks:
-            return self._lose(held)  # the answer to our question: it forgot the request, so nobody else will end it
+            return self._lose(held)  # the answer to our question: the worker forgot the request and will not end it
         if isinstance(frame, Failed) and frame.code == Cancelled.code:
             return self._tell_cancelled(held, frame.output_tokens)
         if isinstance(frame, TERMINAL):
@@ -171,7 +167,7 @@ class RequestsInFlight:
         return []
 
     def on_ended(self, worker: str, one: Milestone) -> list[Action]:
-        """All readers of an attempt have been told how it ended. Notices go to the replica that watched first."""
+        """For all readers of the attempt: the terminal notice goes only to the replica that watched first."""
         actions: list[Action] = []
         for key in list(self.keys_of(one.request)):
             held = self.find_accepted(key)
@@ -182,8 +178,8 @@ class RequestsInFlight:
         return actions
 
     def _tell_cancelled(self, held: Forwarded, output_tokens: int) -> list[Action]:
-        """A worker tells no bare producer of it: what placement took back ends so too, but that is not watched under
-        its number any more. One that knows of one reader only has told it."""
+        """Workers tell no bare producer of it, as an offer that placement took back ends so too; but a worker that
+        knows only one reader has told it."""
         ended = self.end(held)
         known = self.fleet.workers.get(held.worker)
         if held.encoding is Encoding.FRAMES or (known is not None and not known.attaches):
@@ -195,14 +191,14 @@ class RequestsInFlight:
     # ------------------------------------------------------------------ workers come and go
 
     def on_new_epoch(self, worker: str, epoch: str, now: float) -> None:
-        """What its former life accepted is lost; what this one did, before it was known, is not."""
+        """Requests that the former life accepted are lost; those of this one, before it was known, are not."""
         self._orphans.pop(worker, None)
         for forwarded in self._lost_at(worker, epoch):
             self.watch(forwarded, now)
         self._set_lost([f for f in self.watched.values() if f.worker == worker and f.epoch != epoch], now)
 
     def on_beat(self, worker: str, epoch: str, now: float) -> None:
-        """It lives, and is reached. Until its record is back as well, each heartbeat renews the grace."""
+        """Until the worker's record is back as well, each heartbeat renews the grace."""
         if not self.lost:
             return
         back = self._lost_at(worker, epoch)
@@ -213,13 +209,13 @@ class RequestsInFlight:
             self._set_lost(back, now)
 
     def on_joined(self, worker: str, epoch: str, now: float) -> list[Action]:
-        """Back in the same life: requests still within their grace go on, those given up are cancelled."""
+        """In the same life requests within their grace go on, and those given up are cancelled."""
         for back in self._lost_at(worker, epoch):
             self.watch(back, now)
         return [cancel for _, cancel in self._orphans.pop(worker, [])]
 
     def suspect(self, worker: str, heard_at: float, now: float) -> None:
-        """A worker did not answer: its requests are lost unless it shows up within the grace."""
+        """Its requests are lost unless it shows up within the grace."""
         grace_s = SILENT_GRACE_S if now - heard_at >= LONG_SILENCE_S else LOST_GRACE_S
         self._set_lost([f for f in self.watched.values() if f.worker == worker], now, grace_s)
 
@@ -263,23 +259,23 @@ class RequestsInFlight:
             self.lost = dict(sorted(self.lost.items(), key=lambda item: item[1].due))
 
     def _lose(self, lost: Forwarded, gone_at: float | None = None) -> list[Action]:
-        """Tell the producer; with `gone_at`, a worker that hangs rather than died is told to stop, now or on waking."""
+        """With `gone_at`, a worker that hangs rather than died is told to stop, now or on waking."""
         self.lost_total += 1
-        cancel = Cancel(lost.worker, CancelRequest(lost.request, lost.attempt, lost.inbox))
+        cancel = lost.take_back()
         if gone_at is not None:
             orphans = self._orphans.setdefault(lost.worker, [])
             orphans.append((gone_at, cancel))
             del orphans[:-MAX_ORPHANS]
         error = WorkerLost(f"worker {lost.worker} was lost")
         told = lost.fail(failed_frame(error, lost.request, lost.attempt))
-        return [cancel, *self.end(lost, failed=True), told]  # told last: nothing should come after it
+        return [cancel, *self.end(lost, failed=True), told]  # the producer's last: nothing should come after it
 
     def _forget_accepted(self, forwarded: Forwarded) -> None:
         for table in (self.watched, self.lost):
             table.pop(forwarded.key, None)
 
     def check_integrity(self) -> None:
-        """Every reader is in one state, offered to nobody twice, and the tables are in order. Raises AssertionError."""
+        """Every reader is in one state, offered to no worker twice, and the tables are in order."""
         keys = list(self)
         assert len(keys) == len(set(keys)) == len(self)
         for key in keys:

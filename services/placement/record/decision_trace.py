@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from kvfleet.placement.actions import Action, Answer, Fail
-from kvfleet.placement.events import Event, GenerateAsked, PlaceAsked
+from kvfleet.placement.events import Action, Answer, Event, Fail, GenerateAsked, PlaceAsked
 from kvfleet.placement.record.ledger import Ledger
 from kvproto.messages import GenerateRequest
 from kvproto.trace_context import in_headers, sampled

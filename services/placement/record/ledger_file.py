@@ -9,7 +9,7 @@ import json
 import logging
 from pathlib import Path
 
-from kvfleet.placement.actions import RecordDecision
+from kvfleet.placement.events import RecordDecision
 
 log = logging.getLogger(__name__)
 

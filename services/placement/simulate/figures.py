@@ -1,16 +1,20 @@
-"""What came of a run, and figures of it. Pure."""
+"""What came of a run, its figures, and what the fleet could do at most. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvfleet.placement.simulate.fleet_shape import Speed
+from kvfleet.placement.simulate.sim_cache import LruCache
 from kvfleet.placement.simulate.trace import Arrival, Trace
 from kvfleet.placement.workers.workloads import Floats
 
 SLO_TTFT_S = 5.0
+FASTEST = 1e9  # times: all work takes no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +27,17 @@ class Moment:
 
 @dataclass(slots=True)
 class Scaled:
-    """What happened. `lost_tokens` were computed again because a scale-down took the only copy."""
-
     timeline: list[Moment] = field(default_factory=list)
     ups: int = 0
     downs: list[float] = field(default_factory=list)  # when each worker went
-    lost_blocks: int = 0  # that nobody else had
-    lost_tokens: int = 0
+    lost_blocks: int = 0  # that no other worker had
+    lost_tokens: int = 0  # computed again because a scale-down took the only copy
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. `worker`: the first one it was placed at."""
-
     arrival: Arrival
-    worker: str = ""
+    worker: str = ""  # the first one
     cached_tokens: int = 0
     ttft_s: float | None = None
     ended: bool = False
@@ -46,22 +46,18 @@ class Outcome:
 
 @dataclass(slots=True)
 class SimulationRun:
-    """All of it. `prefilled` is tokens per worker and minute; `changes` are the times of churn. `fed_tokens` are those
-    of all attempts, lost ones too."""
-
     outcomes: list[Outcome]
-    prefilled: dict[str, dict[int, float]]
+    prefilled: dict[str, dict[int, float]]  # worker -> minute -> tokens
     lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
-    changes: list[float]
-    fed_tokens: int = 0
+    changes: list[float]  # times of churn
+    fed_tokens: int = 0  # of all attempts, lost ones too
     scaled: Scaled = field(default_factory=Scaled)
     ended_s: float = 0.0  # when the last request was done
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """`load_cov`: mean over whole minutes of the coefficient of variation of prefilled tokens over workers. Times are
-    infinite if nobody ever got a token."""
+    """Times are infinite if no request got a token."""
 
     policy: str
     requests: int
@@ -71,7 +67,7 @@ class Figures:
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p99_s: float
-    load_cov: float
+    load_cov: float  # coefficient of variation of prefilled tokens over workers, mean over whole minutes
     load_max_over_mean: float  # of tokens prefilled per second of a worker's life
     requests_max_over_mean: float  # the same of requests
     goodput_per_s: float  # requests with a first token within the objective, per second of the trace
@@ -106,13 +102,13 @@ def figures(policy: str, trace: Trace, run: SimulationRun, attainable: int, slo_
 
 
 def ttfts(run: SimulationRun) -> Floats:
-    """Seconds, of those who got a first token, in order of arrival."""
+    """Seconds, of requests that got a first token, in order of arrival."""
     return np.array([outcome.ttft_s for outcome in run.outcomes if outcome.ttft_s is not None], dtype=np.float64)
 
 
 def minutes_of(run: SimulationRun, duration_s: float) -> list[Floats]:
-    """Of each whole minute of the trace, or the one that it is shorter than: tokens prefilled by each worker that
-    lived all through it; workers that had nothing to do count as well."""
+    """Tokens prefilled by each worker that lived, busy or idle, through a whole minute of the trace, for each of them;
+    a shorter trace counts as one."""
     found = []
     for minute in range(max(int(duration_s // 60), 1)):
         began, ends = 60.0 * minute, min(60.0 * (minute + 1), max(duration_s, 60.0 * minute))
@@ -140,52 +136,95 @@ def _max_over_mean(run: SimulationRun, amounts: dict[str, float]) -> float:
 
 def moves(run: SimulationRun) -> tuple[int, int]:
     """(turns that went elsewhere than the one before, turns that had one before)."""
-    at: dict[str, str] = {}
-    moved = turns = 0
+    moved = [before.worker != turn.worker for before, turn in _turns(run)]
+    return sum(moved), len(moved)
+
+
+def _turns(run: SimulationRun) -> Iterator[tuple[Outcome, Outcome]]:
+    """Each turn of a conversation, after the turn before."""
+    last: dict[str, Outcome] = {}
     for outcome in run.outcomes:
-        before = at.get(outcome.arrival.session)
-        if before is not None:
-            turns += 1
-            moved += before != outcome.worker
-        at[outcome.arrival.session] = outcome.worker
-    return moved, turns
+        if (before := last.get(outcome.arrival.session)) is not None:
+            yield before, outcome
+        last[outcome.arrival.session] = outcome
 
 
 def moved_per_change(run: SimulationRun) -> float | None:
     """The share of sessions that one change of the fleet, a worker that leaves and another one that joins, moves: the h
     at which, of turns with c > 0 changes since the turn before, 1 - (1 - h)^c are expected to move, as many as did.
-    None without changes. What moves for its load's sake counts as well, so it is rather too much than too little."""
+    None without changes. Moves because of load count as well, so it is rather too much than too little."""
     if not run.changes:
         return None
     changes = np.array(run.changes)
-    at: dict[str, tuple[str, float]] = {}
     counts, moved = [], 0
-    for outcome in run.outcomes:
-        before = at.get(outcome.arrival.session)
-        now = outcome.arrival.at_s
-        if before is not None:
-            count = int(np.searchsorted(changes, now) - np.searchsorted(changes, before[1]))
-            counts.append(count)
-            moved += bool(count) and before[0] != outcome.worker
-        at[outcome.arrival.session] = (outcome.worker, now)
+    for before, turn in _turns(run):
+        count = int(np.searchsorted(changes, turn.arrival.at_s) - np.searchsorted(changes, before.arrival.at_s))
+        counts.append(count)
+        moved += bool(count) and before.worker != turn.worker
     low, high = 0.0, 1.0
     exponents = np.array(counts)
     for _ in range(40):
         middle = (low + high) / 2
-        if (1 - (1 - middle) ** exponents).sum() < moved:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if (1 - (1 - middle) ** exponents).sum() < moved else (low, middle)
     return high
 
 
 def worker_hours(run: SimulationRun, start_s: float) -> float:
-    """That are paid for: a worker that came later costs from when it was asked for."""
+    """A worker that came later costs from when its start was decided."""
     lives = [(came, went) for came, went in run.lives.values() if came < run.ended_s]
     return sum(min(went, run.ended_s) - max(came - start_s, 0.0) for came, went in lives) / 3600
 
 
 def held(run: SimulationRun, target_s: float) -> float:
-    """Share of all requests with a first token within so long."""
+    """Share of all requests with a first token within the target."""
     good = sum(outcome.ttft_s is not None and outcome.ttft_s <= target_s for outcome in run.outcomes)
     return good / max(len(run.outcomes), 1)
+
+
+# ------------------------------------------------------------------ what the fleet could do at most
+
+
+def attainable_tokens(trace: Trace, cache_blocks: int) -> int:
+    """Prompt tokens found in one LRU cache with the blocks of all workers, requests one after the other."""
+    return sum(attainable_by_request(trace, cache_blocks))
+
+
+def attainable_by_request(trace: Trace, cache_blocks: int) -> Iterator[int]:
+    cache = LruCache(cache_blocks)
+    for arrival in trace.arrivals:
+        depth = cache.match(arrival.ids)
+        yield min(depth * trace.block_tokens, arrival.prompt_tokens - 1)
+        cache.hold(arrival.ids)
+        cache.let_go(arrival.ids)
+
+
+def capacity_speed(trace: Trace, workers: int, speed: Speed, attainable: int) -> float:
+    """How many times as fast as recorded the trace may come at most, if all attainable tokens are hit.
+
+    At capacity every step of a worker carries a chunk of some prompt beside the tokens of those that decode, so with n
+    sequences decoding a step takes C/r + d(n) seconds, n is the arrival rate times output tokens times that, and
+    prefill does C tokens a step. Solved by bisection.
+    """
+    duration = max(trace.duration_s, 1e-9)
+    tokens = (sum(arrival.prompt_tokens for arrival in trace.arrivals) - attainable) / workers / duration
+    outputs = sum(arrival.output_tokens for arrival in trace.arrivals) / workers / duration
+    chunk_s = speed.chunk_tokens / speed.prefill_tokens_per_s
+
+    def busy(times: float) -> float:
+        if outputs * times * speed.decode_each_s >= 1:
+            return float("inf")
+        # n = o (c + b + e n), so n = o (c + b) / (1 - o e)
+        rate = outputs * times
+        decoding = rate * (chunk_s + speed.decode_base_s) / (1 - rate * speed.decode_each_s)
+        if decoding > speed.slots:
+            return float("inf")
+        step_s = chunk_s + speed.decode_s(round(decoding))
+        return tokens * times * step_s / speed.chunk_tokens
+
+    low, high = 0.0, 1.0
+    while busy(high) < 1 and high < FASTEST:
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if busy(middle) < 1 else (low, middle)
+    return low

@@ -23,8 +23,6 @@ class Speed:
 
 
 class Victim(StrEnum):
-    """Who goes."""
-
     CHEAPEST = "cheapest"  # to lose, as placement says
     ORDINAL = "ordinal"  # the highest number, as a StatefulSet does
 
@@ -40,7 +38,7 @@ class Autoscale:
 class Delays:
     """Seconds from one process to another."""
 
-    place_s: float = 0.001  # asking placement, and publishing to the worker
+    place_s: float = 0.001  # to placement, and to the worker
     event_s: float = 0.05
     milestone_s: float = 0.02
     heartbeat_s: float = 0.001
@@ -49,16 +47,14 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """What is simulated. With `autoscale` there are as many workers as placement desires. `churn_s`: every so often one
-    worker leaves and another one joins; 0: never. `drain_s`: for so long one that leaves takes nothing new and goes on
-    with what it has; what is left then goes on elsewhere."""
+    """With `autoscale` there are as many workers as placement desires."""
 
     workers: int = 8
     cache_blocks: int = 2048
     replicas: int = 2
     speed: Speed = field(default_factory=Speed)
     delays: Delays = field(default_factory=Delays)
-    churn_s: float = 0.0
-    drain_s: float = 0.0
+    churn_s: float = 0.0  # between changes: one worker leaves and another one joins; 0: none
+    drain_s: float = 0.0  # a leaving worker goes on with its requests for so long, then they go on elsewhere
     seed: int = 0
     autoscale: Autoscale | None = None

@@ -1,7 +1,4 @@
-"""Wiring of `kvfleet simulate`: a trace and flags in; a table, one line of JSON, a picture out.
-
-Stdout has results only, stderr says how far it is.
-"""
+"""Wiring of `kvfleet simulate`: a trace and flags in; tables or JSON on stdout, progress on stderr, a picture."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,8 +27,8 @@ from kvservice.settings import die
 PROGRAM = "kvfleet simulate"
 MOST_WORKERS = 4096
 SPEED, DELAYS, SHAPE, RULES = Speed(), Delays(), FleetShape(), Rules()
-CACHE_SHARE = 10  # a worker's cache, unless it is given: a tenth of the blocks of the trace
-DRAIN_S = 30.0  # unless it is said: of workers that an autoscaler lets go
+CACHE_SHARE = 10  # a worker's default cache: a tenth of the blocks of the trace
+DRAIN_S = 30.0  # default for workers that an autoscaler lets go
 
 
 class Flags(argparse.ArgumentParser):
@@ -41,7 +39,7 @@ class Flags(argparse.ArgumentParser):
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Names the defaults that are numbers; the others are told in words."""
+    """Names the defaults that are numbers; the texts say the others."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         is_number = type(action.default) in (int, float)
@@ -105,7 +103,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def simulate(asked: argparse.Namespace, trace: Trace) -> Study:
-    """All runs. Raises ValueError if a load is asked for where there is none."""
+    """Raises ValueError for a load if all requests come at once."""
     study = make_study(trace, _shape(asked, trace), speed=asked.speed, load=asked.load, slo_s=asked.slo_ttft_s)
     if asked.loads and study.full_speed is None:
         raise ValueError("all requests of the trace come at once: there is no rate to change")
@@ -123,13 +121,9 @@ def simulate(asked: argparse.Namespace, trace: Trace) -> Study:
 def _scales(asked: argparse.Namespace) -> list[Autoscale]:
     minimum, maximum = asked.autoscale
     rules = replace(
-        RULES,
-        target_ttft_s=asked.target_ttft_s,
-        minimum=minimum,
-        maximum=maximum,
-        up_s=asked.scale_up_s,
+        RULES, target_ttft_s=asked.target_ttft_s, minimum=minimum, maximum=maximum, up_s=asked.scale_up_s,
         down_s=asked.scale_down_s,
-    )
+    )  # fmt: skip
     victims = list(Victim) if asked.scale_down == "both" else [Victim(asked.scale_down)]
     return [Autoscale(rules, asked.start_s, victim) for victim in victims]
 
@@ -160,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         trace = read_trace(asked.trace, asked.limit)
         if (asked.workers is None) == (asked.autoscale is None):
             die(f"{PROGRAM}: one of --workers and --autoscale is needed", 2)
-        if asked.plot is not None:  # what stands in its way is said before minutes of work, not after them
+        if asked.plot is not None:  # fail before minutes of work, not after them
             launch.with_extra("plot", lambda: launch.imported("matplotlib"))
             asked.plot.open("a").close()
         trace = trace.spread() if asked.spread else trace
@@ -205,6 +199,11 @@ def _number(text: str, kind: Callable[[str], float], least: float, what: str, mo
     return value
 
 
+_positive = partial(_number, kind=float, least=1e-9, what="a number above 0")
+_delay = partial(_number, kind=float, least=0, what="a number of 0 or more")
+_share = partial(_number, kind=float, least=0, what="a share from 0 to 1", most=1)
+
+
 def _count(text: str) -> int:
     return int(_number(text, int, 1, "a number of 1 or more"))
 
@@ -214,18 +213,6 @@ def _workers(text: str) -> int:
     if count > MOST_WORKERS:
         raise argparse.ArgumentTypeError(f"{count:,} workers are more than {MOST_WORKERS:,}")
     return count
-
-
-def _positive(text: str) -> float:
-    return _number(text, float, 1e-9, "a number above 0")
-
-
-def _delay(text: str) -> float:
-    return _number(text, float, 0, "a number of 0 or more")
-
-
-def _share(text: str) -> float:
-    return _number(text, float, 0, "a share from 0 to 1", most=1)
 
 
 def _limits(text: str) -> tuple[int, int]:

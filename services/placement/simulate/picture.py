@@ -1,7 +1,7 @@
-"""Adapter: how matplotlib, which comes with the extra `plot`, writes a picture, and the one style of all pictures.
+"""Adapter: matplotlib, which comes with the extra `plot`, and the one style of all pictures.
 
 A picture is one SVG that needs no other file: text stays text in fonts by name, no script, nothing loaded. The same
-data give the same bytes. What `titled` names says so under the pointer.
+data give the same bytes. Artists named by `titled` show that under the pointer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 
 INK, FAINT, GRID = "#1f2933", "#66727f", "#e3e8ed"
-# Okabe and Ito's colours, which people who see few colours tell apart too.
+# Okabe and Ito's colours, which colour-blind people tell apart too.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a8f98", "#b8860b", "#56b4e9")
 DPI = 72  # a point of a figure is a pixel of the picture
 STYLE: dict[Any, Any] = {
@@ -52,12 +52,12 @@ _TITLE = "title: "  # begins the id of what is titled, until the title is an ele
 
 
 def styled() -> AbstractContextManager[None]:
-    """Figures are made, drawn and written within it."""
+    """Make, draw and write figures within it."""
     return matplotlib.rc_context(STYLE)
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Pixels. Its parts find their places themselves."""
+    """In pixels."""
     return Figure(figsize=(width / DPI, height / DPI), dpi=DPI, layout="constrained")
 
 
@@ -67,7 +67,6 @@ def head(figure: FigureBase, title: str, *below: str) -> None:
 
 
 def entitle(axes: Axes, title: str, below: str = "") -> None:
-    """The title of one panel, and a smaller line below it."""
     axes.set_title(title, pad=24 if below else 8)
     if below:
         axes.annotate(
@@ -80,7 +79,7 @@ def titled(artist: Artist, title: str) -> None:
 
 
 def as_svg(figure: Figure) -> str:
-    """The same figure is the same text: ids of clips, which hash coordinates that a solver found, are numbered."""
+    """The same figure is the same text: ids of clips, which hash a solver's coordinates, become numbers."""
     written = io.BytesIO()
     figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     ElementTree.register_namespace("", _SVG)

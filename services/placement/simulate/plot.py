@@ -1,4 +1,4 @@
-"""A study as one picture: who waits how long, what was hit, who worked when, what a rising load leaves. Pure."""
+"""A study as one picture: waits, hits, load over time, goodput at rising load. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.figures import minutes_of, ttfts
+from kvfleet.placement.simulate.figures import Figures, minutes_of, ttfts
 from kvfleet.placement.simulate.picture import COLORS, FAINT, as_svg, entitle, head, new_figure, styled, titled
 from kvfleet.placement.simulate.report import headline, seconds
 from kvfleet.placement.simulate.study import POLICIES, Autoscaled, Result, Study
@@ -88,9 +88,8 @@ def _hits(axes: Axes, study: Study) -> None:
         "Hits attained of attainable",
         f"attainable: {study.attainable_rate:.1%} of prompt tokens, by one cache as large as all of them",
     )
-    values = [(one.figures.policy, one.figures.hit_of_attainable) for one in study.results]
     axes.axvline(1.0, color=FAINT, linewidth=1, linestyle=":")
-    _bars(axes, values, lambda value: f"{value:.1%}")
+    _bars(axes, study, lambda one: one.hit_of_attainable, "{:.1%}")
 
 
 def _minutes(part: SubFigure, study: Study, rows: int) -> None:
@@ -127,8 +126,7 @@ def _goodput(axes: Axes, study: Study) -> None:
     below = f"requests/s with a first token within {study.slo_s:g} s"
     if not study.at_loads:
         entitle(axes, "Goodput", below)
-        values = [(one.figures.policy, one.figures.goodput_per_s) for one in study.results]
-        _bars(axes, values, lambda value: f"{value:.2f}/s")
+        _bars(axes, study, lambda one: one.goodput_per_s, "{:.2f}/s")
         return
     entitle(axes, "Goodput at rising load", f"{below}, over the share of capacity")
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -149,7 +147,7 @@ def _goodput(axes: Axes, study: Study) -> None:
 
 def _moved(axes: Axes, study: Study) -> None:
     entitle(axes, "Moved turns", "of turns of a conversation: went to another worker than the turn before")
-    _bars(axes, [(one.figures.policy, one.figures.moved) for one in study.results], lambda value: f"{value:.1%}")
+    _bars(axes, study, lambda one: one.moved, "{:.1%}")
 
 
 def _workers(axes: Axes, found: Sequence[Autoscaled]) -> None:
@@ -174,17 +172,19 @@ def _workers(axes: Axes, found: Sequence[Autoscaled]) -> None:
 # ------------------------------------------------------------------ parts of panels
 
 
-def _bars(axes: Axes, values: Sequence[tuple[str, float]], say: Callable[[float], str]) -> None:
-    """Lying ones, the first on top."""
-    policies, lengths = zip(*values, strict=True)
-    places = range(len(values))
+def _bars(axes: Axes, study: Study, read: Callable[[Figures], float], form: str) -> None:
+    """Horizontal, the first on top."""
+    policies = [result.figures.policy for result in study.results]
+    lengths = [read(result.figures) for result in study.results]
+    said = [form.format(length) for length in lengths]
+    places = range(len(policies))
     bars = axes.barh(places, lengths, height=0.7, color=[color_of(policy) for policy in policies])
-    axes.bar_label(bars, [say(value) for value in lengths], padding=6)
+    axes.bar_label(bars, said, padding=6)
     axes.set_yticks(places, labels=policies)
-    for bar, (policy, value), label in zip(bars, values, axes.get_yticklabels(), strict=True):
-        titled(bar, f"{policy}: {say(value)}")
+    for bar, policy, text, label in zip(bars, policies, said, axes.get_yticklabels(), strict=True):
+        titled(bar, f"{policy}: {text}")
         label.set_fontweight("bold" if policy == DEFAULT_POLICY else "normal")
-    axes.set_ylim(max(len(values), len(POLICIES)) - 0.5, -0.5)
+    axes.set_ylim(max(len(policies), len(POLICIES)) - 0.5, -0.5)
     axes.margins(x=0.15)
     axes.set_xlim(left=0)
     axes.grid(visible=False)

@@ -1,4 +1,4 @@
-"""What a study found, as text: an aligned table for people, one object for programs. Pure."""
+"""A study as text: aligned tables for people, one JSON object for programs. Pure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def _scaled_cells(hours: float, one: Figures, ttft_held: float) -> tuple[str, ..
 
 
 def _changes(one: Autoscaled) -> str:
-    """Ready workers over time: the number, and from when on."""
     said, last = [], None
     for moment in one.scaled.timeline:
         if moment.ready != last:
@@ -90,23 +89,17 @@ def _fixed_held(study: Study) -> float:
 
 
 def as_values(study: Study) -> dict[str, Any]:
-    """For JSON, which knows no infinity: null."""
+    """For JSON, with null for infinity."""
     trace, shape = study.trace, study.shape
-    values = {
+    values: dict[str, Any] = {
         "default": DEFAULT_POLICY,
         "policies": [_values(result.figures) for result in study.results],
         "loads": [{"load": load, **_values(one)} for load, one in study.at_loads],
         "requests": len(trace.arrivals),
-        "duration_s": trace.duration_s,
-        "prompt_tokens": trace.prompt_tokens,
-        "distinct_blocks": trace.distinct_blocks,
-        "block_tokens": trace.block_tokens,
+        **{name: getattr(trace, name) for name in ("duration_s", "prompt_tokens", "distinct_blocks", "block_tokens")},
         "attainable_hit_rate": study.attainable_rate,
         "load": study.load,
-        "workers": shape.workers,
-        "cache_blocks": shape.cache_blocks,
-        "replicas": shape.replicas,
-        "seed": shape.seed,
+        **{name: getattr(shape, name) for name in ("workers", "cache_blocks", "replicas", "seed")},
         "slo_ttft_s": study.slo_s,
     }
     if study.autoscaled:
@@ -121,9 +114,7 @@ def _autoscaled_values(one: Autoscaled) -> dict[str, Any]:
     return {
         **_values(one.figures),
         "scale_down": one.victim,
-        "worker_hours": one.worker_hours,
-        "fixed_worker_hours": one.fixed_worker_hours,
-        "ttft_held": one.ttft_held,
+        **{name: getattr(one, name) for name in ("worker_hours", "fixed_worker_hours", "ttft_held")},
         "scale_ups": one.scaled.ups,
         "scale_downs": len(one.scaled.downs),
         "lost_blocks": one.scaled.lost_blocks,

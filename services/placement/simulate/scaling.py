@@ -1,7 +1,7 @@
-"""Workers that come and go as placement desires, in virtual time, and what their going costs. Pure.
+"""Workers that come and go as placement desires, in virtual time, and what a scale-down costs. Pure.
 
-The numbers are the autoscaler's own: the simulated cores hear heartbeats as real ones do. A worker that is wanted takes
-`start_s` to be ready; one that is not drains, one at a time.
+The numbers are the autoscaler's own: the simulated cores hear heartbeats as real ones do. A new worker takes `start_s`
+to be ready; surplus workers drain, one at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ NOTE_S = 10.0
 
 @dataclass(eq=False, slots=True)
 class Scaling:
-    """Of one run; owned by the simulation."""
-
     scale: Autoscale
     scaled: Scaled
     block_tokens: int
@@ -31,8 +29,8 @@ class Scaling:
     def look(
         self, staying: Collection[str], living: Collection[str], cores: Sequence[PlacementCore], now: float
     ) -> tuple[int, str | None]:
-        """How many workers to start, and who is to go: nobody while another one is on the way out, or in. As an
-        autoscaler does it follows the replica that desires most."""
+        """How many workers to start, and who goes: none while another one is on the way out, or in. As an autoscaler
+        does it follows the replica that desires most."""
         desired = max(one.desired for core in cores for one in core.autoscaler.signals())
         timeline, moment = self.scaled.timeline, Moment(now, len(staying), self.starting, desired)
         last = timeline[-1] if timeline else None
@@ -61,7 +59,7 @@ class Scaling:
         self.scaled.downs.append(now)
 
     def computes(self, blocks: Iterable[int]) -> None:
-        """Somebody has to compute these: each block that was lost counts once."""
+        """Each lost block counts once."""
         again = self.lost.intersection(blocks)
         self.lost -= again
         self.scaled.lost_tokens += len(again) * self.block_tokens

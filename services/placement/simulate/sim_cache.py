@@ -1,8 +1,8 @@
 """The block cache of a simulated worker, and the requests that wait for a place in it. Pure.
 
-A worker reports with every heartbeat how many prompt tokens it has still to feed for all that wait, and under overload
-that is thousands: so each request looks at the cache again only if a block comes or goes that its depth hangs on, the
-last one that is there or the first one that is not.
+Every heartbeat says how many prompt tokens all waiting requests still need, under overload thousands of requests: so
+each looks at the cache again only if a block comes or goes that its depth hangs on, its last cached or first missing
+one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from kvfleet.placement.simulate.trace import Arrival
 
 
+@dataclass(eq=False, slots=True)
 class LruCache:
-    """Blocks of one worker: those that sequences hold, and the others in the order of their last use."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self._held: dict[int, int] = {}  # block -> how many sequences
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    blocks: int
+    _held: dict[int, int] = field(default_factory=dict)  # block -> how many sequences
+    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # least recently used first
 
     def __len__(self) -> int:
         return len(self._held) + len(self._idle)
@@ -37,7 +35,7 @@ class LruCache:
         return len(self._held)
 
     def match(self, ids: Sequence[int]) -> int:
-        """Blocks from the start that are there."""
+        """Cached blocks from the start on."""
         held, idle = self._held, self._idle
         for depth, block in enumerate(ids):
             if block not in held and block not in idle:
@@ -45,12 +43,12 @@ class LruCache:
         return len(ids)
 
     def fits(self, ids: Sequence[int]) -> bool:
-        """Whether they can be held beside what is held; a prompt larger than the cache fits into an empty one."""
+        """Beside what is held; a prompt larger than the cache fits into an empty one."""
         more = sum(block not in self._held for block in ids)
         return len(self._held) + more <= self.blocks or not self._held
 
     def hold(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """A sequence has them now; (blocks that are new here, blocks that had to go)."""
+        """(new blocks, evicted blocks)."""
         held, idle = self._held, self._idle
         new = []
         for block in ids:
@@ -61,7 +59,7 @@ class LruCache:
         return new, self._make_room()
 
     def let_go(self, ids: Sequence[int]) -> list[int]:
-        """The sequence is over; leaves count as used before what they hang on. Returns blocks that had to go."""
+        """Returns evicted blocks. Leaves count as used before their parents."""
         held, idle = self._held, self._idle
         for block in reversed(ids):
             held[block] -= 1
@@ -79,7 +77,7 @@ class LruCache:
 
 @dataclass(slots=True, eq=False)
 class SimulatedJob:
-    """One attempt at one request. What earlier ones generated is fed with the prompt: the stream goes on from there."""
+    """One attempt at one request. Tokens of earlier attempts are fed with the prompt: the stream goes on from there."""
 
     arrival: Arrival
     attempt: int = 0
@@ -88,11 +86,11 @@ class SimulatedJob:
     cached_tokens: int = 0
     left: float = 0.0  # prompt tokens still to be prefilled
     new: list[int] = field(default_factory=list)  # blocks that its prefill adds
-    depth: int = 0  # while it waits: blocks of it that are there
+    depth: int = 0  # cached blocks, while it waits
 
     @property
     def tokens(self) -> int:
-        """What its first new token needs."""
+        """That its first new token needs."""
         return self.arrival.prompt_tokens + self.generated
 
     @property
@@ -100,15 +98,16 @@ class SimulatedJob:
         return self.arrival.output_tokens - self.generated
 
 
+@dataclass(eq=False, slots=True)
 class Waiting:
     """First come, first served."""
 
-    def __init__(self, cache: LruCache, block_tokens: int) -> None:
-        self.tokens = 0  # to be fed for all of them, as the cache is now
-        self._cache = cache
-        self._block_tokens = block_tokens
-        self._jobs: deque[SimulatedJob] = deque()
-        self._watching: dict[int, dict[SimulatedJob, None]] = {}  # block -> whose depth hangs on it, in order of coming
+    cache: LruCache
+    block_tokens: int
+    tokens: int = 0  # to be fed for all of them, as the cache is now
+    _jobs: deque[SimulatedJob] = field(default_factory=deque)
+    # Block -> jobs whose depth hangs on it, in order of arrival.
+    _watching: dict[int, dict[SimulatedJob, None]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -140,7 +139,7 @@ class Waiting:
                 self._watch(job)
 
     def _watch(self, job: SimulatedJob) -> None:
-        job.depth = self._cache.match(job.arrival.ids)
+        job.depth = self.cache.match(job.arrival.ids)
         self.tokens += self._to_feed(job)
         for block in self._hangs_on(job):
             self._watching.setdefault(block, {})[job] = None
@@ -157,10 +156,9 @@ class Waiting:
         return job.arrival.ids[max(job.depth - 1, 0) : job.depth + 1]
 
     def _to_feed(self, job: SimulatedJob) -> int:
-        return max(job.tokens - job.depth * self._block_tokens, 1)
+        return max(job.tokens - job.depth * self.block_tokens, 1)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
-        assert all(job.depth == self._cache.match(job.arrival.ids) for job in self._jobs)
+        assert all(job.depth == self.cache.match(job.arrival.ids) for job in self._jobs)
         assert self.tokens == sum(map(self._to_feed, self._jobs))
         assert {job for watching in self._watching.values() for job in watching} <= set(self._jobs)

@@ -1,9 +1,9 @@
-"""A fleet in virtual time: the real placement cores, simulated workers, and what lies between. No clock, no sockets.
+"""A fleet in virtual time: the real placement cores, simulated workers, messages between them. No clock, no sockets.
 
     arrival ─▶ a replica's core ─▶ worker ─▶ block events, milestones, heartbeats ─▶ every replica's core
 
-Messages take the time they take in `Delays`; chance comes from a seed, so a run can be repeated. A request that loses
-its worker is placed again, after the tokens it has, as a Client does.
+`Delays` says how long messages take; chance comes from a seed, so a run can be repeated. A request that loses its
+worker is placed again, after the tokens it has, as a Client does.
 """
 
 from __future__ import annotations
@@ -11,17 +11,26 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 
-from kvfleet.placement.actions import Answer
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import BlocksChanged, Event, PlaceAsked, Tick, WorkerJoined, WorkerLeft, WorkerUpdated
+from kvfleet.placement.events import (
+    Answer,
+    BlocksChanged,
+    Event,
+    PlaceAsked,
+    Tick,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerUpdated,
+)
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.policies import Policy, build_policies
@@ -30,7 +39,7 @@ from kvfleet.placement.simulate.fleet_shape import FleetShape, Victim
 from kvfleet.placement.simulate.scaling import Scaling
 from kvfleet.placement.simulate.sim_cache import SimulatedJob
 from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker
-from kvfleet.placement.simulate.trace import Trace
+from kvfleet.placement.simulate.trace import Arrival, Trace
 from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto.messages import (
     BookedBatch,
@@ -45,58 +54,55 @@ from kvproto.messages import (
 
 MODEL = "simulated"
 HEARTBEAT_S = 0.5
-TICK_S = 0.5  # of a small fleet; it only lets old things go, but looks at every worker
+TICK_S = 0.5  # of a small fleet; a tick looks at every worker
 WORKERS_PER_TICK_S = 500
 SCALE_S = 1.0  # between looks of the autoscaler
 ATTEMPTS = 10
 
 
+@dataclass(frozen=True, slots=True)
 class TracePrompts:
     """A trace has hashes instead of tokens; requests are told apart by their number."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._arrivals = trace.arrivals
+    arrivals: Sequence[Arrival]
 
     def tokens(self, ask: PlaceRequest) -> int:
-        return self._arrivals[int(ask.request)].prompt_tokens
+        return self.arrivals[int(ask.request)].prompt_tokens
 
     def hashes(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> Hashes:
-        return self._arrivals[int(ask.request)].hashes
+        return self.arrivals[int(ask.request)].hashes
 
     def root(self, space: AddressSpace, tenant: str, ask: PlaceRequest) -> bytes:
         return b""  # a trace's hashes are made up
 
 
+@dataclass(eq=False)
 class Simulation:
-    def __init__(
-        self,
-        trace: Trace,
-        shape: FleetShape,
-        policy: str,
-        policies: Callable[[Callable[[], float]], Mapping[str, Policy]] = build_policies,
-    ) -> None:
-        self._trace = trace
-        self._shape = shape
+    trace: Trace
+    shape: FleetShape
+    policy: str
+    policies: Callable[[Callable[[], float]], Mapping[str, Policy]] = build_policies
+    _now: float = 0.0
+    _queue: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=count)  # order of what happens at one time
+    _workers: dict[str, SimWorker] = field(default_factory=dict)
+    _records: dict[str, WorkerRecord] = field(default_factory=dict)  # of all workers that ever joined
+    _staying: set[str] = field(default_factory=set)  # workers that do not drain
+    _news: dict[str, SimWorker] = field(default_factory=dict)  # workers whose next heartbeat says something new
+    _wakes: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        trace, shape = self.trace, self.shape
         self._random = random.Random(shape.seed)
-        self._now = 0.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-        self._workers: dict[str, SimWorker] = {}
-        self._records: dict[str, WorkerRecord] = {}
-        self._joined = 0
-        self._staying: set[str] = set()  # workers that do not drain
-        self._news: dict[str, SimWorker] = {}  # who has something to say in its next heartbeat
         self._hash_of = np.zeros((trace.distinct_blocks, 2), dtype=np.uint64)  # of each block number
         for arrival in trace.arrivals:
             self._hash_of[list(arrival.ids)] = arrival.hashes
         self._run = SimulationRun([Outcome(arrival) for arrival in trace.arrivals], {}, {}, [])
-        self._wakes: dict[str, float] = {}
         self._left = len(trace.arrivals)
         scale = shape.autoscale
-        prompts = TracePrompts(trace)
         blocks = max(4096, 2 * shape.workers * shape.cache_blocks)
         config = PlacementConfig(
-            policy=policy,
+            policy=self.policy,
             index_blocks=min(blocks, max(4096, trace.distinct_blocks)),
             max_workers=shape.workers + 64,
             rules=scale.rules if scale is not None else Rules(),
@@ -109,25 +115,25 @@ class Simulation:
                 f"_plc.p{number}",
                 self._random.random,
                 config,
-                prompts=prompts,
+                prompts=TracePrompts(trace.arrivals),
                 unix_ms=lambda: int(self._now * 1000),
-                policies=policies(self._random.random),
+                policies=self.policies(self._random.random),
             )
             for number in range(shape.replicas)
         ]
         self._scaling = Scaling(scale, self._run.scaled, trace.block_tokens, MODEL) if scale is not None else None
 
     def run(self) -> SimulationRun:
-        for _ in range(self._shape.autoscale.rules.minimum if self._shape.autoscale else self._shape.workers):
+        for _ in range(self.shape.autoscale.rules.minimum if self.shape.autoscale else self.shape.workers):
             self._join()
         if self._scaling is not None:
-            self._at(0.0, self._scale)
-        for arrival in self._trace.arrivals:
+            self._at(0.0, partial(self._scale, self._scaling))
+        for arrival in self.trace.arrivals:
             self._at(arrival.at_s, partial(self._place, SimulatedJob(arrival)))
         self._at(0.0, self._beat)
         self._at(TICK_S, self._tick)
-        if self._shape.churn_s:
-            self._at(self._shape.churn_s, self._churn)
+        if self.shape.churn_s:
+            self._at(self.shape.churn_s, self._churn)
         while self._left and self._queue:
             self._now, _, what = heapq.heappop(self._queue)
             what()
@@ -153,8 +159,8 @@ class Simulation:
                 outcome.attempts += 1
                 if not job.attempt:
                     outcome.worker = placement.worker
-                self._after(self._shape.delays.place_s, partial(self._submit, placement.worker, job, excluded))
-            elif isinstance(action, BookedBatch) and (delay := self._shape.delays.booking_s) is not None:
+                self._after(self.shape.delays.place_s, partial(self._submit, placement.worker, job, excluded))
+            elif isinstance(action, BookedBatch) and (delay := self.shape.delays.booking_s) is not None:
                 self._after(delay, partial(self._to_all, BookedBatch(core.placement, action.items), author=core))
 
     def _submit(self, name: str, job: SimulatedJob, excluded: tuple[str, ...]) -> None:
@@ -169,19 +175,19 @@ class Simulation:
     def _again(self, job: SimulatedJob, excluded: tuple[str, ...], generated: int) -> None:
         if job.attempt + 1 < ATTEMPTS:
             again = SimulatedJob(job.arrival, job.attempt + 1, generated=generated)
-            self._after(self._shape.delays.place_s, partial(self._place, again, excluded))
+            self._after(self.shape.delays.place_s, partial(self._place, again, excluded))
         else:
             self._left -= 1
 
     # ------------------------------------------------------------------ workers
 
     def _take(self, worker: SimWorker, progress: SimulatedProgress) -> None:
-        """What a worker did: told to all replicas, counted, and when to look again."""
+        """Count what a worker did, tell all replicas, and plan the next look at it."""
         told = []
         for job in progress.started:
             told.append(self._milestone(job, Passed.STARTED))
             outcome = self._run.outcomes[job.arrival.number]
-            if outcome.ttft_s is None:  # what a later attempt finds of its own stream is no hit
+            if outcome.ttft_s is None:  # a later attempt finds its own stream, which is no hit
                 outcome.cached_tokens = job.cached_tokens
             self._run.fed_tokens += job.tokens - job.cached_tokens
             if self._scaling is not None:
@@ -230,13 +236,13 @@ class Simulation:
         worker.event_seq += 1
         changes = [HolderChange(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
         event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
-        self._after(self._shape.delays.event_s, partial(self._to_all, event))
+        self._after(self.shape.delays.event_s, partial(self._to_all, event))
 
     # ------------------------------------------------------------------ what replicas hear
 
     def _tell(self, worker: SimWorker, items: list[Milestone]) -> None:
         milestones = Milestones(worker.name, worker.epoch, tuple(items))
-        self._after(self._shape.delays.milestone_s, partial(self._to_all, milestones))
+        self._after(self.shape.delays.milestone_s, partial(self._to_all, milestones))
 
     def _to_all(self, event: Event, author: PlacementCore | None = None) -> None:
         for core in self.cores:
@@ -244,8 +250,7 @@ class Simulation:
                 core.handle(event, self._now)
 
     def _beat(self) -> None:
-        """Of workers that have something new to say: silence of idle ones is no news in a simulation, but where it is
-        what a worker goes for."""
+        """Of workers with news: silence of idle ones says nothing in a simulation, but to an autoscaler."""
         news, self._news = self._news, {}
         if self._scaling is not None:
             news = dict(self._workers)
@@ -257,66 +262,54 @@ class Simulation:
                 self._news.pop(worker.name, None)
             state = State.READY if worker.name in self._staying else State.DRAINING
             beat = Heartbeat(worker.name, worker.epoch, state, worker.load(), worker.rates(), worker.event_seq)
-            self._after(self._shape.delays.heartbeat_s, partial(self._to_all, beat))
+            self._after(self.shape.delays.heartbeat_s, partial(self._to_all, beat))
         self._after(HEARTBEAT_S, self._beat)
 
     def _tick(self) -> None:
         self._to_all(Tick())
-        self._after(max(TICK_S, self._shape.workers / WORKERS_PER_TICK_S), self._tick)
+        self._after(max(TICK_S, self.shape.workers / WORKERS_PER_TICK_S), self._tick)
 
     # ------------------------------------------------------------------ workers come and go
 
     def _join(self) -> None:
-        name = f"w{self._joined}"
-        self._joined += 1
-        worker = SimWorker(name, self._shape.speed, self._shape.cache_blocks, self._trace.block_tokens, self._now)
+        name = f"w{len(self._records)}"
+        worker = SimWorker(name, self.shape.speed, self.shape.cache_blocks, self.trace.block_tokens, self._now)
         self._workers[name] = worker
         self._run.prefilled[name] = worker.prefilled
         self._run.lives[name] = self._now, math.inf
         self._staying.add(name)
         record = WorkerRecord(
-            id=name,
-            epoch=worker.epoch,
-            lease="",
-            state=State.READY,
-            model=MODEL,
-            address="",
-            host="",
-            pid=0,
-            versions=(1, 1),
-            block_size=self._trace.block_tokens,
-        )
+            id=name, epoch=worker.epoch, lease="", state=State.READY, model=MODEL, address="", host="", pid=0,
+            versions=(1, 1), block_size=self.trace.block_tokens,
+        )  # fmt: skip
         self._records[name] = record
         beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
         self._to_all(WorkerJoined(record, beat))
         self._to_all(beat)
 
-    def _scale(self) -> None:
-        assert self._scaling is not None
-        more, victim = self._scaling.look(self._staying, self._workers, self.cores, self._now)
+    def _scale(self, scaling: Scaling) -> None:
+        more, victim = scaling.look(self._staying, self._workers, self.cores, self._now)
         for _ in range(more):
-            self._after(self._scaling.scale.start_s, self._started)
+            self._after(scaling.scale.start_s, partial(self._started, scaling))
         if victim is not None:
             self._staying.discard(victim)
             self._to_all(WorkerUpdated(replace(self._records[victim], state=State.DRAINING)))
-            self._drain(victim, self._now + self._shape.drain_s)
-        self._after(SCALE_S, self._scale)
+            self._drain(scaling, victim, self._now + self.shape.drain_s)
+        self._after(SCALE_S, partial(self._scale, scaling))
 
-    def _started(self) -> None:
-        assert self._scaling is not None
-        self._scaling.starting -= 1
+    def _started(self, scaling: Scaling) -> None:
+        scaling.starting -= 1
         self._join()
 
-    def _drain(self, name: str, until: float) -> None:
-        """It goes as soon as it has nothing to do; what is left at the end goes on elsewhere."""
-        assert self._scaling is not None
+    def _drain(self, scaling: Scaling, name: str, until: float) -> None:
+        """The worker goes as soon as it is idle; at `until` its requests go on elsewhere."""
         worker = self._workers[name]
         self._take(worker, worker.advance(self._now))
         if worker.running and self._now < until:
-            self._after(SCALE_S, partial(self._drain, name, until))
+            self._after(SCALE_S, partial(self._drain, scaling, name, until))
             return
-        others = [other for other in self._workers.values() if other is not worker]
-        self._scaling.lose(worker.cache, [other.cache for other in others], self._now)
+        others = [other.cache for other in self._workers.values() if other is not worker]
+        scaling.lose(worker.cache, others, self._now)
         self._leave(name)
 
     def _churn(self) -> None:
@@ -324,12 +317,12 @@ class Simulation:
         self._staying.discard(name)
         self._run.changes.append(self._now)
         self._join()
-        if self._shape.drain_s:
+        if self.shape.drain_s:
             self._to_all(WorkerUpdated(replace(self._records[name], state=State.DRAINING)))
-            self._after(self._shape.drain_s, partial(self._leave, name))
+            self._after(self.shape.drain_s, partial(self._leave, name))
         else:
             self._leave(name)
-        self._after(self._shape.churn_s, self._churn)
+        self._after(self.shape.churn_s, self._churn)
 
     def _leave(self, name: str) -> None:
         worker = self._workers[name]
@@ -341,8 +334,7 @@ class Simulation:
             self._again(job, (name,), generated)
 
     def _at(self, at: float, what: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._queue, (at, self._count, what))
+        heapq.heappush(self._queue, (at, next(self._numbers), what))
 
     def _after(self, seconds: float, what: Callable[[], None]) -> None:
         self._at(self._now + seconds, what)

@@ -1,5 +1,5 @@
-"""One question, all its runs: a trace, a fleet, some policies, at one speed, at several loads, and on a fleet that
-grows and shrinks. Pure."""
+"""All runs for one trace and fleet: some policies, at one speed, at several loads, on a fleet that grows and shrinks.
+Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from kvfleet.placement.policies import DIRECT, POLICY_NAMES
-from kvfleet.placement.simulate.attainable import attainable_tokens, capacity_speed
 from kvfleet.placement.simulate.figures import (
     SLO_TTFT_S,
     Figures,
     Moment,
     Scaled,
     SimulationRun,
+    attainable_tokens,
+    capacity_speed,
     figures,
     held,
     worker_hours,
@@ -36,19 +37,18 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Autoscaled:
-    """A run on a fleet that grows and shrinks, beside one that always has its most workers. `ttft_held` is the share of
-    requests that had their first token within the target."""
+    """A run on a fleet that grows and shrinks, beside one that always has its most workers."""
 
     victim: str
     figures: Figures
     scaled: Scaled
     worker_hours: float
     fixed_worker_hours: float  # of the most workers, all the time
-    ttft_held: float
+    ttft_held: float  # share of requests with their first token within the target
     ended_s: float
 
     def by_minute(self) -> list[Moment]:
-        """As it was at the beginning of each minute."""
+        """At the beginning of each minute."""
         timeline = self.scaled.timeline
         minutes = range(int(self.ended_s // 60) + 1)
         return [timeline[max(bisect_right(timeline, 60 * minute, key=attrgetter("at_s")) - 1, 0)] for minute in minutes]
@@ -56,13 +56,10 @@ class Autoscaled:
 
 @dataclass(slots=True)
 class Study:
-    """`trace` at the speed that is simulated; `full_speed` is how many times as fast it would be at capacity, None if
-    all its requests come at once."""
-
-    trace: Trace
+    trace: Trace  # at the speed that is simulated
     shape: FleetShape
-    attainable: int
-    full_speed: float | None
+    attainable: int  # prompt tokens
+    full_speed: float | None  # how many times as fast it would be at capacity; None: all requests come at once
     slo_s: float = SLO_TTFT_S
     results: list[Result] = field(default_factory=list)
     at_loads: list[tuple[float, Figures]] = field(default_factory=list)  # one policy at one share of capacity
@@ -70,7 +67,6 @@ class Study:
 
     @property
     def target_ttft_s(self) -> float:
-        """What the autoscaler is to keep."""
         return self.shape.autoscale.rules.target_ttft_s if self.shape.autoscale is not None else self.slo_s
 
     @property
@@ -87,7 +83,7 @@ class Study:
             yield self.results[-1]
 
     def run_loads(self, policies: Sequence[str], loads: Sequence[float]) -> Iterator[tuple[float, Figures]]:
-        """At each share of capacity; there must be one."""
+        """At each share of capacity; `full_speed` must not be None."""
         assert self.full_speed is not None
         for load in loads:
             trace = self.trace.at_speed(self.full_speed * load)
@@ -100,7 +96,6 @@ class Study:
         return Result(figures(policy, trace, run, self.attainable, self.slo_s), run)
 
     def run_autoscaled(self, scales: Sequence[Autoscale], policy: str) -> Iterator[Autoscaled]:
-        """On a fleet that grows and shrinks in each of these ways."""
         for scale in scales:
             shape = replace(self.shape, autoscale=scale)
             self.autoscaled.append(run_autoscaled(self.trace, shape, policy, self.attainable, self.slo_s))
@@ -126,8 +121,8 @@ def run_autoscaled(trace: Trace, shape: FleetShape, policy: str, attainable: int
 def make_study(
     trace: Trace, shape: FleetShape, *, speed: float | None = None, load: float | None = None, slo_s: float = SLO_TTFT_S
 ) -> Study:
-    """At `speed` times the trace's own, or at a share `load` of capacity; else as it was recorded. Raises ValueError if
-    all its requests come at once and a load was asked for."""
+    """At `speed` times the trace's own, or at a share `load` of capacity; else as recorded. Raises ValueError for a
+    load if all requests come at once."""
     attainable = attainable_tokens(trace, shape.workers * shape.cache_blocks)
     full = capacity_speed(trace, shape.workers, shape.speed, attainable) if trace.duration_s > 0 else None
     if load is not None:

@@ -1,10 +1,10 @@
-"""What is simulated: requests with their arrival, lengths and block hashes; read from JSON lines, plain or gzipped.
+"""Requests with their arrival, lengths and block hashes, read from JSON lines, plain or gzipped.
 
 * Mooncake (FAST'25): `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per block of 512 tokens, each
   standing for its block and all before it;
 * a ledger that placement recorded (`kvfleet placement --ledger-file`, several of them one after the other too): the
   same, with `hash_ids` as hex strings and `block_tokens`, `unix_ms`, `tenant`, `request` and `attempt` beside them. Of
-  a request that was placed several times the last attempt counts. Text that nobody had tokenised has no hashes.
+  a request that was placed several times the last attempt counts. Untokenised text has no hashes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,17 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `hashes` `[blocks, 2]`; the last block may be partial."""
-
     number: int
     at_s: float
     prompt_tokens: int
     output_tokens: int
     ids: tuple[int, ...]  # of its blocks, small numbers: what the simulated caches hold
-    hashes: Hashes
+    hashes: Hashes  # [blocks, 2]; the last block may be partial
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`block_tokens` is the size of a block."""
-
     arrivals: tuple[Arrival, ...]
     block_tokens: int
 
@@ -64,8 +60,8 @@ class Trace:
         return replace(self, arrivals=tuple(replace(one, at_s=one.at_s / speed) for one in self.arrivals))
 
     def swollen(self, by: float) -> Trace:
-        """The same requests in the same time, few at its ends and many in its middle: at a rate that goes from (1 - by)
-        times what it was to (1 + by) times and back, as a cosine does. `by` is within [0, 1]."""
+        """The same requests in the same time, at a rate that goes from (1 - by) times the old one to (1 + by) times and
+        back, as a cosine does. `by` is within [0, 1]."""
         duration = self.duration_s
         if not duration:
             return self
@@ -76,7 +72,7 @@ class Trace:
         return replace(self, arrivals=tuple(replace(one, at_s=at_s) for one, at_s in moved))
 
     def spread(self) -> Trace:
-        """Requests of one moment evenly over the time to the next: where a coarse clock has gathered them."""
+        """Requests of one moment evenly over the time to the next, for coarse clocks."""
         moments = [list(members) for _, members in groupby(self.arrivals, lambda arrival: arrival.at_s)]
         following = [*(members[0].at_s for members in moments[1:]), self.duration_s]
         spread: list[Arrival] = []
@@ -88,14 +84,13 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request as it was recorded. `blocks` are names, each of its block and all before it. Without a session it goes
-    on with the one whose blocks it begins with."""
+    """A request as it was recorded."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
-    blocks: Sequence[str]
-    session: str = ""
+    blocks: Sequence[str]  # names, each of its block and all before it
+    session: str = ""  # "": that of the request whose blocks it begins with
 
 
 def make_trace(rows: Sequence[Row], block_tokens: int) -> Trace:
@@ -124,13 +119,12 @@ def _hashes_of(count: int) -> Hashes:
 
 
 def _session_of(ids: Sequence[int], by_tail: dict[int, int], new: Iterator[int]) -> int:
-    """The conversation that a request goes on with: the one all of whose full blocks it begins with. A prompt without
-    blocks, as text has that nobody tokenised, goes on with nothing. `by_tail`: last full block of a request -> its
+    """The session all of whose full blocks the request begins with. `by_tail`: last full block of a request -> its
     session."""
     session = next((by_tail[block] for block in reversed(ids) if block in by_tail), None)
     if session is None:
         session = next(new)
-    if len(ids) > 2:  # one or two blocks may be what all requests begin with
+    if len(ids) > 2:  # one or two blocks may begin all requests
         by_tail[ids[-2]] = session
     return session
 

@@ -49,7 +49,7 @@ class Asker:
 
     async def all_are_done(self) -> None:
         questions, loop = self.loop.question_desk, self.loop
-        await until(lambda: len(self.answered) + questions.dropped_total > ASKED and loop.tasks <= 1)
+        await until(lambda: len(self.answered) + questions.dropped_total > ASKED and len(loop.tasks) <= 1)
 
 
 @pytest.fixture

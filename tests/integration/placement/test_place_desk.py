@@ -115,8 +115,8 @@ async def test_no_more_wait_than_there_is_room_for(
     loop = await a_placement(start_placement, start_worker)
     for _ in range(MAX_WAITING + 10):
         await loop.desk.on_place(Asked("w1"))
-    assert (loop.desk.waiting, loop.desk.late_total) == (MAX_WAITING, 10)
-    loop.desk._waiting.clear()
+    assert (len(loop.desk.waiting), loop.desk.late_total) == (MAX_WAITING, 10)
+    loop.desk.waiting.clear()
 
 
 async def test_who_is_behind_stands_back_and_listens_again(
@@ -138,7 +138,7 @@ async def test_who_is_behind_stands_back_and_listens_again(
     subject = fleet_buckets.place("public", MODEL)
     for number in range(MOST + 10):  # more than may wait, however quick decisions were
         await requester.publish(subject, codec.encode(PlaceRequest(f"r{number}", MODEL)), reply=f"_ing.test.a.{number}")
-    await until(lambda: loop.desk.waiting >= MOST)
+    await until(lambda: len(loop.desk.waiting) >= MOST)
     loop.guarded = guard
     may_go_on.set()
     await until(lambda: loop.desk.stood_back_total >= 1)

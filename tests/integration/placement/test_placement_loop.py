@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from fake_fleet import MODEL, BareProducer, StartPlacement, StartWorker, fleet_on
 
-from kvfleet.placement.actions import Action
-from kvfleet.placement.events import Event, Tick
+from kvfleet.placement.events import Action, Event, Tick
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.producers import in_flight
 from kvproto import codec
@@ -331,7 +330,7 @@ class TestGarbage:
         loop = await start_placement()
         await start_worker("w1")
         await knows(loop, "w1")
-        await until(lambda: loop.tasks == 1)  # the lease
+        await until(lambda: len(loop.tasks) == 1)  # the lease
         bodies = [b"", b"\x01", b"{", b"\x01\x80", b"\x81\xa6prompt\xc0", *(os.urandom(n) for n in (3, 40, 400))]
         subjects = [
             fleet_buckets.place("public", MODEL),
@@ -367,7 +366,7 @@ class TestGarbage:
             await bucket.put(key, os.urandom(40))
         assert [f["type"] for f in await producer.generate(as_json=True, prompt="hi")] == ["tokens", "finished"]
         assert (await place(requester, fleet_buckets)).worker == "w1"
-        await until(lambda: loop.tasks == 1)
+        await until(lambda: len(loop.tasks) == 1)
         assert len(loop.core.in_flight) == 0
         assert loop.malformed_total > 0
         assert loop.ignored_total >= 2 * 2 * len(bodies)
@@ -411,5 +410,5 @@ class TestStop:
         await worker.finish(request, reply)
         await asyncio.wait_for(stopping, 1.0)
         assert [f["type"] for f in await producer.frames(inbox, as_json=True)] == ["tokens", "finished"]
-        assert loop.tasks == 0
+        assert not loop.tasks
         assert loop.connection.subscriptions <= 1  # nats-py's own, for replies

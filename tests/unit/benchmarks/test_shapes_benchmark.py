@@ -7,7 +7,7 @@ from simulate_build import a_row, a_trace
 
 from benchmarks.policies.trace_shapes import ABLATIONS, busiest_speed, medians, missed
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.attainable import attainable_by_request, capacity_speed
+from kvfleet.placement.simulate.figures import attainable_by_request, capacity_speed
 from kvfleet.placement.simulate.fleet_shape import Speed
 from kvfleet.placement.simulate.study import POLICIES
 

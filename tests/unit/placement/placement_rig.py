@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from placement_build import a_beat, a_record, an_ask
 
-from kvfleet.placement.actions import Answer
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import BlocksChanged, PlaceAsked, Tick, VaultJoined, WorkerJoined
+from kvfleet.placement.events import Answer, BlocksChanged, PlaceAsked, Tick, VaultJoined, WorkerJoined
 from kvfleet.placement.index.changes import TIERS, Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.workers.prompts import HashedPrompts, address_space

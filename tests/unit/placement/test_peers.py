@@ -8,9 +8,8 @@ import pytest
 from placement_build import MODEL, a_generate, a_record
 from placement_rig import BLOCK_BYTES, RATE, Rig, tokens
 
-from kvfleet.placement.actions import Forward
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import WorkerLeft, WorkerUpdated
+from kvfleet.placement.events import Forward, WorkerLeft, WorkerUpdated
 from kvproto.messages import Placement, State, Tier
 
 RESTORE = {"peer": 2e9}

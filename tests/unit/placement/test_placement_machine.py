@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
-from kvfleet.placement.actions import Action, Answer, Fail, Forward, TakenOver
 from kvfleet.placement.events import (
+    Action,
+    Answer,
     BlocksChanged,
     CapsuleHeard,
     Event,
+    Fail,
+    Forward,
     NobodyListens,
     PingUnanswered,
     PlaceAsked,
+    TakenOver,
     Tick,
     VaultJoined,
     VaultLeft,

@@ -8,11 +8,10 @@ import pytest
 from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.actions import Fail
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import PlaceAsked, Tick, WorkerJoined
+from kvfleet.placement.events import Fail, PlaceAsked, Tick, WorkerJoined
 from kvfleet.placement.settings import PlacementSettings
 from kvfleet.placement.workers.fleet import HeardDemand
 from kvfleet.placement.workers.prompts import HashedPrompts

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from placement_build import a_generate, accepted, an_ask, finished
 from placement_rig import RATE, Rig
 
-from kvfleet.placement.actions import Answer, Fail
 from kvfleet.placement.decide.admission import MOST_RETRY_S, TurnedAway, limit_of
-from kvfleet.placement.events import PlaceAsked, WorkerAnswered
+from kvfleet.placement.events import Answer, Fail, PlaceAsked, WorkerAnswered
 from kvfleet.placement.workers.price_kernel import OUTPUT, STAY
 from kvfleet.placement.workers.workloads import Levels, Workloads
 from kvproto.messages import Heartbeat, Load, Passed, PriorityLoad, Rates, State

@@ -7,10 +7,15 @@ from dataclasses import replace
 import pytest
 from placement_build import PREFIX, a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
-from kvfleet.placement.actions import Action, Answer, AskStillRunning, Cancel, Fail, Forward
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.decide.repeats import ENDED_S, PLACED_S, Repeats
 from kvfleet.placement.events import (
+    Action,
+    Answer,
+    AskStillRunning,
+    Cancel,
+    Fail,
+    Forward,
     PlaceAsked,
     Tick,
     WorkerAnswered,

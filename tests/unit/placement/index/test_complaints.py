@@ -7,11 +7,11 @@ from collections import Counter
 from placement_build import a_record
 from placement_rig import RATE, Rig, spread, tokens
 
-from kvfleet.placement.actions import PullSnapshot
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     BlocksChanged,
+    PullSnapshot,
     Tick,
     WorkerJoined,
     WorkerLeft,

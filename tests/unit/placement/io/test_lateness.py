@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.placement.io.lateness import JUMP_S, LONGEST_S, MAX_ASKERS, SHARE, Lateness
+from kvfleet.placement.io.timing import JUMP_S, LONGEST_S, MAX_ASKERS, SHARE, Lateness
 
 DEADLINE_MS = 50  # as of Clients
 
@@ -77,4 +77,4 @@ def test_askers_are_told_apart_and_bounded() -> None:
         assert not ahead.late(at)
     for number in range(MAX_ASKERS + 10):
         assert not Asker(lateness, number, f"n{number}").late(3.0)
-    assert len(lateness._askers) == MAX_ASKERS
+    assert len(lateness.askers) == MAX_ASKERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvfleet.placement.io.stall_timer import TICK_S, StallTimer
+from kvfleet.placement.io.timing import TICK_S, StallTimer
 
 
 async def test_rings_early_when_told_and_steadily_otherwise() -> None:

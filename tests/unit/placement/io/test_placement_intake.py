@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placement_build import an_ask, finished
 
-from kvfleet.placement.actions import Fail
-from kvfleet.placement.events import GenerateAsked, PlaceAsked
+from kvfleet.placement.events import Fail, GenerateAsked, PlaceAsked
 from kvfleet.placement.io.intake import is_inbox, read_answer, read_disconnect, read_generate, read_place
 from kvproto import codec
 from kvproto.errors import CodecError

@@ -7,11 +7,17 @@ from dataclasses import replace
 import pytest
 from placement_build import INBOX, MODEL, PREFIX, a_beat, a_core, a_generate, a_record, accepted, failed, finished
 
-from kvfleet.placement.actions import Action, AskStillRunning, Cancel, DropMember, Fail, Forward, PingWorker
 from kvfleet.placement.core import SILENCE_LIMIT_S, PlacementCore
 from kvfleet.placement.events import (
+    Action,
+    AskStillRunning,
+    Cancel,
+    DropMember,
+    Fail,
+    Forward,
     NobodyListens,
     PingUnanswered,
+    PingWorker,
     Tick,
     WorkerAnswered,
     WorkerDisconnected,

@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 from placement_build import a_core, a_generate, a_record, accepted, failed, finished
 
-from kvfleet.placement.actions import Action, AskStillRunning, Cancel, Fail, Forward, TakenOver
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
+    Action,
+    AskStillRunning,
+    Cancel,
     CapsuleHeard,
+    Fail,
+    Forward,
     NobodyListens,
+    TakenOver,
     Tick,
     WatchesHeard,
     WorkerAnswered,

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 from placement_build import a_core, a_generate, accepted, an_ask
 
-from kvfleet.placement.actions import Action, Fail, Forward
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import CapsuleHeard, Event, PlaceAsked, WorkerAnswered
+from kvfleet.placement.events import Action, CapsuleHeard, Event, Fail, Forward, PlaceAsked, WorkerAnswered
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvproto.messages import Capsule, GenerateRequest
 from kvservice.tracing import NULL

@@ -10,10 +10,9 @@ import pytest
 from placement_build import a_core, a_record, an_ask
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.actions import RecordDecision
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import PlaceAsked, WorkerJoined
+from kvfleet.placement.events import PlaceAsked, RecordDecision, WorkerJoined
 from kvfleet.placement.record.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, LedgerEntry
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.workers.prompts import HashedPrompts

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from placement_build import FLEET_KEY, a_beat, a_core, a_record, an_ask
 
-from kvfleet.placement.actions import Answer
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import BlocksChanged, PlaceAsked
+from kvfleet.placement.events import Answer, BlocksChanged, PlaceAsked
 from kvfleet.placement.index.changes import read_changes
 from kvproto import codec
 from kvproto.block_hash import TenantRoots, chain

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate_build import BLOCK, a_job, a_row, a_trace
 
-from kvfleet.placement.simulate.attainable import attainable_tokens
+from kvfleet.placement.simulate.figures import attainable_tokens
 from kvfleet.placement.simulate.sim_cache import LruCache, SimulatedJob, Waiting
 from kvfleet.placement.simulate.trace import Arrival
 

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 from simulate_build import BLOCK, a_row, a_trace, conversations, run
 
-from kvfleet.placement.simulate.attainable import attainable_tokens, capacity_speed
-from kvfleet.placement.simulate.figures import Outcome, SimulationRun, figures, load_cov, moved_per_change, moves, ttfts
+from kvfleet.placement.simulate.figures import (
+    Outcome,
+    SimulationRun,
+    attainable_tokens,
+    capacity_speed,
+    figures,
+    load_cov,
+    moved_per_change,
+    moves,
+    ttfts,
+)
 from kvfleet.placement.simulate.fleet_shape import Delays, FleetShape, Speed
 from kvfleet.placement.simulate.study import POLICIES, make_study
 from kvfleet.placement.simulate.trace import Trace

@@ -11,12 +11,11 @@ import pytest
 from placement_build import FLEET_KEY, MODEL, PREFIX, a_record
 from simulate_build import conversations
 
-from kvfleet.placement.actions import Answer, RecordDecision
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import PlaceAsked, WorkerJoined
+from kvfleet.placement.events import Answer, PlaceAsked, RecordDecision, WorkerJoined
 from kvfleet.placement.record.ledger_file import LedgerFile
-from kvfleet.placement.simulate.attainable import attainable_tokens
+from kvfleet.placement.simulate.figures import attainable_tokens
 from kvfleet.placement.simulate.trace import Trace, parse_trace, read_trace
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import InvalidRequest

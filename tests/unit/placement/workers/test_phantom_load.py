@@ -6,8 +6,7 @@ import pytest
 from placement_build import a_core, an_acceptance, an_ask, load_of
 from placement_rig import RATE, Rig, tokens
 
-from kvfleet.placement.actions import Answer, Fail
-from kvfleet.placement.events import PlaceAsked, Tick
+from kvfleet.placement.events import Answer, Fail, PlaceAsked, Tick
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, CAUGHT_S, TRUSTED, WORD_S, Bookings, PhantomLimits
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.errors import Overloaded, from_code

@@ -7,9 +7,8 @@ from dataclasses import replace
 from placement_build import a_beat, a_core, a_record, an_acceptance, an_ask, load_of
 from placement_rig import Rig
 
-from kvfleet.placement.actions import Answer
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch, WorkerUpdated
+from kvfleet.placement.events import Answer, PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch, WorkerUpdated
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest, State

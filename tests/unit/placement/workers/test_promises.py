@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from placement_build import a_core, a_generate, failed
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.actions import Forward
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import WorkerAnswered
+from kvfleet.placement.events import Forward, WorkerAnswered
 from kvfleet.placement.workers.inflight_blocks import EVENTS_S, LIMIT_S, BlockCounts, InflightBlocks
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import Booked, BookedBatch, Passed
