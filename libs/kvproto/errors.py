@@ -38,8 +38,7 @@ EXPIRES = "expires_unix_ms"  # the field of a refusal by the clock: two processe
 class KvfleetError(Exception):
     """Base of all errors that cross a process: `code` on the wire, `http_status` at the ingress.
 
-    `field` names the offending field of the request where there is one. `retryable` says whether the same
-    request may succeed on another worker.
+    `field` names the offending field of the request. `retryable`: the same request may succeed on another worker.
     """
 
     code = "internal_error"
@@ -47,7 +46,6 @@ class KvfleetError(Exception):
     retryable = False
 
     def __init_subclass__(cls, *, code: str = "", http_status: int = 0, retryable: bool = False) -> None:
-        """What is not said is as in its base."""
         cls.code = code or cls.code
         cls.http_status = http_status or cls.http_status
         cls.retryable = retryable or cls.retryable

@@ -1,7 +1,6 @@
-"""Container or process: which backend a test run uses, and why.
+"""The backend of a test run, by NATS_TEST_BACKEND: `docker`, `process`, or `auto` (default).
 
-NATS_TEST_BACKEND=auto (default): a container wherever a Docker daemon answers, else a process, saying why.
-`docker` demands the container: its failure is the run's failure. `process` asks for nothing but the executable.
+`auto` takes a container where a Docker daemon answers, else a process, and says why. `docker` fails without a daemon.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ BACKENDS = ("auto", "docker", "process")
 
 
 class ServerSource:
-    """Starts servers for one test run, all on the same backend. `describe` says which, and why."""
+    """Starts servers for one test run, all on the same backend."""
 
     def __init__(self, wanted: str | None = None) -> None:
         self.wanted = wanted or os.environ.get("NATS_TEST_BACKEND") or "auto"
@@ -26,14 +25,14 @@ class ServerSource:
         self._why_process = "asked for" if self.wanted == "process" else ""
 
     def start(self, make_directory: Callable[[], Path], spec: ServerSpec | None = None) -> NatsServer:
-        """A running server. Raises if it cannot start, or if a container is demanded and cannot be had."""
+        """A running server. Raises if it cannot start."""
         spec = spec or ServerSpec()
         if not self._why_process:
             try:
                 from kvproto.testing.nats_container import NatsContainer
 
                 return NatsContainer.start(spec)
-            except Exception as error:  # whatever a container fails for, there is the process
+            except Exception as error:  # for any failure of a container there is the process
                 if self.wanted == "docker":
                     raise
                 self._why_process = f"no container: {_first_line(error)}"
@@ -42,8 +41,7 @@ class ServerSource:
         return process
 
     def describe(self, server: NatsServer) -> str:
-        why = f" ({self._why_process})" if server.kind == "process" else ""
-        return f"{server.kind}{why}"
+        return f"process ({self._why_process})" if server.kind == "process" else server.kind
 
 
 def _first_line(error: Exception) -> str:
