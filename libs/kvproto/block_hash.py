@@ -39,10 +39,8 @@ def root(model_revision: str, block_size: int, salt: bytes, *, lora: str = "", l
 
 @dataclass(frozen=True, slots=True)
 class ForkedRoot:
-    """Root of a sequence that begins with a public prefix of `blocks` full blocks.
-
-    Those are chained under the public root; the first block past them mixes the tenant's own root in.
-    """
+    """Root of a sequence that begins with a public prefix of `blocks` full blocks. Those are chained under the public
+    root; the first block past them mixes the tenant's own root in."""
 
     public: bytes
     own: bytes

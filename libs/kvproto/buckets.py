@@ -154,10 +154,8 @@ class BucketWatch:
 
 @dataclass(eq=False)
 class BucketFollower:
-    """Calls `read` with a watch of a bucket, and with a new one after each end and each reconnect, until `stop`.
-
-    `read` sets `listed` when it has read all that existed.
-    """
+    """Calls `read` with a watch of a bucket, and with a new one after each end and each reconnect, until `stop`. `read`
+    sets `listed` when it has read all that existed."""
 
     connection: Connection
     bucket: str

@@ -213,11 +213,8 @@ class Client:
 
     def _on_member(self, change: Change, view: WorkerView) -> None:
         for stream in self._streams.values():
-            if stream.worker != view.record.id:
-                continue
-            if change is Change.LEFT or (
-                change is Change.NEW_EPOCH and stream.worker_epoch not in (None, view.record.epoch)
-            ):
+            restarted = change is Change.NEW_EPOCH and stream.worker_epoch not in (None, view.record.epoch)
+            if stream.worker == view.record.id and (change is Change.LEFT or restarted):
                 stream.signal(Signal.WORKER_LOST)
 
     async def _on_reconnect(self) -> None:

@@ -36,14 +36,18 @@ class _Client(NatsClient):  # type: ignore[misc]
     """Insists on TLS where it is configured: nats-py leaves that to the server, or to a machine in between. Closes the
     socket of a failed attempt, which nats-py forgets."""
 
+    @property
+    def writer(self) -> Any:
+        """Of the newest transport."""
+        return getattr(self._transport, "_io_writer", None)
+
     async def _connect_to_server(self, s: Any) -> None:
-        writer: Any = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
+        if self.writer is not None:
+            self.writer.transport.abort()
         await super()._connect_to_server(s)
 
     def _connect_command(self) -> bytes:
-        writer: Any = getattr(self._transport, "_io_writer", None)
+        writer = self.writer
         is_tls = writer is not None and writer.get_extra_info("ssl_object") is not None
         if is_tls and (protocol := writer.transport.get_protocol()) is not None:
             protocol._over_ssl = True  # else asyncio complains of it when it ends
@@ -68,7 +72,7 @@ class Connection:
         self.on_closed: Callable[[], None] | None = None
         self.reconnects_total = 0
         self.errors_total = 0
-        self._nc = _Client()
+        self.raw = _Client()  # for the other adapters of this package, too
         self._refused = asyncio.Event()
         self._said, self._said_at = "", 0.0
         self._tls_fault = ""  # the last one
@@ -101,7 +105,7 @@ class Connection:
         or AuthenticationFailed, each naming the servers."""
         self = cls(name, inbox_prefix)
         urls = [url.strip() for url in servers.split(",")] if isinstance(servers, str) else list(servers)
-        connecting = self._nc.connect(
+        connecting = self.raw.connect(
             urls,
             name=name,
             inbox_prefix=inbox_prefix.encode(),
@@ -128,7 +132,7 @@ class Connection:
         except (nats.errors.Error, TimeoutError, OSError) as error:
             self._closing = True
             with contextlib.suppress(Exception):
-                await self._nc.close()
+                await self.raw.close()
             self._abandon()
             where = ", ".join(url.rsplit("@", 1)[-1] for url in urls)
             if "authorization" in str(error).lower() or self._refused.is_set():
@@ -155,11 +159,9 @@ class Connection:
             refused.cancel()
             await asyncio.gather(trying, refused, return_exceptions=True)
 
-    # ------------------------------------------------------------------ state
-
     @property
     def is_connected(self) -> bool:
-        return bool(self._nc.is_connected)
+        return bool(self.raw.is_connected)
 
     @property
     def connected_for_s(self) -> float:
@@ -179,19 +181,12 @@ class Connection:
 
     @property
     def max_payload(self) -> int:
-        return int(self._nc.max_payload)
+        return int(self.raw.max_payload)
 
     @property
     def subscriptions(self) -> int:
         """For leak tests."""
-        return len(self._nc._subs)
-
-    @property
-    def raw(self) -> NatsClient:
-        """The nats-py client, for the other adapters of this package."""
-        return self._nc
-
-    # ------------------------------------------------------------------ use
+        return len(self.raw._subs)
 
     async def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
@@ -201,13 +196,13 @@ class Connection:
         Waits for a stalled server only once, for a second: nats-py would wait for every message, buffer it all the
         same, and swallow a cancellation.
         """
-        if self._stalled and self._nc.pending_data_size > PENDING_LIMIT:
+        if self._stalled and self.raw.pending_data_size > PENDING_LIMIT:
             raise Unavailable(f"cannot publish to {subject}: the server takes nothing")
         try:
-            await self._nc.publish(subject, data, reply, headers)
+            await self.raw.publish(subject, data, reply, headers)
         except (nats.errors.Error, OSError) as error:
             raise Unavailable(f"cannot publish to {subject}: {error or type(error).__name__}") from None
-        self._stalled = self._nc.pending_data_size > PENDING_LIMIT
+        self._stalled = self.raw.pending_data_size > PENDING_LIMIT
 
     async def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
         """Callbacks of one subscription run one at a time and must not await slow work. A cancellation that escaped one
@@ -219,7 +214,7 @@ class Connection:
             except asyncio.CancelledError:
                 log.warning("a callback for %s was cancelled", subject)
 
-        subscription: Subscription = await self._nc.subscribe(subject, queue=queue, cb=guarded)
+        subscription: Subscription = await self.raw.subscribe(subject, queue=queue, cb=guarded)
         return subscription
 
     async def request(
@@ -227,7 +222,7 @@ class Connection:
     ) -> Message:
         """Raises WorkerLost (no subscriber), TimeoutError, or Unavailable."""
         try:
-            message: Message = await self._nc.request(subject, data, timeout=timeout_s, headers=headers)
+            message: Message = await self.raw.request(subject, data, timeout=timeout_s, headers=headers)
             return message
         except nats.errors.NoRespondersError:
             raise WorkerLost(f"nobody answers on {subject}") from None
@@ -250,7 +245,7 @@ class Connection:
     async def _ping(self) -> asyncio.Future[Any]:
         """A future that the server's PONG settles; it must not be cancelled."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        await self._nc._send_ping(answer)
+        await self.raw._send_ping(answer)
         return answer
 
     async def close(self, timeout_s: float = 2.0) -> None:
@@ -264,7 +259,7 @@ class Connection:
             if self.is_connected:
                 await asyncio.wait_for(self.synced(1.0), timeout_s)
         with contextlib.suppress(Exception):  # close() while down with pending data raises ConnectionResetError
-            await asyncio.wait_for(self._nc.close(), timeout_s)
+            await asyncio.wait_for(self.raw.close(), timeout_s)
         self._abandon()
 
     # ------------------------------------------------------------------ callbacks of nats-py
@@ -294,7 +289,7 @@ class Connection:
         self.reconnects_total += 1
         self._away = False
         self._connected_at = self.heard_at = asyncio.get_running_loop().time()
-        log.info("nats: reconnected to %s", self._nc.connected_url.netloc if self._nc.connected_url else "?")
+        log.info("nats: reconnected to %s", self.raw.connected_url.netloc if self.raw.connected_url else "?")
         for hook in self.on_reconnect:
             try:
                 await hook()
@@ -323,27 +318,24 @@ class Connection:
     def _abort_stuck_transport(self) -> None:
         """A reconnect waits for ever for the old transport to flush to a hung server (nats.py #671), and leaves the
         transport of a failed attempt open."""
-        writer = self._newest_writer()
+        writer = self.raw.writer
         if self._writer is not None and writer is not self._writer:
             self._writer.transport.abort()
         self._writer = writer
-        is_stuck = self._nc.is_reconnecting and writer is not None and writer.transport.is_closing()
+        is_stuck = self.raw.is_reconnecting and writer is not None and writer.transport.is_closing()
         if is_stuck and writer is not self._aborted:
             self._aborted = writer
             writer.transport.abort()
 
-    def _newest_writer(self) -> Any:
-        return getattr(getattr(self._nc, "_transport", None), "_io_writer", None)
-
     def _abandon(self) -> None:
         """Close the transports that nats-py leaves open when it is closed between two attempts."""
-        for writer in (self._writer, self._newest_writer()):
+        for writer in (self._writer, self.raw.writer):
             if writer is not None:
                 writer.transport.abort()
 
     async def _listen_for_life(self, now: float) -> None:
         """Any message counts; without one the server is pinged, one ping at a time."""
-        heard = self._nc.stats["in_msgs"]
+        heard = self.raw.stats["in_msgs"]
         if heard != self._heard or (self._probe is not None and self._probe.done()):
             self._heard, self.heard_at, self._probe = heard, now, None
         elif self.is_connected and self._probe is None and now - self.heard_at > PROBE_AFTER_S:

@@ -80,8 +80,6 @@ class FleetView:
     held_since: float | None = None
     version: int = 0  # grows with every join and leave
 
-    # ------------------------------------------------------------------ events
-
     def on_worker_record(self, record: WorkerRecord, revision: int, now: float) -> Change:
         self._hear_record(now)
         known = self.workers.get(record.id)
@@ -221,8 +219,6 @@ class FleetView:
         view.dead_since = now
         self.version += 1
         return Change.LEFT
-
-    # ------------------------------------------------------------------ questions
 
     def is_alive(self, worker: str) -> bool:
         view = self.workers.get(worker)

@@ -36,22 +36,21 @@ def point(key: str) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _node_points(node: str, virtual_nodes: int) -> tuple[int, ...]:
+def _node_points(node: str) -> tuple[int, ...]:
     """Cached, as a ring is rebuilt at every join and leave."""
-    return tuple(point(f"{node}-vn-{i}") for i in range(virtual_nodes))
+    return tuple(point(f"{node}-vn-{i}") for i in range(VIRTUAL_NODES))
 
 
 class HashRing:
     """An immutable ring over a set of nodes. Equal sets give equal rings, whatever the joins and leaves before."""
 
-    __slots__ = ("_owners", "_points", "_virtual_nodes", "nodes")
+    __slots__ = ("_owners", "_points", "nodes")
 
-    def __init__(self, nodes: Iterable[str] = (), *, virtual_nodes: int = VIRTUAL_NODES) -> None:
+    def __init__(self, nodes: Iterable[str] = ()) -> None:
         self.nodes = tuple(sorted(set(nodes)))
-        placed = sorted((at, node) for node in self.nodes for at in _node_points(node, virtual_nodes))
+        placed = sorted((at, node) for node in self.nodes for at in _node_points(node))
         self._points = [p for p, _ in placed]
         self._owners = [n for _, n in placed]
-        self._virtual_nodes = virtual_nodes
 
     def with_nodes(self, nodes: Iterable[str]) -> HashRing:
         """The ring over `nodes`. A few joins and leaves cost a twentieth of a new ring."""
@@ -60,15 +59,15 @@ class HashRing:
         if not gone and not come:
             return self
         if len(come) > FEW:
-            return HashRing(wanted, virtual_nodes=self._virtual_nodes)
-        ring = HashRing(virtual_nodes=self._virtual_nodes)
+            return HashRing(wanted)
+        ring = HashRing()
         ring.nodes = tuple(sorted(wanted))
         ring._points, ring._owners = self._points.copy(), self._owners.copy()
         if gone:
             stays = [owner not in gone for owner in ring._owners]
             ring._points, ring._owners = list(compress(ring._points, stays)), list(compress(ring._owners, stays))
         for node in come:
-            for at in _node_points(node, self._virtual_nodes):
+            for at in _node_points(node):
                 index = bisect_left(ring._points, at)
                 while index < len(ring._points) and ring._points[index] == at and ring._owners[index] < node:
                     index += 1

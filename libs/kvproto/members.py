@@ -204,8 +204,6 @@ class Members:
                 bucket = await Bucket.open(self.connection, self.subjects.members_bucket)
                 await bucket.delete(member_key(Role.WORKER.value, worker), expected)
 
-    # ------------------------------------------------------------------ tasks
-
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 

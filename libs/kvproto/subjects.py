@@ -189,10 +189,8 @@ def inbox_prefix(role_inbox: str, process: str) -> str:
 
 
 def request_inbox(prefix: str, request: str, attempt: int | str) -> str:
-    """Inbox for acknowledgements, no-responders notices and unbatched frames of one attempt.
-
-    `r` keeps it apart from nats-py's own `<prefix>.<unique>` (KV watches) and `<prefix>.<unique>.<n>` (replies).
-    """
+    """Inbox for acknowledgements, no-responders notices and unbatched frames of one attempt. `r` keeps it apart from
+    nats-py's own `<prefix>.<unique>` (KV watches) and `<prefix>.<unique>.<n>` (replies)."""
     return f"{prefix}.r.{request}.{attempt}"
 
 

@@ -66,10 +66,8 @@ def in_headers(headers: Mapping[str, str] | None) -> str | None:
 
 
 class Trail:
-    """Carries one request's trace context to placement and workers; subclasses record spans.
-
-    All methods run on the client's loop, none per token. `closed` always comes last.
-    """
+    """Carries one request's trace context to placement and workers; subclasses record spans. All methods run on the
+    client's loop, none per token. `closed` always comes last."""
 
     __slots__ = ("traceparent",)
 

@@ -104,8 +104,6 @@ RUN_BLOCKS = 64
 
 
 def runs_of(hashes: Sequence[bytes]) -> list[tuple[bytes, int, int]]:
-    """A chain cut into aligned runs of 64 blocks: (key for the ring of vaults, first block, end).
-
-    One vault keeps all blocks of a run. The key is the first hash, as the last one changes while the run grows.
-    """
+    """A chain cut into aligned runs of 64 blocks: (key for the ring of vaults, first block, end). One vault keeps all
+    blocks of a run. The key is the first hash, as the last one changes while the run grows."""
     return [(hashes[start], start, min(start + RUN_BLOCKS, len(hashes))) for start in range(0, len(hashes), RUN_BLOCKS)]

@@ -87,8 +87,6 @@ class DataPlaneClient:
             raise
         return cls(link, str(address), version)
 
-    # ------------------------------------------------------------------ operations
-
     def get(
         self,
         root: bytes,
@@ -239,8 +237,6 @@ class DataPlaneClient:
     def close(self) -> None:
         self.closed = True
         self.link.close()
-
-    # ------------------------------------------------------------------ frames
 
     @contextlib.contextmanager
     def _operation(self, deadline: float) -> Iterator[None]:

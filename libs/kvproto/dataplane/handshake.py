@@ -46,10 +46,8 @@ def _check_verdict(verdict: int, version: int, expect: str) -> None:
 
 
 def answer(link: Link, ring: KeyRing, *, identity: str, admit: Callable[[], bool], deadline: float) -> Hello:
-    """The server's side: the client's Hello. `admit` is called for an authenticated client; False: no room.
-
-    Raises HandshakeRefused (the client has been told why), PeerTimeout, PeerGone.
-    """
+    """The server's side: the client's Hello. `admit` is called for an authenticated client; False: no room. Raises
+    HandshakeRefused (the client has been told why), PeerTimeout, PeerGone."""
     data = link.receive(handshake_bytes.HELLO_BYTES, deadline)
     hello = handshake_bytes.unpack_hello(data)
     secret = ring.get(hello.key_id)

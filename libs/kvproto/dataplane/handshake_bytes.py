@@ -65,14 +65,10 @@ class Hello(NamedTuple):
     nonce: bytes
 
     def packed(self) -> bytes:
-        return _HELLO.pack(
-            MAGIC,
-            self.version,
-            padded("key id", self.key_id, KEY_ID_BYTES),
-            padded("identity", self.identity, IDENTITY_BYTES),
-            padded("identity", self.expect, IDENTITY_BYTES),
-            self.nonce,
-        )
+        key_id = padded("key id", self.key_id, KEY_ID_BYTES)
+        identity = padded("identity", self.identity, IDENTITY_BYTES)
+        expect = padded("identity", self.expect, IDENTITY_BYTES)
+        return _HELLO.pack(MAGIC, self.version, key_id, identity, expect, self.nonce)
 
 
 class Reply(NamedTuple):

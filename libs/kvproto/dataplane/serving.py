@@ -172,20 +172,9 @@ class ServedConnection:
             error = type(failure).__name__
             raise
         finally:
-            on_traced(
-                TracedRequest(
-                    "get" if isinstance(request, Get) else "has",
-                    request.traceparent,
-                    self.client,
-                    began,
-                    time.time_ns(),
-                    len(request.hashes),
-                    self._hits,
-                    self._nbytes,
-                    self._from_disk,
-                    error,
-                )
-            )
+            kind = "get" if isinstance(request, Get) else "has"
+            counts = (len(request.hashes), self._hits, self._nbytes, self._from_disk)
+            on_traced(TracedRequest(kind, request.traceparent, self.client, began, time.time_ns(), *counts, error))
 
     def _answer(self, request: Lookup | Erase | Put | Echo, deadline: float) -> None:
         match request:
@@ -210,12 +199,8 @@ class ServedConnection:
     def _limit(self, blocks: int, nbytes: int = 0) -> None:
         most = self.limits
         if blocks > most.request_blocks or nbytes > most.request_bytes:
-            raise ProtocolError(
-                f"{blocks} blocks and {nbytes} bytes, at most {most.request_blocks} and {most.request_bytes}",
-                reason="too_large",
-            )
-
-    # ------------------------------------------------------------------ get
+            text = f"{blocks} blocks and {nbytes} bytes, at most {most.request_blocks} and {most.request_bytes}"
+            raise ProtocolError(text, reason="too_large")
 
     def _get(self, request: Get, deadline: float) -> None:
         at, sent, batch = 0, 0, _FIRST_BATCH_BLOCKS
@@ -250,8 +235,6 @@ class ServedConnection:
         if not isinstance(message, Stop):
             raise ProtocolError(f"{type(message).__name__} in the middle of a Get")
         return True
-
-    # ------------------------------------------------------------------ put
 
     def _put(self, headers: Sequence[BlockHeader], deadline: float) -> None:
         batch: list[BlockHeader] = []

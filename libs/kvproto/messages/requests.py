@@ -110,11 +110,8 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One attempt, published to one worker; the NATS reply subject gets `Accepted` or `Failed`.
-
-    Either `prompt_ids` or `prompt` is set. A known attempt gets one more reader: the new inbox gets all frames from the
-    first on.
-    """
+    """One attempt, published to one worker; the NATS reply subject gets `Accepted` or `Failed`. Either `prompt_ids` or
+    `prompt` is set. A known attempt gets one more reader: the new inbox gets all frames from the first on."""
 
     request: Name
     attempt: Count

@@ -64,10 +64,8 @@ class Placer:
     breaker: PlacementBreaker = field(default_factory=PlacementBreaker)
 
     async def place(self, stream: Stream, generation: Generation, trials: Trials) -> Placement:
-        """Ask placement; without an answer in 50 ms, use the plain ring over this client's own view.
-
-        Without a worker a fresh request fails at once; one that has begun, or that started in an outage, waits.
-        """
+        """Ask placement; without an answer in 50 ms, use the plain ring over this client's own view. Without a worker a
+        fresh request fails at once; one that has begun, or that started in an outage, waits."""
         while True:
             if stream.closed:
                 raise Cancelled("cancelled by the client")
@@ -149,8 +147,6 @@ class Placer:
         data = codec.encode(replace(question, deadline_ms=deadline_ms, expires_unix_ms=expires))
         headers = headers_of(traceparent, self.connection.max_payload - len(data))
         return (await self.connection.request(subject, data, timeout_s, headers)).data
-
-    # ------------------------------------------------------------------ the own region
 
     async def _ask_own(
         self, question: PlaceRequest, tenant: str, traceparent: str | None, *, insists: bool

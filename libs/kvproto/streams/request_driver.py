@@ -28,16 +28,7 @@ from kvproto.errors import (
     WorkerLost,
 )
 from kvproto.members import Members
-from kvproto.messages import (
-    CancelRequest,
-    Encoding,
-    Failed,
-    GenerateRequest,
-    Moved,
-    PauseRequest,
-    Placement,
-    ResendRequest,
-)
+from kvproto.messages import CancelRequest, Failed, GenerateRequest, Moved, PauseRequest, Placement, ResendRequest
 from kvproto.regions import split
 from kvproto.streams.generation import ClientCounters, Generation, Trials
 from kvproto.streams.placing import Placer, refusal, retry_wait, source_of
@@ -120,10 +111,8 @@ class RequestDriver:
                 await retry_wait()
 
     async def _attempt(self, stream: Stream, generation: Generation, placement: Placement, deadline: float) -> bool:
-        """One attempt until its terminal frame; whether it moved. Raises what ended it otherwise.
-
-        Placement numbers it, as it knows other clients' attempts at this request.
-        """
+        """One attempt until its terminal frame; whether it moved. Raises what ended it otherwise. Placement numbers it,
+        as it knows other clients' attempts at this request."""
         attempt = max(stream.attempts, placement.attempt)
         stream.attempts = attempt + 1
         stream.begin(placement.worker, attempt)
@@ -152,7 +141,6 @@ class RequestDriver:
             prompt=generation.prompt,
             output_ids=tuple(assembly.ids) if alone else (),
             text_sent=assembly.choices[0].chars if alone else 0,
-            encoding=Encoding.FRAMES,
             session=generation.session,
             priority=generation.priority,
             deadline_ms=int(remaining * 1000),
@@ -199,11 +187,8 @@ class RequestDriver:
             if assembly.is_moving and (gone or self.now() >= settle_at):
                 assembly.settle()
             elif signal is None and not stream.accepted:
-                if (
-                    self.connection.is_connected
-                    and not self.connection.is_silent
-                    and min(self.now() - published_at, self.connection.connected_for_s) > ACK_TIMEOUT_S
-                ):
+                waited_s = min(self.now() - published_at, self.connection.connected_for_s)  # 0 while disconnected
+                if waited_s > ACK_TIMEOUT_S and not self.connection.is_silent:
                     raise WorkerLost(f"worker {worker} did not accept within {ACK_TIMEOUT_S} s")
             elif signal is Signal.NO_RESPONDERS:
                 if not stream.accepted or not self.placer.in_grace():
@@ -229,8 +214,6 @@ class RequestDriver:
         if mover == successor or region != split(successor)[0]:
             return ""
         return own if region or self.members.view.is_alive(own) else ""
-
-    # ------------------------------------------------------------------ messages to a worker
 
     async def _ask_again(self, stream: Stream, worker: str) -> None:
         self.counters.resends_total += 1

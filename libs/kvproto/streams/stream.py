@@ -106,8 +106,6 @@ class Stream:
         self._done = False
         self.driver: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------ reader
-
     async def read(self) -> list[Event]:
         """All present events, at least one; an empty list after the last. Raises the request's KvfleetError."""
         while not self._ready:
@@ -222,7 +220,7 @@ class Stream:
         if assembly.is_waiting:
             if assembly.missing() is not None and self.gap_since is None:
                 self.gap_since = self.last_frame_at
-        elif self.gap_since is not None:
+        else:
             self.gap_since = None
         if self._buffered > self._limit and self.paused_since is None and not self._done:
             self.paused_since = self.last_frame_at
@@ -231,9 +229,8 @@ class Stream:
         self._wake_reader()
 
     def _wake_reader(self) -> None:
-        reader = self._reader
-        if reader is not None and not reader.done() and (self._ready or self.closed):
-            reader.set_result(None)
+        if self._reader is not None and (self._ready or self.closed):
+            _wake(self._reader)
 
     # ------------------------------------------------------------------ driver
 
@@ -248,18 +245,17 @@ class Stream:
         if self.asked_at <= self.last_frame_at:
             self.asked_at = self.last_probe_at
 
-    async def next_signal(self, timeout_s: float | None = None) -> Signal | None:
+    async def next_signal(self, timeout_s: float) -> Signal | None:
         """None after the timeout."""
         if not self._signals:
             loop = asyncio.get_running_loop()
             waiter = self._driver_waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, _wake, waiter) if timeout_s is not None else None
+            timer = loop.call_later(timeout_s, _wake, waiter)
             try:
                 await waiter
             finally:
                 self._driver_waiter = None
-                if timer is not None:
-                    timer.cancel()
+                timer.cancel()
         return self._signals.popleft() if self._signals else None
 
     def begin(self, worker: str, attempt: int) -> None:

@@ -1,7 +1,7 @@
 """Pytest fixtures: `pytest_plugins = ["kvproto.testing.fixtures"]` in the top conftest.py.
 
 Tests share one server and stay apart by `namespace`; a test that breaks its server takes `nats_process`.
-NATS_TEST_URL names a running server; `kvproto.testing.backend` explains NATS_TEST_BACKEND.
+NATS_TEST_URL names a running server; `ServerSource` explains NATS_TEST_BACKEND.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import pytest
 from kvproto.buckets import ensure_buckets
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
-from kvproto.testing.backend import ServerSource
 from kvproto.testing.fleet_containers import FleetContainers, ImageMissing
 from kvproto.testing.nats_cluster import NatsCluster
 from kvproto.testing.nats_process import NatsProcess
@@ -32,7 +31,39 @@ FleetFactory = Callable[..., FleetContainers]
 ConfiguredNats = Callable[..., NatsServer]
 ProcessFactory = Callable[..., NatsProcess]
 
+BACKENDS = ("auto", "docker", "process")
 _USED = pytest.StashKey[list[str]]()
+
+
+class ServerSource:
+    """Starts servers for one test run, all on the same backend, by NATS_TEST_BACKEND. `auto` (default) takes a
+    container where a Docker daemon answers, else a process, and says why. `docker` fails without a daemon."""
+
+    def __init__(self, wanted: str | None = None) -> None:
+        self.wanted = wanted or os.environ.get("NATS_TEST_BACKEND") or "auto"
+        if self.wanted not in BACKENDS:
+            raise ValueError(f"NATS_TEST_BACKEND is {self.wanted!r}, must be one of {', '.join(BACKENDS)}")
+        self._why_process = "asked for" if self.wanted == "process" else ""
+
+    def start(self, make_directory: Callable[[], Path], spec: ServerSpec | None = None) -> NatsServer:
+        """A running server. Raises if it cannot start."""
+        spec = spec or ServerSpec()
+        if not self._why_process:
+            try:
+                from kvproto.testing.nats_container import NatsContainer
+
+                return NatsContainer.start(spec)
+            except Exception as error:  # for any failure of a container there is the process
+                if self.wanted == "docker":
+                    raise
+                text = next(iter(str(error).splitlines()), "")
+                self._why_process = f"no container: {type(error).__name__}: {text[:160]}"
+        process = NatsProcess(make_directory(), spec)
+        process.start()
+        return process
+
+    def describe(self, server: NatsServer) -> str:
+        return f"process ({self._why_process})" if server.kind == "process" else server.kind
 
 
 @pytest.hookimpl(trylast=True)

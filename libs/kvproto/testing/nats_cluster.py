@@ -85,14 +85,12 @@ class NatsCluster:
 
     async def leader_of(self, stream: str) -> NatsProcess:
         """Waits for an election. Raises ServerFailed after 30 s."""
-        return self.node_named(await self._ask(f"$JS.API.STREAM.INFO.{stream}", leads=True))
+        name = await self._ask(f"$JS.API.STREAM.INFO.{stream}", leads=True)
+        return next(node for node in self.nodes if node.name == name)
 
     def node_at(self, url: str) -> NatsProcess:
         """The server that listens at `host:port`."""
         return next(node for node in self.nodes if node.url.endswith(f":{url.rsplit(':', 1)[-1]}"))
-
-    def node_named(self, name: str) -> NatsProcess:
-        return next(node for node in self.nodes if node.name == name)
 
     def others(self, node: NatsProcess) -> list[NatsProcess]:
         return [other for other in self.nodes if other is not node]
