@@ -1,11 +1,9 @@
 """Content addresses of KV blocks. Pure.
 
 A block's hash is `blake2b(parent16 || block_size x u32le, digest_size=16)`: it names the block's tokens and, through
-its parent, everything before them. 128 bits of a cryptographic hash make an accidental or malicious match of two
-different prefixes negligible, so no token comparison is needed on a hit. The root binds what else decides the bytes of
-K and V, and the tenant's salt, so prefixes of two tenants never meet; only a prefix that the operator registered as
-public is chained under the public root, which all tenants share. A process that computes hashes knows public prefixes
-by length and digest: a worker's record says them, its bundle has their token ids.
+its parent, everything before them. At 128 bits no token comparison is needed on a hit. The root binds all else that
+decides K and V, and the tenant's salt, so prefixes of two tenants never meet; only prefixes that the operator
+registered as public are chained under the public root, which all tenants share.
 """
 
 from __future__ import annotations
@@ -34,18 +32,15 @@ def tenant_salt(fleet_key: bytes, tenant: str) -> bytes:
 
 
 def root(model_revision: str, block_size: int, salt: bytes, *, lora: str = "", layout: int = LAYOUT_VERSION) -> bytes:
-    """Start of every chain: the hash of canonical msgpack of a fixed tuple, 16 bytes."""
+    """Start of every chain: the hash of a fixed tuple in canonical msgpack, 16 bytes."""
     packed: bytes = msgpack.packb([model_revision, layout, block_size, lora, salt], use_bin_type=True)
     return hashlib.blake2b(packed, digest_size=HASH_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class ForkedRoot:
-    """Root of a sequence that begins with a registered public prefix: `blocks` full blocks that all tenants share.
-
-    They are chained under the public root; the first block past them mixes the tenant's own root in, so that nothing a
-    tenant adds is ever found by another.
-    """
+    """Root of a sequence that begins with a public prefix of `blocks` full blocks. Those are chained under the public
+    root; the first block past them mixes the tenant's own root in."""
 
     public: bytes
     own: bytes
@@ -56,7 +51,7 @@ Root = bytes | ForkedRoot
 
 
 def parent_of(root: Root, hashes: Sequence[bytes], index: int) -> bytes:
-    """What the `index`-th block of a chain is hashed onto: the block before it, the root, or both at a fork."""
+    """The parent that the `index`-th block is hashed with: the block before it, the root, or both at a fork."""
     if isinstance(root, bytes):
         return hashes[index - 1] if index else root
     if index == root.blocks:
@@ -66,19 +61,18 @@ def parent_of(root: Root, hashes: Sequence[bytes], index: int) -> bytes:
 
 
 def before(root: Root, hashes: Sequence[bytes], index: int) -> bytes:
-    """The block before the `index`-th of a chain, the first root where there is none: `parent_of`, but at a fork."""
+    """The block before the `index`-th, or the first root: `parent_of` without the mixing at a fork."""
     if index:
         return hashes[index - 1]
     return root if isinstance(root, bytes) else root.public
 
 
 def own_root(root: Root) -> bytes:
-    """The tenant's."""
     return root.own if isinstance(root, ForkedRoot) else root
 
 
 def root_at(root: Root, index: int) -> bytes:
-    """What the `index`-th block of a chain is kept under."""
+    """The root under which the `index`-th block is kept."""
     if isinstance(root, ForkedRoot):
         return root.public if index < root.blocks else root.own
     return root
@@ -123,20 +117,18 @@ def chain(root: Root, ids: Sequence[int], block_size: int) -> list[bytes]:
 
 
 def digest_term(block_hash: bytes) -> int:
-    """What one stored or removed operation contributes (by XOR) to a digest of one tier: the first 8 bytes, u64le."""
+    """A block's contribution, by XOR, to the digest of one tier: the first 8 bytes, u64le."""
     return int.from_bytes(block_hash[:8], "little")
 
 
 def in_tier(digest: int, tier: int) -> int:
-    """A tier's digest, or one block's term, as it is part (by XOR) of that of all tiers: turned, so that one block in
-    two tiers is not nothing. Storing and removing one block in one tier cancel out, so equal digests are of equal
-    holdings. `tier`: its number, the device's being 0."""
+    """A tier's digest as its contribution, by XOR, to that of all tiers: rotated, so that a block in two tiers does not
+    cancel out. `tier` is its number, the device's being 0."""
     turned = TURN * tier % 64
     return (digest << turned | digest >> 64 - turned) & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def public_prefix(ids: Sequence[int]) -> PublicPrefix:
-    """What a record says of a public prefix: how long it is, and blake2b-16 over its packed token ids."""
     return PublicPrefix(len(ids), hashlib.blake2b(pack_ids(ids), digest_size=HASH_BYTES).digest())
 
 
@@ -156,14 +148,13 @@ class TenantRoots:
             self._digests.setdefault(prefix.tokens, set()).add(prefix.digest)
 
     def of(self, tenant: str, ids: Sequence[int]) -> Root:
-        """Root of the chain over `ids`: forked where they begin with a public prefix, the longest one if several."""
+        """Root of the chain over `ids`, forked after the longest public prefix that they begin with."""
         own = self._own(tenant)
         matched = self._matched(ids)
         return own if matched is None else ForkedRoot(self._public, own, matched // self._block_size)
 
     def _matched(self, ids: Sequence[int]) -> int | None:
-        """Tokens of the longest public prefix that `ids` begin with. Each token is hashed once, however many there
-        are of them."""
+        """Tokens of the longest public prefix that `ids` begin with. Hashes each token once."""
         matched = None
         running = hashlib.blake2b(digest_size=HASH_BYTES)
         hashed = 0

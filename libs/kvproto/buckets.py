@@ -1,8 +1,7 @@
-"""Adapter: JetStream KV buckets. Creating them is deployment's work (`ensure_buckets`); services only open them.
+"""Adapter: JetStream KV buckets. `kvfleet init` creates them (`ensure_buckets`); services only open them.
 
-Wraps three faults of nats-py 2.16: `get()` returns an entry without value while a limit marker lives, and `create()`
-fails over such a marker; here a marker is simply an absent key. A watch says that all which existed has come before it
-has, if what the server sent is on its way still, and never, if a heartbeat came in its place.
+Works around faults of nats-py 2.16: `get()` and `create()` stumble over limit markers, which are absent keys here; a
+watch may mark the end of what existed too early, or never.
 """
 
 from __future__ import annotations
@@ -32,17 +31,15 @@ MAX_WATCHES = 100_000  # of a bucket
 
 
 class StaleRevision(KvfleetError, code="stale_revision", http_status=409):
-    """A compare-and-set lost: somebody wrote the key in between."""
+    """A compare-and-set lost: the key was written in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key's value and revision; `value` None when the key is absent (deleted, expired, never written)."""
-
     key: str
-    value: bytes | None
+    value: bytes | None  # None: absent (deleted, expired, never written)
     revision: int
-    expired: bool = False  # absent because its time ran out, not because somebody deleted it
+    expired: bool = False  # absent because its time to live ended, not deleted
 
 
 _BUSY = (nats.errors.Error, TimeoutError, js_errors.Error)
@@ -50,7 +47,7 @@ _BUSY = (nats.errors.Error, TimeoutError, js_errors.Error)
 
 @contextlib.contextmanager
 def _jetstream(what: str, key: str, revision: int | None = None) -> Iterator[None]:
-    """Raises Unavailable where it does not answer, StaleRevision where `revision` is not the last one."""
+    """Raises Unavailable if JetStream does not answer, StaleRevision if `revision` is not the last one."""
     try:
         yield
     except _BUSY as error:
@@ -96,10 +93,7 @@ class Bucket:
             return int(await self._kv.update(key, value, last=revision))
 
     async def delete(self, key: str, revision: int | None = None) -> None:
-        """Delete; with a revision only if it is still the last one (raises StaleRevision).
-
-        Watchers see a marker, which goes by itself after a while: a key that never comes back leaves nothing.
-        """
+        """With a revision only if it is still the last one (else StaleRevision). The marker expires by itself."""
         headers = {"KV-Operation": "DEL"}
         if revision:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(revision)
@@ -107,7 +101,7 @@ class Bucket:
             await self._js.publish(f"$KV.{self.name}.{key}", b"", headers=headers, msg_ttl=MARKER_TTL_S)
 
     async def listed(self, pattern: str = ">") -> list[Entry]:
-        """The keys that exist now."""
+        """The present keys."""
         watch = await self.watch(pattern)
         found = []
         try:
@@ -147,7 +141,7 @@ class BucketWatch:
             absent = entry.operation in ("DEL", "PURGE") or not entry.value
             expired = entry.operation == "PURGE"
             yield Entry(entry.key, None if absent else entry.value, entry.revision, expired)
-            if not is_listed and not entry.delta:  # of it, how many were still to come
+            if not is_listed and not entry.delta:  # entries that are still to come
                 is_listed = True
                 yield None
 
@@ -160,22 +154,20 @@ class BucketWatch:
 
 @dataclass(eq=False)
 class BucketFollower:
-    """Has `read` read a watch of a bucket, and a new one from its beginning whenever that one ends, until `stop`.
-
-    After a reconnect the old watch is blind: it begins again. `read` sets `listed` when it knows all that existed.
-    """
+    """Calls `read` with a watch of a bucket, and with a new one after each end and each reconnect, until `stop`. `read`
+    sets `listed` when it has read all that existed."""
 
     connection: Connection
     bucket: str
     pattern: str
-    what: str  # is followed, for logs
+    what: str  # for logs
     read: Callable[[BucketWatch], Awaitable[None]]
     listed: asyncio.Event = field(default_factory=asyncio.Event)
     _watch: BucketWatch | None = None
     _following: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float) -> None:
-        """Returns when all that exists now was read. Raises Unavailable, and has stopped then."""
+        """Returns when all present entries were read. Raises Unavailable, and has stopped then."""
         self.connection.on_reconnect.append(self.begin)
         await self.begin()
         try:
@@ -185,7 +177,6 @@ class BucketFollower:
             raise Unavailable(f"the bucket {self.bucket} could not be read in {timeout_s} s") from None
 
     async def begin(self) -> None:
-        """Again from the start."""
         if self._following is not None:
             self._following.cancel()
         self._following = asyncio.create_task(self._follow(), name=f"{self.what}-watch")
@@ -217,12 +208,11 @@ class BucketFollower:
 async def ensure_buckets(
     connection: Connection, subjects: Subjects, *, replicas: int = 1, patience_s: float = 0.0
 ) -> list[str]:
-    """Create what is missing; return one line for each bucket whose configuration differs from what is wanted. Raises
-    Unavailable when JetStream cannot do it within `patience_s`: a cluster that has just started has no leader yet, or
-    too few servers.
+    """Create missing buckets; return one line for each difference in a bucket's configuration. Raises Unavailable when
+    JetStream cannot do it within `patience_s`: a cluster that has just started has no leader yet.
 
-    Members: history 1, 3 s to live with limit markers, so that watchers are told when a member vanishes. FILE storage:
-    after a server restart a memory bucket's watchers stay blind until sequences catch up, and nothing reports it.
+    Limit markers tell watchers when a member vanishes. FILE storage: watchers of a memory bucket stay blind after a
+    server's restart until sequences catch up.
     """
     jetstream = connection.raw.jetstream(timeout=5)
     shared = {"history": 1, "storage": StorageType.FILE, "replicas": replicas, "direct": True}
@@ -250,8 +240,8 @@ async def ensure_buckets(
 
 
 async def _let_all_watch(connection: Connection, bucket: str) -> list[str]:
-    """Each worker has a watch of it, which is a consumer, and nats-server from 2.15 on refuses more than 1,000 of a
-    stream that does not say how many it may have. Returns a line if that cannot be said; older servers refuse none."""
+    """Each worker's watch is a consumer, and nats-server from 2.15 on refuses more than 1,000 of a stream without a
+    `max_consumers`. Returns a line if it cannot be set."""
     stream = f"KV_{bucket}"
     try:
         told = await connection.request(f"$JS.API.STREAM.INFO.{stream}", b"", 5.0)
@@ -267,7 +257,7 @@ async def _let_all_watch(connection: Connection, bucket: str) -> list[str]:
 
 
 async def _find_or_create(jetstream: Any, config: KeyValueConfig, patience_s: float) -> Any:
-    """The bucket as it is; None where it has just been made."""
+    """The existing bucket; None where it has just been created."""
     until = asyncio.get_running_loop().time() + patience_s
     while True:
         try:

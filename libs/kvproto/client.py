@@ -1,10 +1,8 @@
-"""Loop: the client of a fleet: start requests, watch them, ask workers. What drives one request is `streams`.
+"""Loop: the client of a fleet, also the ingress's: starts requests, watches them, asks workers.
 
-The ingress is HTTP around this client, so Python producers get the same promises:
-
-    async with await Client.open("nats://127.0.0.1:4222") as client:
-        async with client.generate(Generation("demo", Sampling(max_tokens=50), prompt="O Romeo")) as stream:
-            async for event in stream: ...
+async with await Client.open("nats://127.0.0.1:4222") as client:
+    async with client.generate(Generation("demo", Sampling(max_tokens=50), prompt="O Romeo")) as stream:
+        async for event in stream: ...
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ BUFFER_TOKENS = 4096
 
 
 class Client:
-    """One process's client. `open` connects; `over` shares a connection that is already there (the ingress does)."""
+    """One process's client. `open` connects; `over` shares a connection, as the ingress does."""
 
     def __init__(self, connection: Connection, subjects: Subjects, members: Members) -> None:
         self.connection = connection
@@ -95,7 +93,7 @@ class Client:
         return client
 
     async def close(self) -> None:
-        """Cancel what runs and let go of everything."""
+        """Cancel running requests and free all resources."""
         await asyncio.gather(*(stream.cancel() for stream in list(self._streams.values())), return_exceptions=True)
         if self._watcher is not None:
             self._watcher.cancel()
@@ -122,7 +120,7 @@ class Client:
         return len(self._streams)
 
     def fail_streams(self, error: KvfleetError) -> None:
-        """End everything that runs with an error for its reader, and cancel it at the workers."""
+        """End all running requests with an error for their readers, and cancel them at the workers."""
         for stream in list(self._streams.values()):
             stream.fail(error)
             stream.signal(Signal.CANCELLED)
@@ -132,10 +130,10 @@ class Client:
     def generate(
         self, generation: Generation, before: Sequence[Continuation] = (), trail: Trail | None = None
     ) -> Stream:
-        """Start a request; with `before` one that goes on after what the caller has of each choice. Errors are raised
-        by the stream's reader. `trail` hears of its way; without one its `traceparent` is carried as it is.
+        """Start a request, after the tokens of each choice in `before`. The stream's reader raises its errors.
+        `trail` records the attempts; without one the `traceparent` is passed on.
 
-        One whose id another process has started is read along from its first token, or again if it has just ended.
+        A request id that another process has started, a short while ago at most, is read from its first token on.
         """
         if bool(generation.prompt_ids) == (generation.prompt is not None):
             raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
@@ -169,7 +167,7 @@ class Client:
     # ------------------------------------------------------------------ watching
 
     async def _watch(self) -> None:
-        """One timer for all streams: gaps, silence, readers that stopped reading."""
+        """One timer for all streams: gaps, silence, readers that do not read."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             now = self.now()
@@ -215,15 +213,12 @@ class Client:
 
     def _on_member(self, change: Change, view: WorkerView) -> None:
         for stream in self._streams.values():
-            if stream.worker != view.record.id:
-                continue
-            if change is Change.LEFT or (
-                change is Change.NEW_EPOCH and stream.worker_epoch not in (None, view.record.epoch)
-            ):
+            restarted = change is Change.NEW_EPOCH and stream.worker_epoch not in (None, view.record.epoch)
+            if stream.worker == view.record.id and (change is Change.LEFT or restarted):
                 stream.signal(Signal.WORKER_LOST)
 
     async def _on_reconnect(self) -> None:
-        """Frames sent while this process was away are lost: ask every worker at once how far it is."""
+        """Frames sent during the outage are lost: ask every worker at once how far it is."""
         self._ear.tick(self.now(), listens=False)
         for stream in list(self._streams.values()):
             if stream.accepted:
@@ -233,7 +228,7 @@ class Client:
     # ------------------------------------------------------------------ administration
 
     async def admin(self, worker: str, request: AdminRequest, timeout_s: float = 5.0) -> bytes:
-        """Ask a worker's admin subject; the parts of its answer, joined. Raises its error, WorkerLost, TimeoutError."""
+        """The joined parts of a worker's answer. Raises its error, WorkerLost, TimeoutError, Unavailable."""
         return await ask_worker(self.connection, self.subjects, worker, request, timeout_s)
 
     async def bundle(self, worker: str) -> Bundle:
@@ -244,8 +239,8 @@ class Client:
     async def explain(self, request: str, tenant: str | None = None) -> tuple[Decision, ...]:
         """Why a request's attempts were placed as they were and what became of them, oldest attempt first.
 
-        `tenant`: only if it is this one's. NATS lets ingresses and operators ask, not producers. Raises InvalidRequest
-        for what is no id, NotFound if no replica has decided about it, Unavailable if none answers.
+        `tenant`: only if the request is this one's. NATS permissions let ingresses and operators ask, not producers.
+        Raises InvalidRequest, NotFound (no replica has decided about it) or Unavailable (none answers).
         """
         if not is_token(request):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
@@ -257,8 +252,7 @@ class Client:
     async def newest_decisions(
         self, limit: int, tenant: str | None = None, model: str | None = None
     ) -> tuple[Decision, ...]:
-        """Of all placement replicas, newest first: of all tenants and models, unless one is named. A replica that is
-        asked for too many lists at once does not answer.
+        """The newest decisions of all placement replicas, newest first. An overloaded replica does not answer.
 
         Raises InvalidRequest for a limit that is not 1 to 200, Unavailable if no replica answers.
         """
@@ -273,7 +267,7 @@ class Client:
         return await ask_placements(self.connection, self.subjects, self.members.view, question)
 
     async def miss(self, model: str) -> None:
-        """A model is asked for of which no worker is known here. Raises NoWorkers if it is one of this fleet's."""
+        """Report a request for a model without a known worker. Raises NoWorkers if it is one of this fleet's."""
         await self._driver.placer.miss(model)
 
 
@@ -285,7 +279,6 @@ def _check_ids(field: str, ids: Sequence[int], rule: str) -> None:
 
 
 def _check_before(before: Sequence[Continuation], choices: int) -> None:
-    """Raises InvalidRequest."""
     if before and len(before) != choices:
         raise InvalidRequest(f"must be one of each of {choices} choices, got {len(before)}", field="before")
     if choices == 1 and any(one.finished for one in before):
@@ -295,7 +288,6 @@ def _check_before(before: Sequence[Continuation], choices: int) -> None:
 
 
 def _check_text_and_ids(generation: Generation) -> None:
-    """What the wire cannot carry is the caller's mistake. Raises InvalidRequest naming the field."""
     _check_ids("prompt_ids", generation.prompt_ids, "must be integers within [0, 4294967295]")
     for field, text in (("prompt", generation.prompt or ""), ("stop", "".join(generation.sampling.stop))):
         try:

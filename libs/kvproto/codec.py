@@ -7,10 +7,9 @@ Three forms of the same messages:
 * frames: a version byte, then a msgpack array of positional arrays `[tag, field...]`. The hot path: one message
   carries one step's frames of many sequences.
 
-Readers accept versions N-1 and N. What has many readers, or one whose versions are not known, is written in N-1, which
-both generations of a fleet that is being upgraded one by one read; a request is written in its reader's version.
-Unknown fields are ignored; an unknown enumeration value, a wrong type, a missing field
-or a value out of bounds raises an error that names the field (`sampling.top_p: ...`).
+Readers accept versions N-1 and N. A request is written in its reader's version; a message with many readers, or one of
+unknown version, in N-1. Unknown fields are ignored; an unknown enumeration value, a wrong type, a missing field or a
+value out of bounds raises an error that names the field (`sampling.top_p: ...`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvproto.schema import enum_reader, read_map, schema_of, to_map, type_error
 VERSION = 1
 MIN_VERSION = max(1, VERSION - 1)
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-MAX_BUNDLE_BYTES = 96 * 1024 * 1024  # comes in parts, put together before it is read
+MAX_BUNDLE_BYTES = 96 * 1024 * 1024  # joined from parts before it is read
 
 T = TypeVar("T")
 _pack: Callable[..., bytes] = msgpack.packb
@@ -57,7 +56,7 @@ def _open(data: bytes, limit: int = MAX_MESSAGE_BYTES, *, text_keys: bool = True
 
 
 def encode(message: Any, version: int | None = None) -> bytes:
-    """Wire form of one message, written in `version`: see `common_version`; None: what everybody reads."""
+    """Wire form of one message in `version` (see `common_version`); None: the version that all readers accept."""
     return bytes((version or MIN_VERSION,)) + _pack(to_map(message))
 
 
@@ -67,8 +66,7 @@ def decode(kind: type[T], data: bytes, *, limit: int = MAX_MESSAGE_BYTES) -> T:
 
 
 def open_map(data: bytes) -> dict[str, Any]:
-    """The fields of one message in wire form, unchecked: for who looks at one of them before all are worth reading.
-    Raises CodecError."""
+    """The unchecked fields of one message in wire form. Raises CodecError."""
     value = _open(data)
     if not isinstance(value, dict):
         raise type_error("message", "map", value)
@@ -97,10 +95,8 @@ def is_map_marker(first: int) -> bool:
 
 
 def decode_plain(kind: type[T], data: bytes, *, as_json: bool) -> T:
-    """Read a bare producer's message: JSON, or a msgpack map with or without the version byte.
-
-    Token ids that are keys may be integers in msgpack: that is how a map of them is written in most languages.
-    """
+    """Read a bare producer's message: JSON, or a msgpack map with or without the version byte. Token ids as keys may be
+    integers in msgpack."""
     if as_json:
         return read_map(kind, _parse_json(data))
     if data and is_map_marker(data[0]) and len(data) <= MAX_MESSAGE_BYTES:
@@ -133,7 +129,7 @@ def _parse_json(data: bytes) -> Any:
 
 
 def encode_plain_frame(frame: m.Frame, *, as_json: bool) -> bytes:
-    """One frame as a map with its `type`, ids as a list: what a producer in any language reads."""
+    """One frame as a map with its `type`, ids as a list."""
     if type(frame) is m.Tokens and frame.logprobs:  # JSON knows no infinity, and maps are read with finite numbers only
         frame = replace(frame, logprobs=tuple(map(floored, frame.logprobs)))
     value = {"type": _TYPES[type(frame)], **to_map(frame, packed=False)}
@@ -154,16 +150,9 @@ def decode_plain_frame(data: bytes, *, as_json: bool) -> m.Frame:
 
 # ---------------------------------------------------------------------------------------------- frames
 
-_TAGS: dict[int, type[Any]] = {
-    0: m.Accepted,
-    1: m.Started,
-    2: m.Tokens,
-    3: m.Finished,
-    4: m.Failed,
-    5: m.Moved,
-    6: m.Progress,
-    7: m.ChoiceFinished,
-}
+# A frame's tag is its place here.
+_FRAMES = (m.Accepted, m.Started, m.Tokens, m.Finished, m.Failed, m.Moved, m.Progress, m.ChoiceFinished)
+_TAGS: dict[int, type[Any]] = dict(enumerate(_FRAMES))
 _TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
 _TYPES = {kind: kind.__name__.lower() for kind in _TAGS.values()}
 _BY_TYPE = {name: kind for kind, name in _TYPES.items()}
@@ -218,11 +207,8 @@ def _read_tokens(row: list[Any]) -> m.Tokens:
     for one, piece in zip(ids, text, strict=True):
         if type(one) is not int or type(piece) is not str:
             raise CodecError("wrong type", field="tokens.ids")
-    if len(row) > 7:
-        return m.Tokens(
-            request, attempt, choice, index, tuple(ids), tuple(text), read_logprobs(row[7], len(ids), "tokens.logprobs")
-        )
-    return m.Tokens(request, attempt, choice, index, tuple(ids), tuple(text))
+    logprobs = read_logprobs(row[7], len(ids), "tokens.logprobs") if len(row) > 7 else ()
+    return m.Tokens(request, attempt, choice, index, tuple(ids), tuple(text), logprobs)
 
 
 def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:
@@ -239,14 +225,13 @@ def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:
 
 # ---------------------------------------------------------------------------------------------- log probabilities
 #
-# Positional, `[logprob, [id...], [logprob...]]` per token, finite. A token that a model cannot produce has minus
-# infinity, which JSON cannot carry: it travels as -9999, which is what OpenAI writes.
+# Positional, `[logprob, [id...], [logprob...]]` per token. Minus infinity travels as -9999, as OpenAI writes it.
 
 FLOOR = -9999.0
 
 
 def floored(logprobs: m.TokenLogprobs) -> m.TokenLogprobs:
-    """No value below the floor; what is not a number is put on it."""
+    """With no value below the floor; NaN becomes the floor."""
     tops = tuple(max(FLOOR, value) for value in logprobs.top_logprobs)
     return m.TokenLogprobs(max(FLOOR, logprobs.logprob), logprobs.top_ids, tops)
 
@@ -292,9 +277,7 @@ def encode_events(events: m.KvEvents, version: int | None = None) -> bytes:
 
 
 def open_events(data: bytes) -> tuple[str, int, list[Any]]:
-    """Epoch, number and unread changes of an event, for readers that cannot afford an object each: see
-    `decode_events` for their shape. Raises CodecError.
-    """
+    """Epoch, number and undecoded changes of an event (see `encode_events`), for hot readers. Raises CodecError."""
     row = _open(data)
     try:
         epoch, seq, changes = row[:3]

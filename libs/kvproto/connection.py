@@ -1,8 +1,7 @@
-"""Adapter: the one connection of a process to NATS, with options and a watchdog that survive what servers do.
+"""Adapter: a process's connection to NATS. Owns the nats-py client and a watchdog.
 
-Owns the nats-py client. nats-py's defaults give up after two minutes, notice a hung server after six, and never fail
-over while unsent data waits for a hung server (nats.py #671); each option here has its reason beside it. Callers see
-`Connection`, `Message`, and the errors of `kvproto.errors` or `TimeoutError`, never nats-py's own.
+nats-py's defaults give up after two minutes, notice a hung server after six, and never fail over while unsent data
+waits for one (nats.py #671). Callers see errors of `kvproto.errors` or `TimeoutError`, never nats-py's own.
 """
 
 from __future__ import annotations
@@ -25,26 +24,30 @@ log = logging.getLogger(__name__)
 
 SAY_AGAIN_S = 10.0
 WATCH_PERIOD_S = 0.2
-PENDING_LIMIT = 8 * 1024 * 1024  # bytes: what is published during an outage waits here
-PROBE_AFTER_S = 0.6  # without a message the server is asked for a sign of life
-SILENT_S = 1.5  # without one since then, what others do cannot be seen from here
+PENDING_LIMIT = 8 * 1024 * 1024  # bytes of messages that wait during an outage
+PROBE_AFTER_S = 0.6  # without a message, the server is pinged
+SILENT_S = 1.5  # without a message, the server counts as silent
 
 
 Callback = Callable[[Message], Awaitable[None]]
 
 
 class _Client(NatsClient):  # type: ignore[misc]
-    """nats-py speaks TLS where the server asks for it: a machine in between could ask for none. And it forgets the
-    socket of an attempt that failed."""
+    """Insists on TLS where it is configured: nats-py leaves that to the server, or to a machine in between. Closes the
+    socket of a failed attempt, which nats-py forgets."""
+
+    @property
+    def writer(self) -> Any:
+        """Of the newest transport."""
+        return getattr(self._transport, "_io_writer", None)
 
     async def _connect_to_server(self, s: Any) -> None:
-        writer: Any = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
-            writer.transport.abort()
+        if self.writer is not None:
+            self.writer.transport.abort()
         await super()._connect_to_server(s)
 
     def _connect_command(self) -> bytes:
-        writer: Any = getattr(self._transport, "_io_writer", None)
+        writer = self.writer
         is_tls = writer is not None and writer.get_extra_info("ssl_object") is not None
         if is_tls and (protocol := writer.transport.get_protocol()) is not None:
             protocol._over_ssl = True  # else asyncio complains of it when it ends
@@ -55,10 +58,10 @@ class _Client(NatsClient):  # type: ignore[misc]
 
 
 class Connection:
-    """One process's connection. Create with `Connection.open`; `close` drains what is pending within its timeout.
+    """One process's connection. Create with `Connection.open`.
 
-    `on_reconnect` hooks run in order after every reconnect (a KV watch must be rebuilt then: left alone it stays blind
-    for up to 25 s). `on_closed` runs if nats-py gives up for good, which a service answers by ending its process.
+    `on_reconnect` hooks run in order after every reconnect: a KV watch must be rebuilt then, as it stays blind for up
+    to 25 s. `on_closed` runs if nats-py gives up for good: a service then ends its process.
     """
 
     def __init__(self, name: str, inbox_prefix: str) -> None:
@@ -69,18 +72,18 @@ class Connection:
         self.on_closed: Callable[[], None] | None = None
         self.reconnects_total = 0
         self.errors_total = 0
-        self._nc = _Client()
+        self.raw = _Client()  # for the other adapters of this package, too
         self._refused = asyncio.Event()
         self._said, self._said_at = "", 0.0
         self._tls_fault = ""  # the last one
         self._closing = False
         self._connected_at = 0.0
-        self._away = False  # until all that a reconnect does is done; nats-py says "connected" before
-        self._stalled = False  # the server has not taken what waits for it
+        self._away = False  # until a reconnect is complete; nats-py is "connected" before
+        self._stalled = False  # the server has not taken pending data
         self._writer: Any = None  # of the newest transport
-        self._aborted: Any = None  # the one that was given up last
+        self._aborted: Any = None  # the writer that was aborted last
         self._heard = 0  # messages
-        self.heard_at = 0.0  # when its server was last seen to live, by the loop's clock
+        self.heard_at = 0.0  # the server's last sign of life, by the loop's clock
         self._probe: asyncio.Future[Any] | None = None
         self._watchdog: asyncio.Task[None] | None = None
 
@@ -98,12 +101,11 @@ class Connection:
         tls: Any = None,
         connect_timeout_s: float = 5.0,
     ) -> Connection:
-        """Connect to one of `servers` (a string may hold several, separated by commas), and to others of its cluster
-        later. Raises Unavailable (no server) or AuthenticationFailed, each naming the servers.
-        """
+        """Connect to one of `servers`; a string may hold several, separated by commas. Raises Unavailable (no server)
+        or AuthenticationFailed, each naming the servers."""
         self = cls(name, inbox_prefix)
         urls = [url.strip() for url in servers.split(",")] if isinstance(servers, str) else list(servers)
-        connecting = self._nc.connect(
+        connecting = self.raw.connect(
             urls,
             name=name,
             inbox_prefix=inbox_prefix.encode(),
@@ -130,7 +132,7 @@ class Connection:
         except (nats.errors.Error, TimeoutError, OSError) as error:
             self._closing = True
             with contextlib.suppress(Exception):
-                await self._nc.close()
+                await self.raw.close()
             self._abandon()
             where = ", ".join(url.rsplit("@", 1)[-1] for url in urls)
             if "authorization" in str(error).lower() or self._refused.is_set():
@@ -144,7 +146,7 @@ class Connection:
         return self
 
     async def _connect_or_refused(self, connecting: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """nats-py goes on trying after a refused password; here that is final. Raises what ended it."""
+        """nats-py goes on trying after a refused password; here that is final."""
         trying = asyncio.ensure_future(connecting)
         refused = asyncio.ensure_future(self._refused.wait())
         try:
@@ -157,11 +159,9 @@ class Connection:
             refused.cancel()
             await asyncio.gather(trying, refused, return_exceptions=True)
 
-    # ------------------------------------------------------------------ state
-
     @property
     def is_connected(self) -> bool:
-        return bool(self._nc.is_connected)
+        return bool(self.raw.is_connected)
 
     @property
     def connected_for_s(self) -> float:
@@ -170,52 +170,43 @@ class Connection:
         return asyncio.get_running_loop().time() - self._connected_at if is_there else 0.0
 
     def is_settled(self, grace_s: float) -> bool:
-        """Connected, and not just back from an outage, so that others have had the time to come back too."""
+        """Connected for `grace_s` since the last outage, so that others have had time to come back too."""
         was_away = self._away or self.reconnects_total > 0
         return self.is_connected and (not was_away or self.connected_for_s > grace_s)
 
     @property
     def is_silent(self) -> bool:
-        """Connected to a server that says nothing and answers nothing: who is not heard may well be alive."""
+        """Connected to a server that sends and answers nothing: silent members may well be alive."""
         return self.is_connected and asyncio.get_running_loop().time() - self.heard_at > SILENT_S
 
     @property
     def max_payload(self) -> int:
-        return int(self._nc.max_payload)
+        return int(self.raw.max_payload)
 
     @property
     def subscriptions(self) -> int:
-        """Live subscriptions, for leak tests and metrics."""
-        return len(self._nc._subs)
-
-    @property
-    def raw(self) -> NatsClient:
-        """The nats-py client, for the other adapters of this package."""
-        return self._nc
-
-    # ------------------------------------------------------------------ use
+        """For leak tests."""
+        return len(self.raw._subs)
 
     async def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
         """Send, or buffer while disconnected. Raises Unavailable when the buffer is full or the connection closed.
 
-        Waits for a server that is slow, but only once, and for a second, for one that takes nothing: nats-py would wait
-        for every message, buffer it all the same, and swallow a cancellation.
+        Waits for a stalled server only once, for a second: nats-py would wait for every message, buffer it all the
+        same, and swallow a cancellation.
         """
-        if self._stalled and self._nc.pending_data_size > PENDING_LIMIT:
+        if self._stalled and self.raw.pending_data_size > PENDING_LIMIT:
             raise Unavailable(f"cannot publish to {subject}: the server takes nothing")
         try:
-            await self._nc.publish(subject, data, reply, headers)
+            await self.raw.publish(subject, data, reply, headers)
         except (nats.errors.Error, OSError) as error:
             raise Unavailable(f"cannot publish to {subject}: {error or type(error).__name__}") from None
-        self._stalled = self._nc.pending_data_size > PENDING_LIMIT
+        self._stalled = self.raw.pending_data_size > PENDING_LIMIT
 
     async def subscribe(self, subject: str, callback: Callback, *, queue: str = "") -> Subscription:
-        """Subscribe with a callback that must not await slow work: callbacks of one subscription run one at a time.
-
-        A cancellation that escapes a callback would end the subscription silently, so it is stopped here.
-        """
+        """Callbacks of one subscription run one at a time and must not await slow work. A cancellation that escaped one
+        would end the subscription silently, so it is caught here."""
 
         async def guarded(message: Message) -> None:
             try:
@@ -223,15 +214,15 @@ class Connection:
             except asyncio.CancelledError:
                 log.warning("a callback for %s was cancelled", subject)
 
-        subscription: Subscription = await self._nc.subscribe(subject, queue=queue, cb=guarded)
+        subscription: Subscription = await self.raw.subscribe(subject, queue=queue, cb=guarded)
         return subscription
 
     async def request(
         self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Message:
-        """One request, one reply. Raises WorkerLost when nobody subscribes, TimeoutError, or Unavailable."""
+        """Raises WorkerLost (no subscriber), TimeoutError, or Unavailable."""
         try:
-            message: Message = await self._nc.request(subject, data, timeout=timeout_s, headers=headers)
+            message: Message = await self.raw.request(subject, data, timeout=timeout_s, headers=headers)
             return message
         except nats.errors.NoRespondersError:
             raise WorkerLost(f"nobody answers on {subject}") from None
@@ -241,10 +232,10 @@ class Connection:
             raise Unavailable(f"cannot ask {subject}: {error or type(error).__name__}") from None
 
     async def synced(self, timeout_s: float = 5.0) -> None:
-        """Return once the server has processed everything sent so far, or it took too long.
+        """Return once the server has processed everything sent so far, or after `timeout_s`.
 
-        nats-py writes its PING before pending SUBs and PUBs, so one right after subscribe() proves nothing; one turn of
-        the loop lets them out first. Its flush() cancels what waits for a late PONG, and its reader dies of that.
+        nats-py writes its PING before pending SUBs and PUBs: one turn of the loop lets them out first. Its flush()
+        would cancel the future of a late PONG, which ends its reader.
         """
         await asyncio.sleep(0)
         if self.is_connected:
@@ -254,11 +245,11 @@ class Connection:
     async def _ping(self) -> asyncio.Future[Any]:
         """A future that the server's PONG settles; it must not be cancelled."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        await self._nc._send_ping(answer)
+        await self.raw._send_ping(answer)
         return answer
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        """Flush and close; never raises, never hangs longer than its timeout."""
+        """Flush and close within the timeout. Never raises."""
         if self._closing:
             return
         self._closing = True
@@ -268,7 +259,7 @@ class Connection:
             if self.is_connected:
                 await asyncio.wait_for(self.synced(1.0), timeout_s)
         with contextlib.suppress(Exception):  # close() while down with pending data raises ConnectionResetError
-            await asyncio.wait_for(self._nc.close(), timeout_s)
+            await asyncio.wait_for(self.raw.close(), timeout_s)
         self._abandon()
 
     # ------------------------------------------------------------------ callbacks of nats-py
@@ -282,7 +273,7 @@ class Connection:
             self._refused.set()
         now = asyncio.get_running_loop().time()
         if self._connected_at == 0.0:
-            return  # still trying for the first time: who waits for that will say how it ended
+            return  # still opening: `open` raises the error
         if not self._closing and (text != self._said or now - self._said_at > SAY_AGAIN_S):
             self._said, self._said_at = text, now  # an outage repeats the same line several times a second
             log.warning("nats: %s", text[:300])
@@ -298,7 +289,7 @@ class Connection:
         self.reconnects_total += 1
         self._away = False
         self._connected_at = self.heard_at = asyncio.get_running_loop().time()
-        log.info("nats: reconnected to %s", self._nc.connected_url.netloc if self._nc.connected_url else "?")
+        log.info("nats: reconnected to %s", self.raw.connected_url.netloc if self.raw.connected_url else "?")
         for hook in self.on_reconnect:
             try:
                 await hook()
@@ -325,30 +316,26 @@ class Connection:
                 await self._listen_for_life(loop.time())
 
     def _abort_stuck_transport(self) -> None:
-        """A reconnect waits for the old transport to flush; to a hung server that never ends (nats.py #671). Nor does
-        it close the one of an attempt that failed, which a hung server would keep open.
-        """
-        writer = self._newest_writer()
+        """A reconnect waits for ever for the old transport to flush to a hung server (nats.py #671), and leaves the
+        transport of a failed attempt open."""
+        writer = self.raw.writer
         if self._writer is not None and writer is not self._writer:
             self._writer.transport.abort()
         self._writer = writer
-        is_stuck = self._nc.is_reconnecting and writer is not None and writer.transport.is_closing()
+        is_stuck = self.raw.is_reconnecting and writer is not None and writer.transport.is_closing()
         if is_stuck and writer is not self._aborted:
             self._aborted = writer
             writer.transport.abort()
 
-    def _newest_writer(self) -> Any:
-        return getattr(getattr(self._nc, "_transport", None), "_io_writer", None)
-
     def _abandon(self) -> None:
-        """What nats-py leaves open when it is closed between two attempts."""
-        for writer in (self._writer, self._newest_writer()):
+        """Close the transports that nats-py leaves open when it is closed between two attempts."""
+        for writer in (self._writer, self.raw.writer):
             if writer is not None:
                 writer.transport.abort()
 
     async def _listen_for_life(self, now: float) -> None:
-        """Any message is one; without any the server is pinged, once at a time."""
-        heard = self._nc.stats["in_msgs"]
+        """Any message counts; without one the server is pinged, one ping at a time."""
+        heard = self.raw.stats["in_msgs"]
         if heard != self._heard or (self._probe is not None and self._probe.done()):
             self._heard, self.heard_at, self._probe = heard, now, None
         elif self.is_connected and self._probe is None and now - self.heard_at > PROBE_AFTER_S:

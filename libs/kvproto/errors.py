@@ -21,7 +21,7 @@ KvfleetError
 ├── Cancelled                 499  the client asked for it or left
 ├── UnsupportedModel          501  the model has a feature the engine would compute wrongly
 ├── Unavailable               503  retryable
-│   ├── NoWorkers             503  nobody alive serves this model
+│   ├── NoWorkers             503  no live worker serves this model
 │   ├── Overloaded            503  it would wait for too long; `retry_after_s` says when it would not
 │   ├── OutOfMemory           503  this worker cannot hold the sequence
 │   ├── WorkerLost            503  the worker is gone, or forgot the request
@@ -36,18 +36,14 @@ EXPIRES = "expires_unix_ms"  # the field of a refusal by the clock: two processe
 
 
 class KvfleetError(Exception):
-    """Base of all errors that cross a process: `code` on the wire, `http_status` at the ingress.
-
-    `field` names the offending field of the request where there is one. `retryable` says whether the same
-    request may succeed on another worker.
-    """
+    """Base of all errors that cross a process: `code` on the wire, `http_status` at the ingress. `field` names the
+    offending field of the request. `retryable`: the same request may succeed on another worker."""
 
     code = "internal_error"
     http_status = 500
     retryable = False
 
     def __init_subclass__(cls, *, code: str = "", http_status: int = 0, retryable: bool = False) -> None:
-        """What is not said is as in its base."""
         cls.code = code or cls.code
         cls.http_status = http_status or cls.http_status
         cls.retryable = retryable or cls.retryable

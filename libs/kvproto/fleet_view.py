@@ -1,17 +1,15 @@
-"""Who is alive, as one reader sees it. Pure: time is passed in, decisions come back as `Change`s.
+"""The living members, as one reader sees them. Pure: time is passed in, decisions come back as `Change`s.
 
 A worker is alive while either of two independent signals is fresh:
 
     KV record      written every second, expires after 3 s        fresh for 3.3 s after a write
     heartbeat      core NATS, every 0.5 s                          fresh for 2.5 s
 
-A record deleted on purpose (clean stop, or placement that saw the connection drop and got no answer to a ping) ends
-the worker at once, until it registers again. When more than half of the workers vanish within 3 s the fault is taken to
-be NATS's: the last view is kept, and no-responders notices decide, request by request.
+A deleted record (clean stop, or placement found the worker gone) ends the worker at once, until it registers again.
+When more than half of the workers vanish within 3 s the fault is taken to be NATS's, and the last view is kept.
 
-Other members (vaults, placements, ingresses) have records alone. When nobody's is renewed for 2 s, JetStream is away
-(no leader, full, read-only): none of them is given up for that, nor in the 5 s after, when records that could not be
-renewed expire before their owners write them again.
+Other members (vaults, placements, ingresses) have records alone. When no record is renewed for 2 s, JetStream is away:
+no member is given up then, nor in the 5 s after, when old records expire before their owners write them again.
 
     absent ──record──▶ alive ──stale/expired/deleted──▶ dead ──record or heartbeat──▶ alive
 """
@@ -35,7 +33,7 @@ FORGET_DEAD_S = 60.0
 
 
 class Change(Enum):
-    """What an event did to one worker, or other member, for readers that act on it."""
+    """The effect of an event on one member."""
 
     JOINED = "joined"
     LEFT = "left"
@@ -45,10 +43,8 @@ class Change(Enum):
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker as seen here; `revision` is that of its record, for compare-and-set deletes."""
-
     record: WorkerRecord
-    revision: int = 0
+    revision: int = 0  # of the record, for compare-and-set deletes
     record_at: float = -1e9
     heartbeat: Heartbeat | None = None
     heartbeat_at: float = -1e9
@@ -70,21 +66,19 @@ class WorkerView:
 
 @dataclass(slots=True)
 class FleetView:
-    """State of one reader's view. Owned by the loop that feeds it."""
+    """Owned by the loop that feeds it."""
 
     hears: bool = True  # heartbeats too, not records alone
     workers: dict[str, WorkerView] = field(default_factory=dict)
     members: dict[tuple[Role, str], tuple[MemberRecord, float]] = field(default_factory=dict)
-    _early: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)  # heard before their record
+    _early: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)  # heartbeats without a record yet
     _blind_until: float = -1e9
     _deaths: list[float] = field(default_factory=list)
-    _record_at: float = -1e9  # the newest record of anybody
-    _records_prove_from: float = -1e9  # before that a record's age says nothing
-    _expired: set[tuple[Role, str]] = field(default_factory=set)  # members whose record ran out when that said nothing
+    _record_at: float = -1e9  # of any member's newest record
+    _records_prove_from: float = -1e9  # until then a record's age proves nothing
+    _expired: set[tuple[Role, str]] = field(default_factory=set)  # members whose record expired before that
     held_since: float | None = None
     version: int = 0  # grows with every join and leave
-
-    # ------------------------------------------------------------------ events
 
     def on_worker_record(self, record: WorkerRecord, revision: int, now: float) -> Change:
         self._hear_record(now)
@@ -110,7 +104,7 @@ class FleetView:
         return change
 
     def on_worker_gone(self, worker: str, now: float, *, expired: bool) -> Change | None:
-        """The record vanished: deleted on purpose, or its time ran out (then a fresh heartbeat still counts)."""
+        """The record was deleted, or it `expired`: then a fresh heartbeat still counts."""
         self._hear_record(now)
         view = self.workers.get(worker)
         if view is None or view.dead_since is not None:
@@ -128,7 +122,7 @@ class FleetView:
                 self._early[beat.worker] = (beat, now)
             return None
         if beat.epoch != view.record.epoch:
-            return None  # an older life still flushing, or a newer one whose record is on its way
+            return None  # of an older life, or of a newer one whose record has not come yet
         if view.state is not beat.state:
             self.version += 1
         view.heartbeat, view.heartbeat_at = beat, now
@@ -149,7 +143,7 @@ class FleetView:
         return Change.UPDATED if known[0].epoch == record.epoch else Change.NEW_EPOCH
 
     def on_member_gone(self, role: Role, member: str, now: float, *, expired: bool) -> MemberRecord | None:
-        """Who that was, if it was known and is given up now."""
+        """The member's record, if it is given up now."""
         self._hear_record(now)
         key = role, member
         if expired and now < self._records_prove_from and key in self.members:
@@ -160,11 +154,12 @@ class FleetView:
         return known
 
     def sweep_members(self, now: float) -> list[MemberRecord]:
-        """Others than workers whose records were not renewed: forgotten now. Call a few times a second."""
+        """Remove and return members, other than workers, with stale records. Call a few times a second."""
         if now < max(self._blind_until, self._records_prove_from):
             return []
         renewed = self._records_are_renewed(now)
-        if not renewed and self._is_anybody_left():  # JetStream went again
+        alive = any(view.dead_since is None for view in self.workers.values())
+        if not renewed and (alive or not self.members.keys() <= self._expired):  # JetStream went again
             return []
         silent = [
             record
@@ -176,13 +171,8 @@ class FleetView:
         self._expired.clear()
         return silent
 
-    def _is_anybody_left(self) -> bool:
-        """Whether anybody is known whose record should be renewed."""
-        alive = any(view.dead_since is None for view in self.workers.values())
-        return alive or not self.members.keys() <= self._expired
-
     def _hear_record(self, now: float) -> None:
-        """A record was written, or went: JetStream works. If it did not until now, those it kept are out of date."""
+        """JetStream works. If it did not until now, its records are out of date."""
         if self._record_at > -1e9 and not self._records_are_renewed(now):
             self._records_prove_from = now + RECONNECT_GRACE_S
         self._record_at = now
@@ -194,15 +184,15 @@ class FleetView:
         self._blind_until = float("inf")
 
     def on_reconnected(self, now: float) -> None:
-        """Everybody gets time to come back before silence means anything."""
+        """Silence counts only after a grace time."""
         self._blind_until = now + RECONNECT_GRACE_S
 
     def on_held_up(self, now: float) -> None:
-        """The reader itself did not listen for a while: what waits for it is read first."""
+        """The reader itself stood still: it first reads what has arrived."""
         self._blind_until = max(self._blind_until, now + HELD_UP_GRACE_S)
 
     def sweep(self, now: float) -> list[str]:
-        """Workers that just died of silence. Call a few times a second."""
+        """Workers that have just been silent for too long. Call a few times a second."""
         if now < self._blind_until:
             return []
         if not self.hears and (now < self._records_prove_from or not self._records_are_renewed(now)):
@@ -230,20 +220,18 @@ class FleetView:
         self.version += 1
         return Change.LEFT
 
-    # ------------------------------------------------------------------ questions
-
     def is_alive(self, worker: str) -> bool:
         view = self.workers.get(worker)
         return view is not None and view.dead_since is None
 
     def ready(self, model: str | None = None) -> Iterator[WorkerView]:
-        """Workers that take new work, of one model or of all."""
+        """Workers that take new requests, of one model or of all."""
         for view in self.workers.values():
             if view.state is State.READY and (model is None or view.record.model == model):
                 yield view
 
     def models(self) -> dict[str, WorkerRecord]:
-        """Each served model with one of its living workers (the smallest id, so that readers agree)."""
+        """Each served model with its living worker of the smallest id, so that readers agree."""
         found: dict[str, WorkerRecord] = {}
         for worker in sorted(self.workers):
             view = self.workers[worker]
@@ -252,6 +240,6 @@ class FleetView:
         return found
 
     def with_state(self, worker: str) -> WorkerRecord | None:
-        """The record with the state as known now (heartbeats are newer than records)."""
+        """The record with the newest known state."""
         view = self.workers.get(worker)
         return replace(view.record, state=view.state) if view else None

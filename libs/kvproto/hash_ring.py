@@ -22,9 +22,7 @@ PREFIX_TOKENS = 64  # four blocks: past the start of a chat template, short enou
 
 
 def ring_key(tenant: str, *, session: str | None, prompt_ids: Sequence[int] = (), prompt: str | None = None) -> str:
-    """What should land on one worker again: the session if the request names one; else the first tokens of its prompt,
-    so that equal prefixes meet. Placement and the client's fallback use the same key on equal rings, so they agree.
-    Tenants never share one: their caches are apart anyway."""
+    """The session, else the first tokens of the prompt, so that equal prefixes meet. Tenants share no key."""
     if session:
         return f"{tenant}/s/{session}"
     if prompt_ids:
@@ -38,43 +36,38 @@ def point(key: str) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _node_points(node: str, virtual_nodes: int) -> tuple[int, ...]:
-    """Of one node: a ring is rebuilt whenever somebody joins or leaves, the others' points stay."""
-    return tuple(point(f"{node}-vn-{i}") for i in range(virtual_nodes))
+def _node_points(node: str) -> tuple[int, ...]:
+    """Cached, as a ring is rebuilt at every join and leave."""
+    return tuple(point(f"{node}-vn-{i}") for i in range(VIRTUAL_NODES))
 
 
 class HashRing:
-    """An immutable ring over a set of nodes: joins and leaves make a new ring (see `with_nodes`).
+    """An immutable ring over a set of nodes. Equal sets give equal rings, whatever the joins and leaves before."""
 
-    Equal node sets give equal rings, whatever the order of joins and leaves that led there.
-    """
+    __slots__ = ("_owners", "_points", "nodes")
 
-    __slots__ = ("_owners", "_points", "_virtual_nodes", "nodes")
-
-    def __init__(self, nodes: Iterable[str] = (), *, virtual_nodes: int = VIRTUAL_NODES) -> None:
+    def __init__(self, nodes: Iterable[str] = ()) -> None:
         self.nodes = tuple(sorted(set(nodes)))
-        placed = sorted((at, node) for node in self.nodes for at in _node_points(node, virtual_nodes))
+        placed = sorted((at, node) for node in self.nodes for at in _node_points(node))
         self._points = [p for p, _ in placed]
         self._owners = [n for _, n in placed]
-        self._virtual_nodes = virtual_nodes
 
     def with_nodes(self, nodes: Iterable[str]) -> HashRing:
-        """The ring over `nodes`: this one, if they are its own. Where few came or went, that costs a twentieth of a new
-        ring: of a thousand nodes some milliseconds."""
+        """The ring over `nodes`. A few joins and leaves cost a twentieth of a new ring."""
         wanted = set(nodes)
         gone, come = set(self.nodes) - wanted, sorted(wanted - set(self.nodes))
         if not gone and not come:
             return self
         if len(come) > FEW:
-            return HashRing(wanted, virtual_nodes=self._virtual_nodes)
-        ring = HashRing(virtual_nodes=self._virtual_nodes)
+            return HashRing(wanted)
+        ring = HashRing()
         ring.nodes = tuple(sorted(wanted))
         ring._points, ring._owners = self._points.copy(), self._owners.copy()
         if gone:
             stays = [owner not in gone for owner in ring._owners]
             ring._points, ring._owners = list(compress(ring._points, stays)), list(compress(ring._owners, stays))
         for node in come:
-            for at in _node_points(node, self._virtual_nodes):
+            for at in _node_points(node):
                 index = bisect_left(ring._points, at)
                 while index < len(ring._points) and ring._points[index] == at and ring._owners[index] < node:
                     index += 1
@@ -96,7 +89,6 @@ class HashRing:
                     return
 
     def owner(self, key: str, *, excluded: Collection[str] = ()) -> str | None:
-        """The first node at or after the key's position that is not excluded; None if there is none."""
         return next((node for node in self.walk(key) if node not in excluded), None)
 
     def bounded_owner(
@@ -111,7 +103,7 @@ class HashRing:
         """The first node whose load, with this request, stays within `ceil(factor * mean)`.
 
         `loads` counts requests per node (absent: 0). The mean counts this request too, so some node always has room.
-        Nobody is passed over for a load of at most `least`: with few requests the mean says little.
+        The bound is at least `least`: with few requests the mean says little.
         """
         candidates = [node for node in self.nodes if node not in excluded]
         if not candidates:

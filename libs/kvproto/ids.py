@@ -1,7 +1,6 @@
-"""Identifiers and the subject tokens made of them. Pure: randomness and time are passed in by `new_*` callers only.
+"""Identifiers and the subject tokens made of them. Pure, but for the `new_*` functions.
 
-A subject token is what NATS allows between dots, narrowed to `[A-Za-z0-9_-]` so that no name can widen a subject
-(`*`, `>`), split it (`.`) or break a log line.
+A token is `[A-Za-z0-9_-]` only, so that no name can widen a subject (`*`, `>`), split it (`.`) or break a log line.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ DEFAULT_NAMESPACE = "kvf"
 
 
 def is_token(text: str) -> bool:
-    """Whether `text` may stand as one token of a subject or a KV key."""
     return _TOKEN.match(text) is not None
 
 
@@ -34,34 +32,29 @@ def new_request_id() -> str:
 
 
 def new_process_id() -> str:
-    """A short random id for a process that has no stable name (ingress, placement, client)."""
+    """64 random bits, for a process that has no stable name."""
     return base32(os.urandom(8))
 
 
 def model_token(name: str) -> str:
-    """A model's subject token: the served name where it is a legal token, else base32 of its hash.
-
-    Hashed names start with `m_`, so a served name that imitates one is hashed too and cannot collide.
-    """
+    """The name where it is a legal token, else `m_` and base32 of its hash. Names in `m_` are hashed: none collides."""
     if is_token(name) and not name.startswith("m_"):
         return name
     return "m_" + base32(hashlib.blake2b(name.encode(), digest_size=16).digest())
 
 
 def session_key(tenant: str, seq_id: str) -> str:
-    """KV key of a session: tenants cannot meet, whatever bytes a client puts into `seq_id`."""
+    """KV key of a session: keys of two tenants differ, whatever bytes a client puts into `seq_id`."""
     return f"{tenant}.{base32(hashlib.blake2b(seq_id.encode(), digest_size=16).digest())}"
 
 
 def tenant_of(key: str) -> str:
-    """Whose session's key this is."""
+    """The tenant in a session's key."""
     return key.partition(".")[0]
 
 
 def epoch(started_ms: int, nonce: int) -> str:
-    """One life of a process, by unix time and 64 random bits: scopes blocks, events and data plane. Clocks differ
-    between hosts, so which life is the later one is told by the revisions at which they registered (`members.Lease`),
-    never by this."""
+    """One life of a process, which scopes its blocks and events. As clocks differ, it does not tell which is later."""
     return f"{started_ms:011x}-{nonce:016x}"
 
 

@@ -1,8 +1,7 @@
 """Adapter: membership over NATS. `Lease` keeps one record; `Members` feeds a `FleetView` from watch and heartbeats.
 
-A lease is fenced by compare-and-set: a process that was expired takes a new lease under its old epoch (its blocks are
-still there); a process that finds a later life under its id has been replaced and must end (`Fenced`). Of two lives the
-later one is that which registered first at the higher revision of the bucket: clocks of hosts may differ.
+An expired process takes a new lease under its old epoch (its blocks are still there). One that finds a later life under
+its id must end (`Fenced`): of two lives the later one is that which first registered at the higher revision.
 
     register ──put/s──▶ held ──record gone──▶ register again (new lease, same epoch)
                           └──later life under this id──▶ Fenced
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 LEASE_PERIOD_S = 1.0
 SWEEP_PERIOD_S = 0.2
 LATE_S = 1.0
-WATCH_SILENT_S, WATCH_SILENT_MOST_S = 3.0, 60.0  # records are written every second, unless nobody is there
+WATCH_SILENT_S, WATCH_SILENT_MOST_S = 3.0, 60.0  # records are written every second, unless there are no members
 
 
 class Fenced(KvfleetError, code="fenced", http_status=409):
@@ -43,10 +42,7 @@ class Fenced(KvfleetError, code="fenced", http_status=409):
 
 @dataclass(eq=False)
 class Lease:
-    """Keeps one record in the members bucket alive. Owned by the process's loop; `run` renews until cancelled.
-
-    `record` may be replaced at any time (a state change) with `set`, which also writes it at once.
-    """
+    """Keeps one record in the members bucket alive. Owned by the process's loop; `run` renews until cancelled."""
 
     bucket: Bucket
     record: WorkerRecord | MemberRecord
@@ -60,9 +56,8 @@ class Lease:
         self._released = False
 
     async def register(self) -> None:
-        """Take the record over whatever is there; the first time that is of an earlier life in any case. What is there
-        under this lease is a write of ours whose answer came too late: nothing was lost. Raises Fenced (a later life
-        holds it) or Unavailable."""
+        """Write the record over the present one, which at first is an earlier life's. One under this very lease is a
+        write of ours whose answer was lost. Raises Fenced (a later life holds it) or Unavailable."""
         entry = await self.bucket.get(self._key)
         held: WorkerRecord | MemberRecord | None = None
         if entry.value is not None and self._born:
@@ -77,7 +72,7 @@ class Lease:
         self.record = replace(self.record, born=self._born)
 
     async def renew(self) -> None:
-        """Write the record again. Raises Fenced, or Unavailable while JetStream is away (try again later)."""
+        """Raises Fenced, or Unavailable while JetStream is away."""
         async with self._lock:
             if self._released:
                 return
@@ -95,15 +90,15 @@ class Lease:
                         log.warning("lease on %s was lost, registered again", self._key)
                     return
                 except StaleRevision:
-                    continue  # somebody wrote in between: look again
+                    continue  # written in between
 
     async def set(self, record: WorkerRecord | MemberRecord) -> None:
-        """Replace the record (keeping the lease) and write it."""
+        """Replace the record, keeping the lease, and write it at once."""
         self.record = replace(record, lease=self.record.lease, born=self.record.born)
         await self.renew()
 
     async def run(self, on_fenced: Callable[[Fenced], None]) -> None:
-        """Renew every second, for ever. A NATS outage is waited out."""
+        """Renew every second, also over outages of NATS."""
         while True:
             await asyncio.sleep(LEASE_PERIOD_S)
             try:
@@ -115,7 +110,7 @@ class Lease:
                 log.warning("lease on %s not renewed: %s", self._key, error)
 
     async def release(self) -> None:
-        """Delete the record, if it is still ours: watchers learn at once. Never raises."""
+        """Delete the record if it is still ours, so that watchers learn at once. Never raises."""
         self._released = True
         async with self._lock:
             revision, self._revision = self._revision, None
@@ -139,20 +134,18 @@ def _tell_all(listeners: list[Callable[[Change, Subject], None]], change: Change
 
 @dataclass(eq=False)
 class Members:
-    """One reader of the fleet: owns a `FleetView`, tells listeners which workers joined, left or restarted, and member
-    listeners the same of all other members: vaults, placements, ingresses.
+    """Owns a `FleetView`. Tells `listeners` of changes to workers, and `member_listeners` of all other members.
 
-    Listeners run on the loop, inside callbacks, and must not block. Without `hears` records alone say who is alive,
-    which is enough for who does not send requests: each worker of a large fleet would else read the heartbeats of all
-    others.
+    Listeners run on the loop and must not block. Without `hears` only records are read: workers do not need the
+    heartbeats of all others.
     """
 
     connection: Connection
     subjects: Subjects
     _: KW_ONLY
     on_heartbeat: Callable[[Heartbeat], None] | None = None
-    hears: bool = True  # heartbeats, not records alone
-    role: Role | None = None  # of those members' records alone
+    hears: bool = True  # heartbeats
+    role: Role | None = None  # reads records of this role alone
 
     def __post_init__(self) -> None:
         self.view = FleetView(hears=self.hears)
@@ -169,7 +162,7 @@ class Members:
         self._rings: dict[str, tuple[int, HashRing]] = {}
 
     async def start(self, timeout_s: float = 10.0) -> None:
-        """Returns when everybody who is registered now is known. Raises Unavailable."""
+        """Returns when all registered members are known. Raises Unavailable."""
         if self.hears:
             self._subscription = await self.connection.subscribe(self.subjects.heartbeat_all(), self._heartbeat)
         self.connection.on_disconnect.append(self.view.on_disconnected)
@@ -194,7 +187,7 @@ class Members:
             self.connection.on_disconnect.remove(self.view.on_disconnected)
 
     def ring(self, model: str) -> HashRing:
-        """The plain ring over the model's ready workers; equal in every process that sees the same fleet."""
+        """The plain ring over the model's ready workers."""
         version, ring = self._rings.get(model, (-1, None))
         if ring is None or version != self.view.version:
             ring = (ring or HashRing()).with_nodes(view.record.id for view in self.view.ready(model))
@@ -202,18 +195,14 @@ class Members:
         return ring
 
     async def drop(self, worker: str, revision: int | None = None) -> None:
-        """Delete a dead worker's record so that every watcher acts now; a living one simply registers again.
-
-        Only while the record is still at `revision` (default: the newest seen). Never raises.
-        """
+        """Delete a dead worker's record if it is still at `revision` (default: the newest seen), so that every watcher
+        acts now; a living worker registers again. Never raises."""
         view = self.view.workers.get(worker)
         expected = revision if revision is not None else (view.revision if view is not None else 0)
         if expected:
             with contextlib.suppress(KvfleetError):
                 bucket = await Bucket.open(self.connection, self.subjects.members_bucket)
                 await bucket.delete(member_key(Role.WORKER.value, worker), expected)
-
-    # ------------------------------------------------------------------ tasks
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -228,7 +217,7 @@ class Members:
         self.view.on_reconnected(self._now())
 
     async def _watch_again_if_silent(self) -> None:
-        """A cluster that lost the server of this watch's consumer says nothing of it; an idle fleet is asked seldom."""
+        """A cluster does not report that it lost the server of this watch's consumer."""
         if self.connection.is_connected and self._now() - self._watch_heard_at > self._watch_patience_s:
             self._watch_patience_s = min(2 * self._watch_patience_s, WATCH_SILENT_MOST_S)
             self._watch_heard_at = self._now()

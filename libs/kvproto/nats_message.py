@@ -1,4 +1,4 @@
-"""A message as a NATS callback gets it, a subscription, and what a header says. Knows no nats-py."""
+"""Messages and subscriptions of NATS as protocols, without nats-py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ JSON_HEADER = {"Content-Type": "application/json"}
 
 
 class Message(Protocol):
-    """What a callback receives: a nats-py message, seen only through these names."""
-
     @property
     def subject(self) -> str: ...
     @property
@@ -23,19 +21,17 @@ class Message(Protocol):
 
 class Subscription(Protocol):
     async def unsubscribe(self) -> None:
-        """Stop at once; what is queued is discarded."""
+        """Discards queued messages."""
 
     async def drain(self) -> None:
-        """Stop, after what is queued."""
+        """Delivers queued messages first."""
 
 
 def is_no_responders(message: Message) -> bool:
-    """A server's notice that nobody subscribes to the subject that was published to."""
     return not message.data and bool(message.headers) and (message.headers or {}).get("Status") == NO_RESPONDERS
 
 
 def is_json(message: Message) -> bool:
-    """Whether a producer marked its body as JSON."""
     headers = message.headers or {}
     return any(
         k.lower() == "content-type" and v.split(";")[0].strip() == "application/json" for k, v in headers.items()

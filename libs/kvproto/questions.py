@@ -1,12 +1,7 @@
-"""Loop: what a client asks besides generating: of all placement replicas how they decided, of one worker by its admin
-subject.
+"""Loop: a client's questions besides generating: to all placement replicas, and to one worker's admin subject.
 
-The attempts of one request may have been placed by different replicas, and each remembers its own decisions only. All
-hear the question; it ends with the last replica that the members view knows, or after half a second without it.
-
-What is too long for one message to a worker goes, and comes, part by part. Token ids of a long history are told first,
-message by message, each answered empty; the last one is the question itself (`AdminRequest.question`). Further parts of
-the answer are then asked for without telling them again.
+A question or an answer that exceeds one message travels in parts. A long history's token ids go first, each message
+answered empty; the last message is the question itself (`AdminRequest.question`).
 """
 
 from __future__ import annotations
@@ -24,9 +19,9 @@ from kvproto.messages import AdminReply, AdminRequest, Decision, ExplainRequest,
 from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import Subjects
 
-EXPLAIN_TIMEOUT_S = 0.5  # of every asker: what has waited for so long at a replica nobody waits for any more
+EXPLAIN_TIMEOUT_S = 0.5  # of every client: a replica drops a question that is older
 MAX_NEWEST = 200
-HEADROOM_BYTES = 4096  # of a message, for all but ids
+HEADROOM_BYTES = 4096  # of a message, for all fields but ids
 ID_BYTES = 4
 STRAY_BYTES = 32  # besides its ids
 
@@ -34,11 +29,8 @@ STRAY_BYTES = 32  # besides its ids
 async def ask_placements(
     connection: Connection, subjects: Subjects, view: FleetView, question: ExplainRequest
 ) -> list[Decision]:
-    """Decisions of all replicas. One that the view does not know yet may answer too, and counts if it is in time. Each
-    question has a subscription of its own: there are few of them, and they are short.
-
-    Raises Unavailable if nobody answers.
-    """
+    """Decisions of all replicas, as each remembers only its own. Ends with the last replica that `view` knows, or after
+    0.5 s. Raises Unavailable if none answers."""
     found: dict[str, list[Decision]] = {}
     done: set[str] = set()
     complete = asyncio.Event()
@@ -50,7 +42,7 @@ async def ask_placements(
         try:
             answer = codec.decode(Explanation, message.data)
         except CodecError:
-            return  # of a newer version, perhaps: as if it had not answered
+            return  # of a newer version, perhaps
         found.setdefault(answer.placement, []).extend(answer.decisions)
         if not answer.more:
             done.add(answer.placement)
@@ -64,9 +56,9 @@ async def ask_placements(
         async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
             await complete.wait()
     except TimeoutError:
-        pass  # one that vanished is a member for some seconds yet: what the others know will do
+        pass  # a replica that vanished stays a member for some seconds
     finally:
-        with contextlib.suppress(Exception):  # the connection may be closing: then there is nothing to let go of
+        with contextlib.suppress(Exception):  # the connection may be closing
             await subscription.unsubscribe()
     if not found:
         raise Unavailable("no placement replica answers", retry_after_s=1.0)

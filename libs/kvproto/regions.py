@@ -1,9 +1,7 @@
-"""Several fleets that help one another: names across regions, and what each region says of itself. Pure.
+"""Fleets that take requests from one another: names across regions, and the latest summaries of each. Pure.
 
 A region is a whole fleet with a NATS of its own. A worker of another region is called `<region>.<worker>`, which is no
-legal id, so that no region can name a worker of its own like that; `Subjects` knows the way to it.
-
-    placement of each region ──RegionSummary, once a second──▶ placements and ingresses of the others
+legal id. Each placement replica sends a RegionSummary once a second.
 """
 
 from __future__ import annotations
@@ -14,41 +12,41 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvproto.messages import RegionSummary, WorkerRecord
 
-FRESH_S = 3.5  # a region that has said nothing for so long is not counted on
+FRESH_S = 3.5  # how long a summary counts
 SEAL_BYTES = 16
 MAX_REGIONS = 256
 MAX_REPLICAS = 32  # of one region's placement
 
 
 def qualify(region: str, worker: str) -> str:
-    """A worker as other regions call it."""
+    """A worker's name in other regions."""
     return f"{region}.{worker}"
 
 
 def split(worker: str) -> tuple[str, str]:
-    """Region and id; the region is "" for one of the own region."""
+    """Region and id; the region is "" for a worker of the own region."""
     region, _, own = worker.rpartition(".")
     return region, own
 
 
 def seal(fleet_key: bytes, source: str, addresses: Iterable[str]) -> bytes:
-    """What makes addresses of a source in another region believed: only who has the fleet's key can give it. Without,
-    a requester could have workers connect wherever it likes. HMAC-SHA256, cut."""
+    """Proves that addresses of a source in another region are the fleet's: else a requester could have workers connect
+    to any address. HMAC-SHA256, cut."""
     text = "\n".join(("kvfleet region source", source, *addresses))
     return hmac.new(fleet_key, text.encode(), hashlib.sha256).digest()[:SEAL_BYTES]
 
 
 def link_key(fleet_key: bytes) -> bytes:
-    """The data plane's key between regions, which share no bucket of keys: from the key that they share."""
+    """The data plane's key between regions, which share no bucket of keys."""
     return hmac.new(fleet_key, b"kvfleet data plane between regions", hashlib.sha256).digest()
 
 
 class Regions:
-    """The other regions as one process hears them. `own` is never among them; "" knows none."""
+    """The other regions as one process hears them; without an `own` region there are none."""
 
     def __init__(self, own: str) -> None:
         self.own = own
-        self._heard: dict[str, dict[str, tuple[RegionSummary, float]]] = {}  # region -> placement -> last word, when
+        self._heard: dict[str, dict[str, tuple[RegionSummary, float]]] = {}  # region -> placement -> last one, when
 
     def hear(self, summary: RegionSummary, now: float) -> None:
         if not self.own or summary.region == self.own or not summary.region:
@@ -77,12 +75,10 @@ class Regions:
         return len(self._heard)
 
     def names(self, now: float) -> list[str]:
-        """Those that can be counted on."""
         return sorted({region for region, _ in self._fresh(now)})
 
     def ready(self, model: str, now: float, excluded: Sequence[str] = ()) -> dict[str, float]:
-        """Regions with a ready worker of the model, and the seconds until one would begin a request; the most
-        pessimistic of each region's replicas counts."""
+        """Regions with a ready worker, and seconds until one would begin a request, as the slowest replica says."""
         found: dict[str, float] = {}
         for region, summary in self._fresh(now):
             for one in summary.models:
@@ -91,7 +87,7 @@ class Regions:
         return found
 
     def records(self, now: float) -> dict[str, WorkerRecord]:
-        """Each model that some region serves, with one of its workers, called as from here."""
+        """Each model that another region serves, with the worker of the smallest qualified name."""
         found: dict[str, tuple[str, WorkerRecord]] = {}
         for region, summary in self._fresh(now):
             for one in summary.models:
@@ -101,7 +97,7 @@ class Regions:
         return {model: record for model, (_, record) in sorted(found.items())}
 
     def holders(self, model: str, bundle: str, now: float) -> list[str]:
-        """Workers that can be asked for this bundle, called as from here."""
+        """Qualified names of workers that have this bundle."""
         return sorted(
             qualify(region, one.record.id)
             for region, summary in self._fresh(now)
@@ -110,7 +106,7 @@ class Regions:
         )
 
     def workers(self, region: str, model: str, now: float) -> list[str]:
-        """All workers of a model in one region, called as from here; of one that does not say it, those it named."""
+        """Qualified names of a model's workers in one region."""
         return sorted(
             {
                 qualify(region, worker)

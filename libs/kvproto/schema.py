@@ -115,7 +115,7 @@ def _sequence(item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
 
 
 def _mapping(key_kind: Any, item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, _Write]:
-    """Keys are text on the wire, as JSON demands; integer keys, none of them negative, are written in decimal."""
+    """Keys are text on the wire, as JSON demands; integer keys are written in decimal."""
     read_item, write_item = _compile(item)
     limit = _limit(bounds)
 
@@ -142,7 +142,6 @@ def _mapping(key_kind: Any, item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, 
 
 
 def _compile(hint: Any) -> tuple[_Read, _Write | None]:
-    """Reader and writer for one annotation."""
     bounds: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *extra = get_args(hint)

@@ -1,15 +1,11 @@
-"""Every subject and bucket of the fleet, in one place. Pure.
+"""All subjects, buckets and inboxes of the fleet. Pure. Checks ids, so that no name can widen or split a subject.
 
-`Subjects(namespace)` is built once per process; names follow DESIGN section 4. Ids are checked here, so that no name
-from a request can widen or split a subject.
-
-Inboxes of the fleet's own ingresses and placements are sealed: nobody else can make up their names, nor learn them.
+Inboxes of ingresses and placements are sealed, as core NATS does not say who published a message:
 
     _ing.<id>-<seal>.>      seal = HMAC(fleet key, role and id), cut
 
-Core NATS tells nobody who published a message, and a publisher may name any reply subject. But producers hear
-nothing of what ingresses, placements and workers say to one another. So who names a sealed inbox is one of these, and
-what a producer can have sent is never read as an answer to somebody else. Without a fleet key names prove nothing.
+Producers cannot read or make up such a name, so a message that names one comes from the fleet itself. Without a fleet
+key names prove nothing.
 """
 
 from __future__ import annotations
@@ -44,13 +40,17 @@ def _fixed(rest: str) -> Callable[[Subjects], str]:
     return lambda self: f"{self.namespace}.{rest}"
 
 
+def _of_model(verb: str) -> Callable[[Subjects, str, str], str]:
+    return lambda self, tenant, model: f"{self.namespace}.{verb}.{_token('tenant', tenant)}.{model_token(model)}"
+
+
 def _at_worker(verb: str) -> Callable[[Subjects, str], str]:
-    """What one worker hears, of another region too."""
+    """Subjects that one worker listens on, its requesters possibly in another region."""
     return lambda self, worker: f"{self._worker(worker)}.{verb}"
 
 
 def _of_worker(kind: str) -> Callable[[Subjects, str], str]:
-    """What a worker tells others of its own region."""
+    """Subjects that one worker publishes on, in its own region."""
     return lambda self, worker: f"{self.namespace}.{kind}.{_token('worker', worker)}"
 
 
@@ -58,8 +58,8 @@ def _of_worker(kind: str) -> Callable[[Subjects, str], str]:
 class Subjects:
     """Subjects under one namespace (default `kvf`). Raises InvalidRequest for an id that is no subject token.
 
-    `region` is the own one, "" where there is only one. A worker of another region, called `<region>.<id>`, is reached
-    under `<namespace>.region.<region>`: nothing else, and no id of an own worker, ever leaves a region.
+    `region` is the own one, "" where there is only one. Only `<namespace>.region.>` ever leaves a region: there a
+    worker of another region, `<region>.<id>`, is reached.
     """
 
     namespace: str = DEFAULT_NAMESPACE
@@ -81,12 +81,8 @@ class Subjects:
         return f"{self.namespace}.region.{_token('region', region)}"
 
     # requests
-    def place(self, tenant: str, model: str) -> str:
-        return f"{self.namespace}.place.{_token('tenant', tenant)}.{model_token(model)}"
-
-    def generate(self, tenant: str, model: str) -> str:
-        return f"{self.namespace}.generate.{_token('tenant', tenant)}.{model_token(model)}"
-
+    place = _of_model("place")
+    generate = _of_model("generate")
     place_all = _fixed("place.*.*")
     generate_all = _fixed("generate.*.*")
 
@@ -94,7 +90,7 @@ class Subjects:
     def worker_generate(self, worker: str, tenant: str) -> str:
         return f"{self._worker(worker)}.generate.{_token('tenant', tenant)}"
 
-    # of what runs there; without a tenant of anybody's, which is for the fleet's own roles alone
+    # without a tenant: of any tenant's requests, for the fleet's own roles alone
     def worker_cancel(self, worker: str, tenant: str | None = None) -> str:
         return self._word(worker, "cancel", tenant)
 
@@ -129,12 +125,9 @@ class Subjects:
     placement_explain = _fixed("placement.explain")
     placement_preload = _fixed("placement.preload")
     placement_victim = _fixed("placement.victim")
-    # requests of bare producers that a draining worker lets go of: any one replica carries them on
-    placement_capsules = _fixed("placement.capsules")
-    # requests of bare producers that a draining placement watched: any one replica goes on watching
-    placement_watches = _fixed("placement.watches")
-    # what callers use of their limits: between a region's ingresses alone, it names tenants and keys
-    ingress_usage = _fixed("ingress.usage")
+    placement_capsules = _fixed("placement.capsules")  # bare producers' requests that a draining worker gives up
+    placement_watches = _fixed("placement.watches")  # bare producers' requests that a draining placement watched
+    ingress_usage = _fixed("ingress.usage")  # names tenants and keys: between a region's ingresses alone
 
     # other regions
     def region_place(self, region: str, tenant: str, model: str) -> str:
@@ -150,7 +143,7 @@ class Subjects:
         return f"{self._region(self.region)}.generate.*.*"
 
     def region_worker(self, worker: str, verb: str) -> str:
-        """Where other regions reach an own worker; `verb` as in its own subjects: `cancel`, `generate.*`."""
+        """Subject on which other regions reach an own worker; `verb`: `cancel`, `generate.*` and so on."""
         return f"{self._region(self.region)}.worker.{_token('worker', worker)}.{verb}"
 
     def region_summary(self, region: str) -> str:
@@ -173,14 +166,14 @@ class Subjects:
 
 
 def tenant_of_word(subject: str) -> str | None:
-    """Whose requests a cancel, resend or pause is about; None: anybody's, a role of the fleet said it."""
+    """The tenant in a cancel, resend or pause; None: any tenant's requests, from a role of the fleet."""
     tokens = subject.split(".")
     at = 6 if tokens[1:2] == ["region"] else 4
     return tokens[at] if len(tokens) > at else None
 
 
 def producers_tenant(inbox: str) -> str | None:
-    """Whom a producer with this inbox, or prefix of inboxes, speaks for; None: a role of the fleet, for anybody."""
+    """The tenant of a producer's inbox, or inbox prefix; None for a role of the fleet, which serves all."""
     role, _, rest = inbox.partition(".")
     return rest.partition(".")[0] if role == PRODUCER_INBOX else None
 
@@ -191,67 +184,62 @@ def member_key(role: str, member: str) -> str:
 
 
 def inbox_prefix(role_inbox: str, process: str) -> str:
-    """A process's inbox space; permissions let only its role subscribe there."""
+    """Permissions let only this role subscribe there."""
     return f"{role_inbox}.{process}"
 
 
 def request_inbox(prefix: str, request: str, attempt: int | str) -> str:
-    """Where acknowledgements, no-responders notices and unbatched frames of one attempt arrive.
-
-    Under a token of their own: nats-py puts KV watches on `<prefix>.<unique>`, replies on `<prefix>.<unique>.<n>`.
-    """
+    """Inbox for acknowledgements, no-responders notices and unbatched frames of one attempt. `r` keeps it apart from
+    nats-py's own `<prefix>.<unique>` (KV watches) and `<prefix>.<unique>.<n>` (replies)."""
     return f"{prefix}.r.{request}.{attempt}"
 
 
 def request_inboxes(prefix: str) -> str:
-    """All of them, to subscribe to; what follows `<prefix>.r.` is `<request>.<attempt>`."""
     return f"{prefix}.r.>"
 
 
 def batch_inbox(prefix: str) -> str:
-    """Where a worker sends one frame per step with all sequences of one ingress."""
+    """Inbox for one message per worker and step, with frames of all sequences of one client."""
     return f"{prefix}.b"
 
 
 def receipt_inbox(prefix: str, number: int) -> str:
-    """Where a worker hears that nobody subscribes to an inbox it sent to."""
+    """Reply inbox of a worker for no-responders notices about inboxes that it sent to."""
     return f"{prefix}.l.{number}"
 
 
 def receipt_inboxes(prefix: str) -> str:
-    """All of them, to subscribe to."""
     return f"{prefix}.l.*"
 
 
 def is_inbox(subject: str) -> bool:
-    """Whether answers may be sent there: inboxes begin with `_`, so that no requester can choose a fleet subject."""
+    """Whether answers may go there: inboxes begin with `_`, so that no requester can choose a fleet subject."""
     if not subject.startswith("_") or len(subject) > MAX_INBOX or not subject.isprintable():
         return False
     return not any(token in ("", "*", ">") or " " in token for token in subject.split("."))
 
 
 def is_answer_inbox(subject: str) -> bool:
-    """Whether one answer may be sent there: an inbox, and none where frames of streams, or notices of them, are read.
-    A client that asks in another's name could end its stream."""
+    """Whether one answer may go there: an inbox without streams, as a forged reply inbox could end another's stream."""
     tokens = subject.split(".")
-    own = 3 if tokens[0] == PRODUCER_INBOX else 2  # tokens of the asker's prefix
+    own = 3 if tokens[0] == PRODUCER_INBOX else 2  # tokens of the requester's prefix
     return is_inbox(subject) and tokens[own : own + 1] not in (["r"], ["b"], ["l"])
 
 
 def may_read(inbox: str, tenant: str) -> bool:
-    """Whether a tenant's frames may be sent there: a producer's inbox names its tenant, the fleet's own serve all."""
+    """Whether a tenant's frames may go there."""
     return producers_tenant(inbox) in (None, tenant)
 
 
 def sealed_prefix(role_inbox: str, process: str, fleet_key: bytes) -> str:
-    """A process's inbox space; without a key its name is as plain as any."""
+    """As `inbox_prefix`, with a seal for sealed roles where there is a key."""
     if not fleet_key or role_inbox not in SEALED_ROLES:
         return inbox_prefix(role_inbox, process)
     return inbox_prefix(role_inbox, f"{process}-{_seal(role_inbox, process, fleet_key)}")
 
 
 def is_of_the_fleet(inbox: str, fleet_key: bytes) -> bool:
-    """Whether an ingress or a placement asks, and not a producer that says so."""
+    """Whether the inbox is an ingress's or a placement's, by its seal."""
     role, _, rest = inbox.partition(".")
     return role in SEALED_ROLES and (not fleet_key or _is_sealed(role, rest.partition(".")[0], fleet_key))
 

@@ -10,12 +10,8 @@ AGAIN_S = 0.2
 
 
 async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel them, and return when all have ended; what they raise is theirs.
-
-    Until Python 3.12 `asyncio.wait_for` can swallow a cancellation that comes as its future is done (cpython #86296): a
-    task that loops would go on for ever, and so would the one that waits for it. So they are cancelled again until
-    they end.
-    """
+    """Cancel the tasks until all have ended; their exceptions are dropped. Until Python 3.12 `asyncio.wait_for` can
+    swallow a cancellation that comes as its future is done (cpython #86296)."""
     left = {task for task in tasks if task is not asyncio.current_task()}
     while left:
         for task in left:
@@ -23,4 +19,4 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
         ended, left = await asyncio.wait(left, timeout=AGAIN_S)
         for task in ended:
             if not task.cancelled():
-                task.exception()  # looked at: nobody else will
+                task.exception()  # marks it as retrieved

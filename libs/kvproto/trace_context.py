@@ -1,12 +1,7 @@
-"""W3C trace context as the wire carries it: the header `traceparent` of requests. Pure.
+"""W3C trace context (https://www.w3.org/TR/trace-context/) as the header `traceparent` of requests. Pure.
 
-    00-<trace id, 32 hex>-<span id, 16 hex>-<flags, 2 hex>      https://www.w3.org/TR/trace-context/
-
-Only what is sampled is carried between processes: a process that finds no context, or one that is not sampled, does
-nothing, so an unsampled request costs no header anywhere. What is no context is as if it were not there: a caller's
-mistake never fails its request.
-
-What a client tells of a request's way, for a caller that traces it:
+Only sampled contexts travel, so an unsampled request costs no header. A malformed context is ignored. The client calls
+a `Trail` in this order:
 
     placing ──▶ placed ──▶ attempting ──▶ attempt_ended ──┬──▶ closed
        ▲  └────▶ unplaced                                 │
@@ -23,7 +18,7 @@ from kvproto.errors import KvfleetError
 from kvproto.messages import Placement
 
 TRACEPARENT = "traceparent"
-HEADER_BYTES = 128  # that a message with it is longer, at most
+HEADER_BYTES = 128  # at most, with its name
 
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _SAMPLED = 1
@@ -41,7 +36,7 @@ class TraceContext(NamedTuple):
 
 
 def parse(value: str | None) -> TraceContext | None:
-    """None for what is no trace context. Later versions are read as far as this one knows them."""
+    """None for a malformed context. Later versions are read as version 00."""
     if not value or len(value) > 512 or (found := _FORM.fullmatch(value)) is None:
         return None
     version, trace_id, span_id, flags, more = found.groups()
@@ -51,18 +46,18 @@ def parse(value: str | None) -> TraceContext | None:
 
 
 def sampled(value: str | None) -> str | None:
-    """The context to pass on, in this version's form; None where there is none, or it is not sampled."""
+    """The context in the form of version 00; None where it is malformed or not sampled."""
     context = parse(value)
     return str(context) if context is not None and context.sampled else None
 
 
 def headers_of(traceparent: str | None, room: int = HEADER_BYTES) -> dict[str, str] | None:
-    """For a NATS message. The server counts headers in what it takes at most: without `room` there is none."""
+    """Headers of a NATS message; None where `room`, the bytes left of `max_payload`, is too small for them."""
     return None if traceparent is None or room < HEADER_BYTES else {TRACEPARENT: traceparent}
 
 
 def in_headers(headers: Mapping[str, str] | None) -> str | None:
-    """What a NATS message's headers say, whatever the case of the name."""
+    """The value in a NATS message's headers, whatever the case of the name."""
     if not headers:
         return None
     if (value := headers.get(TRACEPARENT)) is not None:
@@ -71,32 +66,26 @@ def in_headers(headers: Mapping[str, str] | None) -> str | None:
 
 
 class Trail:
-    """Of one request: carries the caller's trace context to placement and workers, and records nothing itself; the
-    ingress records spans in one of its own. Methods are called on the client's loop, none per token, and `closed` last,
-    in any case."""
+    """Carries one request's trace context to placement and workers; subclasses record spans. All methods run on the
+    client's loop, none per token. `closed` always comes last."""
 
     __slots__ = ("traceparent",)
 
     def __init__(self, traceparent: str | None = None) -> None:
-        """What is no trace context, or not sampled, is not carried."""
         self.traceparent = sampled(traceparent)
 
     def placing(self, attempt: int) -> str | None:
-        """Placement is about to be asked: the context that the question carries."""
+        """The context that the placement request carries."""
         return self.traceparent
 
-    def placed(self, placement: Placement) -> None:
-        """By placement, or by the client's own ring."""
+    def placed(self, placement: Placement) -> None: ...
 
-    def unplaced(self, error: KvfleetError) -> None:
-        """Nobody was found, for now."""
+    def unplaced(self, error: KvfleetError) -> None: ...
 
     def attempting(self, worker: str, attempt: int) -> str | None:
-        """A worker is about to be asked: the context that the request carries."""
+        """The context that the attempt carries."""
         return self.traceparent
 
-    def attempt_ended(self, error: KvfleetError | None, *, moved: bool) -> None:
-        """It finished, moved, or failed."""
+    def attempt_ended(self, error: KvfleetError | None, *, moved: bool) -> None: ...
 
-    def closed(self, error: KvfleetError | None) -> None:
-        """No attempt follows."""
+    def closed(self, error: KvfleetError | None) -> None: ...

@@ -1,4 +1,4 @@
-"""Adapter: addresses of the data plane, `unix:/path` and `tcp:host:port`, and sockets that listen or connect there."""
+"""Adapter: the data plane's addresses, `unix:/path` and `tcp:host:port`, and their sockets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parse(text: str) -> Address:
 
 
 def candidates(addresses: Iterable[str], *, same_host: bool) -> list[Address]:
-    """In the order to try them: Unix sockets that are there, if the peer is on this host, then TCP."""
+    """In the order to try them: existing Unix sockets, if the peer is on this host, then TCP."""
     parsed = [parse(text) for text in addresses]
     local = [each for each in parsed if isinstance(each, UnixAddress) and same_host and os.path.exists(each.path)]
     return [*local, *(each for each in parsed if isinstance(each, TcpAddress))]
@@ -83,8 +83,7 @@ def connected(address: Address, deadline: float) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """A connected socket: of TCP heads leave at once, and a host that vanished is noticed on idle connections, too;
-    of Unix as much is under way as the system allows."""
+    """TCP sends heads at once and notices a vanished host on idle connections; Unix sockets get a large buffer."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         return
@@ -103,10 +102,7 @@ def listening_tcp(host: str, port: int) -> tuple[socket.socket, TcpAddress]:
 
 
 def listening_unix(path: Path) -> tuple[socket.socket, UnixAddress]:
-    """A socket file of mode 0600 in a folder of mode 0700, made if absent; one that nobody serves is replaced.
-
-    Raises Unavailable.
-    """
+    """A socket file of mode 0600 in a folder of mode 0700. Replaces a stale file. Raises Unavailable."""
     path = path.absolute()
     size = len(os.fsencode(path))
     if size > MAX_UNIX_PATH_BYTES:

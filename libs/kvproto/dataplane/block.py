@@ -1,8 +1,7 @@
-"""What one block's bytes are, bound into their checksum. Pure.
+"""The header of a stored or transferred block. Pure.
 
-A header says everything that decides whether bytes may be used: whose they are (root), which tokens after which others
-(hash, parent, ids), how they lie in memory (format, codec). The checksum covers all of it and the bytes, so a block
-that was damaged, or is another one than was asked for, is found out where it is stored and where it is fetched.
+It has all that decides whether bytes may be used: the tenant (root), the tokens (hash, parent, ids) and the layout
+(format, codec). The checksum covers the header and the bytes, so a damaged or wrong block is detected.
 """
 
 from __future__ import annotations
@@ -24,36 +23,30 @@ MAX_BLOCK_BYTES = 256 * 1024 * 1024
 
 
 class BlockCodec(StrEnum):
-    """How a block's numbers are written."""
-
-    RAW = "raw"  # as they lie in the pool
+    RAW = "raw"  # as in the pool
     INT8 = "int8"  # symmetric, one fp32 scale per (token, head)
 
 
 def kv_format(layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: str) -> bytes:
-    """16 bytes that are equal where blocks' bytes mean the same; `dtype` is the pool's: float32, bfloat16, int8..."""
+    """16 bytes, equal for blocks of one layout; `dtype` is the pool's: float32, bfloat16, int8..."""
     packed: bytes = msgpack.packb([LAYOUT_VERSION, layers, kv_heads, head_dim, block_size, dtype])
     return hashlib.blake2b(packed, digest_size=HASH_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """`root`, `hash`, `parent` and `format` have 16 bytes; `ids` are the block's tokens as u32 little-endian.
-
-    `raw_bytes` is the block's size in the pool, `length` that of the bytes that follow. `lossy`: it was quantised, or
-    computed on blocks that were. `snr_db` is what quantising cost it, 0 if nothing.
-    """
+    """`root`, `hash`, `parent` and `format` have 16 bytes."""
 
     root: bytes
     hash: bytes
     parent: bytes
-    ids: bytes
+    ids: bytes  # u32 little-endian
     format: bytes
     codec: BlockCodec
-    raw_bytes: int
-    length: int
-    lossy: bool = False
-    snr_db: float = 0.0
+    raw_bytes: int  # size in the pool
+    length: int  # of the payload
+    lossy: bool = False  # quantised, or computed on quantised blocks
+    snr_db: float = 0.0  # of quantising; 0: not quantised
     checksum: int = 0  # xxh3 of the bytes, seeded with that of all other fields
 
     def sealed(self, payload: Any) -> BlockHeader:
@@ -64,11 +57,11 @@ class BlockHeader:
         return xxhash.xxh3_64_intdigest(payload, self._seed())
 
     def checking(self) -> Any:
-        """For bytes that come in pieces: `update` with each, then compare `intdigest()` with the checksum."""
+        """A hash for payloads in pieces: `update` with each, then compare `intdigest()` with the checksum."""
         return xxhash.xxh3_64(seed=self._seed())
 
     def matches(self, payload: Any) -> bool:
-        """Whether these are the bytes that were sealed. Whole bytes are read: outside of event loops only."""
+        """Whether these are the sealed bytes. Reads all of them, so not on an event loop."""
         return self.checksum == self.checksum_of(payload)
 
     def is_genuine(self) -> bool:
@@ -83,7 +76,6 @@ class BlockHeader:
         return xxhash.xxh3_64_intdigest(msgpack.packb(_CHECKED(self)))
 
 
-# Of a header all fields but the checksum, in their order.
 _CHECKED = attrgetter(*(each.name for each in fields(BlockHeader) if each.name != "checksum"))
 
 
@@ -112,9 +104,6 @@ RUN_BLOCKS = 64
 
 
 def runs_of(hashes: Sequence[bytes]) -> list[tuple[bytes, int, int]]:
-    """A chain cut into aligned runs of 64 blocks: (key for the ring of vaults, first block, end).
-
-    All blocks of a run lie in one vault, so that a promote stays one round trip per vault. The key is the run's first
-    hash: its last one is not known while the run still grows.
-    """
+    """A chain cut into aligned runs of 64 blocks: (key for the ring of vaults, first block, end). One vault keeps all
+    blocks of a run. The key is the first hash, as the last one changes while the run grows."""
     return [(hashes[start], start, min(start + RUN_BLOCKS, len(hashes))) for start in range(0, len(hashes), RUN_BLOCKS)]

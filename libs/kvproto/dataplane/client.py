@@ -1,7 +1,6 @@
-"""The asking end of the data plane: one connection, one request at a time.
+"""The client of the data plane: one connection, one request at a time.
 
-Any DataPlaneError ends the connection: what was agreed on its bytes no longer holds. What became of each block is data
-in the answer, not an error.
+Any DataPlaneError ends the connection. The outcome for each block is data in the answer, not an error.
 """
 
 from __future__ import annotations
@@ -14,37 +13,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvproto.block_hash import HASH_BYTES
-from kvproto.dataplane import handshake
+from kvproto.dataplane import handshake, wire
 from kvproto.dataplane.addresses import Address, TcpAddress, candidates, connected
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerGone, PeerTimeout, ProtocolError
 from kvproto.dataplane.handshake_bytes import READS_TRACES, VERSION
 from kvproto.dataplane.keys import Key, KeyRing
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.wire import (
-    MAX_BLOCKS,
-    MAX_ECHO_BYTES,
-    MAX_TIMEOUT_MS,
-    Body,
-    Echo,
-    Echoed,
-    End,
-    Erase,
-    Erased,
-    Failure,
-    Get,
-    GetStatus,
-    Has,
-    Held,
-    Message,
-    Part,
-    Put,
-    PutStatus,
-    Stop,
-    Taken,
-    Wanted,
-    frame,
-)
+from kvproto.dataplane.wire import MAX_BLOCKS, MAX_ECHO_BYTES, MAX_TIMEOUT_MS, GetStatus, Message, PutStatus, frame
 from kvproto.errors import InvalidRequest
 
 __all__ = ["DataPlaneClient", "GetStatus", "PutStatus"]
@@ -53,15 +29,15 @@ Sink = Callable[[int, BlockHeader], memoryview | None]
 OnBlock = Callable[[int, BlockHeader, memoryview], bool]
 M = TypeVar("M", bound=Message)
 
-_DRAIN_S = 0.25  # how long a stopped Get may still bring blocks before the connection is ended instead
+_DRAIN_S = 0.25  # how long a stopped Get may still bring blocks before the connection ends
 
 
 @dataclass(eq=False)
 class DataPlaneClient:
-    """A connection that both ends have proven themselves on. Used by one thread at a time; `abort` by any.
+    """An authenticated connection. Used by one thread at a time; `abort` by any.
 
     Deadlines are of `time.monotonic()`, for the whole operation. All operations raise PeerTimeout, PeerGone or
-    ProtocolError, and then, and only then or after a stopped `get`, the connection is `closed`.
+    ProtocolError, and close the connection then; a stopped `get` may close it, too.
     """
 
     link: Link
@@ -81,11 +57,9 @@ class DataPlaneClient:
         tls: ssl.SSLContext | None = None,
         timeout_s: float = 2.0,
     ) -> DataPlaneClient:
-        """By a Unix socket that is there if the peer is on this host, else TCP; the next address if one fails.
-
-        Begins with the newest key; a server that does not know it yet is tried with the others. Raises
-        HandshakeRefused, PeerTimeout, PeerGone; Unavailable without keys; InvalidRequest for what is no address.
-        """
+        """Try each address, Unix sockets first if the peer is on this host, and the older keys where a server does not
+        know the newest yet. Raises HandshakeRefused, PeerTimeout, PeerGone; Unavailable without keys; InvalidRequest
+        for a malformed address."""
         deadline = time.monotonic() + timeout_s
         keyring.current()  # without keys there is nothing to try
         failure: DataPlaneError = PeerGone(f"{expect} has no address that can be reached from here")
@@ -113,8 +87,6 @@ class DataPlaneClient:
             raise
         return cls(link, str(address), version)
 
-    # ------------------------------------------------------------------ operations
-
     def get(
         self,
         root: bytes,
@@ -125,19 +97,17 @@ class DataPlaneClient:
         deadline: float,
         traceparent: str = "",
     ) -> list[GetStatus]:
-        """Fetch blocks of one root, in the order asked for, in one round trip (a BatchPromote). `exact`: no lossy ones.
+        """Fetch blocks of one root, in order, in one round trip (a BatchPromote). `exact`: no lossy ones.
 
-        `sink(i, header)` says where block i goes, writable and of `header.length` bytes, or None to skip it; the
-        header is that of the root and hash asked for. `on_block(i, header, bytes)` is called when it has arrived whole
-        and its checksum is right; False means that no further block is wanted: this and all later ones are REFUSED,
-        and the connection may be `closed` afterwards, when ending it is cheaper than receiving the rest. `traceparent`
-        goes to servers that read it.
+        `sink(i, header)` returns the buffer for block i, writable and of `header.length` bytes, or None to skip it.
+        `on_block(i, header, bytes)` is called when the block has arrived whole with the right checksum. If it returns
+        False, this and all later blocks are REFUSED, and the connection may be `closed` afterwards.
         """
         _check(root, hashes)
         traceparent = traceparent if self.version >= READS_TRACES else ""
         statuses = [GetStatus.MISSING] * len(hashes)
         with self._operation(deadline):
-            self._send(Get(_ms(deadline), root, tuple(hashes), exact, traceparent), deadline)
+            self._send(wire.Get(_ms(deadline), root, tuple(hashes), exact, traceparent), deadline)
             at = 0
             while (part := self._part(hashes[at:], deadline)) is not None:
                 headers, length = part
@@ -158,11 +128,11 @@ class DataPlaneClient:
         return statuses
 
     def _part(self, left: Sequence[bytes], deadline: float) -> tuple[Sequence[BlockHeader | None], int] | None:
-        """Headers of the next blocks and the length of their bytes, which follow; None at the end."""
+        """Headers of the next blocks and the length of their bytes; None at the end."""
         message, length = self._receive(deadline)
-        if isinstance(message, End):
+        if isinstance(message, wire.End):
             return None
-        part = _expected(message, Part)
+        part = _expected(message, wire.Part)
         if not 0 < len(part.headers) <= len(left) or length != sum(h.length for h in part.headers if h is not None):
             raise ProtocolError("a Part is not what was asked for")
         return part.headers, length
@@ -183,22 +153,22 @@ class DataPlaneClient:
         return (GetStatus.OK, True) if on_block(index, header, view) else (GetStatus.REFUSED, False)
 
     def _stop(self, length: int, deadline: float) -> None:
-        """Say so, and receive what is on its way; if that takes long, end the connection instead. Never raises."""
+        """Stop the Get and receive what is on its way, or close the connection if that takes long. Never raises."""
         until = min(deadline, time.monotonic() + _DRAIN_S)
         try:
-            self._send(Stop(), until)
+            self._send(wire.Stop(), until)
             self.link.skip(length, until)
             while True:
                 message, length = self._receive(until)
-                if isinstance(message, End):
+                if isinstance(message, wire.End):
                     return
-                _expected(message, Part)
+                _expected(message, wire.Part)
                 self.link.skip(length, until)
         except DataPlaneError:
             self.close()
 
     def put(self, root: bytes, blocks: Sequence[tuple[BlockHeader, memoryview]], deadline: float) -> list[PutStatus]:
-        """Offer blocks of one root; only those that the server wants are sent. Headers are sealed already."""
+        """Offer blocks of one root, with sealed headers; sends only those that the server wants."""
         headers = tuple(header for header, _ in blocks)
         _check(root, [header.hash for header in headers])
         payloads = [memoryview(payload).cast("B") for _, payload in blocks]
@@ -207,16 +177,16 @@ class DataPlaneClient:
                 raise InvalidRequest("a block of another root or length than its header says")
         statuses: list[PutStatus] = []
         with self._operation(deadline):
-            self._send(Put(_ms(deadline), root, headers), deadline)
+            self._send(wire.Put(_ms(deadline), root, headers), deadline)
             while len(statuses) < len(blocks):
-                wanted = _expected(self._receive(deadline)[0], Wanted)
+                wanted = _expected(self._receive(deadline)[0], wire.Wanted)
                 batch = range(len(statuses), len(statuses) + len(wanted.statuses))
                 if not batch or batch.stop > len(blocks):
                     raise ProtocolError("more or fewer blocks are wanted than were offered")
                 sent = [payloads[at] for at, why in zip(batch, wanted.statuses, strict=True) if why is None]
                 if sent:
-                    self.link.send([frame(Body(), sum(map(len, sent))), *sent], deadline)
-                taken = _expected(self._receive(deadline)[0], Taken)
+                    self.link.send([frame(wire.Body(), sum(map(len, sent))), *sent], deadline)
+                taken = _expected(self._receive(deadline)[0], wire.Taken)
                 if len(taken.statuses) != len(batch):
                     raise ProtocolError("not the status of each block")
                 statuses += taken.statuses
@@ -225,56 +195,52 @@ class DataPlaneClient:
     def has(
         self, root: bytes, hashes: Sequence[bytes], exact: bool, deadline: float, traceparent: str = ""
     ) -> list[bool]:
-        """Which blocks are there; `exact`: lossy ones do not count."""
+        """Which blocks are present; `exact`: lossy ones do not count."""
         _check(root, hashes)
         traceparent = traceparent if self.version >= READS_TRACES else ""
         with self._operation(deadline):
-            self._send(Has(_ms(deadline), root, tuple(hashes), exact, traceparent), deadline)
-            held = _expected(self._receive(deadline)[0], Held)
+            self._send(wire.Has(_ms(deadline), root, tuple(hashes), exact, traceparent), deadline)
+            held = _expected(self._receive(deadline)[0], wire.Held)
             if len(held.flags) != len(hashes):
                 raise ProtocolError("not an answer for each block")
             return list(held.flags)
 
     def erase(self, root: bytes, hashes: Sequence[bytes], deadline: float) -> int:
-        """Have blocks forgotten; how many were there."""
+        """How many blocks were present and are now removed."""
         _check(root, hashes)
         with self._operation(deadline):
-            self._send(Erase(_ms(deadline), root, tuple(hashes)), deadline)
-            return _expected(self._receive(deadline)[0], Erased).count
+            self._send(wire.Erase(_ms(deadline), root, tuple(hashes)), deadline)
+            return _expected(self._receive(deadline)[0], wire.Erased).count
 
     def echo(self, nbytes: int, deadline: float) -> float:
-        """Seconds until the server has sent so many bytes, at most 4 MiB: with few and many, what the link can do."""
+        """Seconds until the server has sent `nbytes` bytes, at most 4 MiB: measures the link."""
         if not 0 <= nbytes <= MAX_ECHO_BYTES:
             raise InvalidRequest(f"0 to {MAX_ECHO_BYTES} bytes, got {nbytes}")
         with self._operation(deadline):
             began = time.monotonic()
-            self._send(Echo(_ms(deadline), nbytes), deadline)
+            self._send(wire.Echo(_ms(deadline), nbytes), deadline)
             message, length = self._receive(deadline)
-            _expected(message, Echoed)
+            _expected(message, wire.Echoed)
             if length != nbytes:
                 raise ProtocolError("an echo of another length")
             self.link.skip(length, deadline)
             return time.monotonic() - began
 
     def abort(self) -> None:
-        """Any thread: an operation that is running raises PeerGone at once."""
+        """Any thread: a running operation raises PeerGone at once."""
         self.link.abort()
 
     def has_ended(self) -> bool:
-        """Whether this connection is of no further use; between operations, when nothing is due to arrive but its end.
-        Costs a few microseconds."""
+        """Whether the connection is closed or its end has arrived. Called between operations; costs microseconds."""
         return self.closed or self.link.has_arrived()
 
     def close(self) -> None:
-        """May be called again."""
         self.closed = True
         self.link.close()
 
-    # ------------------------------------------------------------------ frames
-
     @contextlib.contextmanager
     def _operation(self, deadline: float) -> Iterator[None]:
-        """What interrupts an operation, of this end or the other, closes the connection: its bytes are out of step."""
+        """Any exception closes the connection, as its bytes are out of step then."""
         if self.closed:
             raise PeerGone("this connection is closed")
         if deadline <= time.monotonic():
@@ -291,7 +257,7 @@ class DataPlaneClient:
     def _receive(self, deadline: float) -> tuple[Message, int]:
         """A message and the length of its body. Raises ProtocolError for a Failure."""
         message, length = self.link.receive_message(deadline)
-        if isinstance(message, Failure):
+        if isinstance(message, wire.Failure):
             raise ProtocolError(f"the server ends the connection: {message.text}", reason=message.reason)
         return message, length
 

@@ -1,10 +1,10 @@
-"""What can go wrong between two ends of the data plane: a branch of `kvproto.errors`. Plain.
+"""Errors of the data plane: a branch of `kvproto.errors`. Plain.
 
-DataPlaneError            503  this connection is of no further use; another may be
-├── HandshakeRefused      401  one of both could not prove itself, or is not who was expected; `reason` is a label
+DataPlaneError            503  this connection is of no further use
+├── HandshakeRefused      401  an end could not prove itself, or is not the expected one
 ├── PeerTimeout           504  the operation's deadline passed
 ├── PeerGone              503  the connection ended, or could not be made
-└── ProtocolError         502  bytes that are no frame of this protocol, or more than was agreed; `reason` is a label
+└── ProtocolError         502  malformed or too many bytes
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvproto.errors import KvfleetError
 
 
 class DataPlaneError(KvfleetError, code="data_plane", http_status=503, retryable=True):
-    """`reason` is a label: of a HandshakeRefused unknown_key, no_key, bad_proof, server_proof, identity, version, busy,
-    malformed, tls, ...; of a ProtocolError malformed, too_large, store, key_withdrawn."""
+    """`reason` is a label of metrics: unknown_key, bad_proof, server_proof, identity, version, busy, malformed, tls (of
+    a HandshakeRefused); malformed, too_large, store, key_withdrawn (of a ProtocolError)."""
 
     def __init__(self, message: str, *, reason: str = "malformed") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Both ends prove that they hold a key, over a fresh link. See `wire` for the bytes and what they protect against.
+"""Both ends prove that they hold a key, over a fresh link. `handshake_bytes` has the bytes.
 
 client: none ──Hello──▶ asked ──Reply, proof right──▶ proven ──WELCOME──▶ authenticated
 server: none ──Hello──▶ heard ──proof right──▶ authenticated
@@ -18,8 +18,7 @@ from kvproto.dataplane.link import Link
 
 
 def ask(link: Link, key: Key, *, identity: str, expect: str, deadline: float) -> int:
-    """The client's side; returns the newest version that the server reads. Raises HandshakeRefused, PeerTimeout,
-    PeerGone."""
+    """The client's side: the newest version that the server reads. Raises HandshakeRefused, PeerTimeout, PeerGone."""
     hello = Hello(
         handshake_bytes.VERSION, key.id, identity, expect, secrets.token_bytes(handshake_bytes.NONCE_BYTES)
     ).packed()
@@ -47,10 +46,8 @@ def _check_verdict(verdict: int, version: int, expect: str) -> None:
 
 
 def answer(link: Link, ring: KeyRing, *, identity: str, admit: Callable[[], bool], deadline: float) -> Hello:
-    """The server's side: who it is. `admit` is asked once the client has proven itself; False: there is no room.
-
-    Raises HandshakeRefused (the client has been told why), PeerTimeout, PeerGone.
-    """
+    """The server's side: the client's Hello. `admit` is called for an authenticated client; False: no room. Raises
+    HandshakeRefused (the client has been told why), PeerTimeout, PeerGone."""
     data = link.receive(handshake_bytes.HELLO_BYTES, deadline)
     hello = handshake_bytes.unpack_hello(data)
     secret = ring.get(hello.key_id)

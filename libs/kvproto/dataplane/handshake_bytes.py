@@ -1,4 +1,4 @@
-"""The handshake of a data plane connection: what each end says first, and its proof. Pure.
+"""The bytes of a data plane connection's handshake. Pure.
 
     client                                   server
       │ Hello   fixed size, fresh nonce        │     before authentication nothing of variable length is read
@@ -11,9 +11,8 @@
       │ ◀────────────────────────────────────  │
       │ frames, one request at a time          │
 
-A proof is HMAC-SHA256 with the shared key over who speaks, the Hello and the Reply: a recorded one fits no other
-nonces, and one side's is never the other's. It keeps strangers out; against somebody who can change what is on the
-wire TLS is there.
+A proof is HMAC-SHA256 with the shared key over the side, the Hello and the Reply: a recorded proof fits no other nonces
+and no other side. Against changes on the wire there is TLS.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ PROOF_BYTES = 32
 
 
 class HandshakeVerdict(IntEnum):
-    """A server's word in a handshake; the lower-case name is the `reason` of HandshakeRefused."""
+    """The lower-case name is the `reason` of HandshakeRefused."""
 
     WELCOME = 0
     MALFORMED = 1
     VERSION = 2
     UNKNOWN_KEY = 3
-    IDENTITY = 4  # the client wanted somebody else
+    IDENTITY = 4  # the client expected another server
     BAD_PROOF = 5
     BUSY = 6
 
@@ -62,18 +61,14 @@ class Hello(NamedTuple):
     version: int
     key_id: str
     identity: str
-    expect: str  # whom the client wants to speak to
+    expect: str  # the expected identity of the server
     nonce: bytes
 
     def packed(self) -> bytes:
-        return _HELLO.pack(
-            MAGIC,
-            self.version,
-            padded("key id", self.key_id, KEY_ID_BYTES),
-            padded("identity", self.identity, IDENTITY_BYTES),
-            padded("identity", self.expect, IDENTITY_BYTES),
-            self.nonce,
-        )
+        key_id = padded("key id", self.key_id, KEY_ID_BYTES)
+        identity = padded("identity", self.identity, IDENTITY_BYTES)
+        expect = padded("identity", self.expect, IDENTITY_BYTES)
+        return _HELLO.pack(MAGIC, self.version, key_id, identity, expect, self.nonce)
 
 
 class Reply(NamedTuple):
@@ -83,13 +78,13 @@ class Reply(NamedTuple):
     nonce: bytes
 
     def packed(self) -> bytes:
-        """Without the proof that follows."""
+        """Without the proof."""
         identity = padded("identity", self.identity, IDENTITY_BYTES)
         return _REPLY.pack(MAGIC, self.version, self.verdict, identity, self.nonce)
 
 
 def padded(what: str, text: str, size: int) -> bytes:
-    """Filled up with zeros. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     data = text.encode()
     if not data or len(data) > size or 0 in data:
         raise InvalidRequest(f"a {what} has 1 to {size} bytes, got {text[:80]!r}")
@@ -104,7 +99,7 @@ def _text(field: bytes) -> str:
 
 
 def unpack_hello(data: bytes) -> Hello:
-    """Raises HandshakeRefused (malformed); the version is the caller's to judge."""
+    """Raises HandshakeRefused (malformed). Does not check the version."""
     magic, version, key_id, identity, expect, nonce = _HELLO.unpack(data)
     if magic != MAGIC:
         raise HandshakeRefused("not a client of the data plane", reason="malformed")

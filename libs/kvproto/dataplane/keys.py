@@ -1,7 +1,7 @@
-"""Adapter: the keys that open the data plane, kept in the bucket `kvf_keys` as `dataplane.<id>`, 32 random bytes each.
+"""Adapter: the data plane's keys in the bucket `kvf_keys` as `dataplane.<id>`, 32 random bytes each.
 
-Only workers and vaults may read that bucket. The newest key, by revision, is the one to begin connections with; older
-ones are accepted until they are deleted, so that a rotation needs no pause.
+Only workers and vaults may read that bucket. Connections begin with the newest key, by revision; older ones are
+accepted until they are deleted, so that a rotation needs no pause.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Key(NamedTuple):
 
 
 class KeyRing:
-    """The keys as they are now. Thread-safe; `update` has one caller. `accepted` are keys beside them that others may
-    begin connections with, and that `update` leaves alone."""
+    """The present keys. Thread-safe; `update` has one caller. `accepted` keys open connections of other ends only, and
+    `update` leaves them alone."""
 
     def __init__(self, mapping: Mapping[str, bytes] | None = None, accepted: Mapping[str, bytes] | None = None) -> None:
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class KeyRing:
         self._keys: dict[str, bytes] = dict(mapping or {})
 
     def update(self, mapping: Mapping[str, bytes]) -> None:
-        """Replace all: id to secret, oldest first; the last one is the current."""
+        """Replace all: id to secret, oldest first; the last one is current."""
         with self._lock:
             self._keys = dict(mapping)
 
@@ -68,18 +68,18 @@ class KeyRing:
 
 
 async def ensure_key(bucket: Bucket) -> None:
-    """Create the first key if there is none; of many callers at once one creates it. Raises Unavailable."""
+    """Create the first key if there is none. Raises Unavailable."""
     if await _listed(bucket):
         return
-    with contextlib.suppress(StaleRevision):  # somebody else just did
+    with contextlib.suppress(StaleRevision):  # another process just did
         found = await bucket.get(f"{_PREFIX}{FIRST_ID}")
         if found.value is None:
             await bucket.update(found.key, secrets.token_bytes(KEY_BYTES), found.revision)
 
 
 async def rotate_key(bucket: Bucket) -> str:
-    """A new current key; returns its id. The one before stays accepted, older ones are deleted: a key that has become
-    known is out after two rotations. Raises Unavailable."""
+    """The id of a new current key. The key before it stays accepted, older ones are deleted: two rotations replace a
+    leaked key. Raises Unavailable."""
     before = await _listed(bucket)
     key_id = new_process_id()
     await bucket.update(f"{_PREFIX}{key_id}", secrets.token_bytes(KEY_BYTES), 0)
@@ -101,10 +101,10 @@ async def _listed(bucket: Bucket) -> list[Entry]:
 async def follow_keys(
     connection: Connection, subjects: Subjects, ring: KeyRing, *, timeout_s: float = 10.0
 ) -> BucketFollower:
-    """Fill the ring now and keep it up to date, on this loop and over reconnects, until `stop`. Raises Unavailable."""
+    """Fill the ring and keep it up to date until `stop`. Raises Unavailable."""
 
     async def read(watch: BucketWatch) -> None:
-        """The ring keeps what it had until the list is complete: an outage shuts nobody out."""
+        """The ring keeps its keys until a new list is complete."""
         held: dict[str, tuple[int, bytes]] = {}
         listed = False
         async for entry in watch.entries():

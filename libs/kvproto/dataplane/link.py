@@ -1,7 +1,7 @@
 """Adapter: one connected socket with deadlines, plain or under TLS. No other file sends or receives.
 
-Every call has a deadline of `time.monotonic()` for the whole of it, however the bytes trickle. Used by one thread at a
-time, except `abort`, which any thread may call to end what another is waiting for.
+Each call has one deadline of `time.monotonic()`, however the bytes trickle. Used by one thread at a time; any thread
+may call `abort`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Link:
         self.bytes_out = 0
 
     def start_tls(self, context: ssl.SSLContext, deadline: float, *, server_name: str | None = None) -> None:
-        """From now on under TLS; `server_name`: this is the client. Raises HandshakeRefused (tls), too."""
+        """A client gives `server_name`. Raises HandshakeRefused (tls), too."""
         is_server = server_name is None
         try:
             self._sock.settimeout(_left(deadline))
@@ -69,19 +69,18 @@ class Link:
                 view = view[count:]
 
     def receive(self, count: int, deadline: float) -> bytes:
-        """So many bytes; the caller has made sure that it is a sane number."""
+        """The caller has checked that `count` is small enough to allocate."""
         received = bytearray(count)
         self.receive_into(memoryview(received), deadline)
         return bytes(received)
 
     def receive_block(self, header: BlockHeader, view: memoryview, deadline: float) -> bool:
-        """Fill `view`, of `header.length` bytes; whether they are those that were sealed."""
+        """Fill `view`, of `header.length` bytes; whether the checksum is right."""
         checking = header.checking()
         self.receive_into(view, deadline, checking.update)
         return bool(checking.intdigest() == header.checksum)
 
     def skip(self, count: int, deadline: float) -> None:
-        """Receive and forget."""
         scratch = memoryview(bytearray(min(count, _SCRATCH_BYTES)))
         while count:
             piece = scratch[: min(count, len(scratch))]
@@ -93,14 +92,14 @@ class Link:
         return unpack_head(self.receive(HEAD_BYTES, deadline))
 
     def receive_message(self, deadline: float) -> tuple[Message, int]:
-        """And the length of the body that follows. Raises ProtocolError, too."""
+        """A message and the length of its body. Raises ProtocolError, too."""
         return self.receive_meta(self.receive_head(deadline), deadline)
 
     def receive_meta(self, head: Head, deadline: float) -> tuple[Message, int]:
         return unpack(head, self.receive(head.meta_length, deadline)), head.body_length
 
     def send(self, buffers: Sequence[Any], deadline: float) -> None:
-        """All of them, in order; contiguous buffers of any type."""
+        """Contiguous buffers of any type, in order."""
         views = [view for view in (memoryview(buffer).cast("B") for buffer in buffers) if view]
         with _as_peer_errors():
             if self._tls is not None:
@@ -131,7 +130,7 @@ class Link:
         return self._sock.fileno()
 
     def has_arrived(self, within_s: float = 0.0) -> bool:
-        """Whether something can be read now, or so soon, if only the end."""
+        """Whether bytes or the end can be read within that time."""
         if self._tls is not None and self._tls.pending():
             return True
         poll = select.poll()
@@ -142,7 +141,7 @@ class Link:
             return True  # reading will tell
 
     def abort(self) -> None:
-        """Any thread: those that wait on this link are told that it ended."""
+        """Any thread: running calls raise PeerGone."""
         self._aborted = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)

@@ -1,12 +1,11 @@
-"""Loop: the listener of a worker or a vault. One thread accepts and waits for those that are idle; a connection has a
-thread while it asks for something.
+"""Loop: the listener of a worker or a vault. One thread accepts, and waits on idle connections.
 
-    stranger ──proves itself──▶ served ──nothing asked for a moment──▶ parked
+    stranger ──proves itself──▶ served ──no request for a moment──▶ parked
     (a thread each, few)          ▲  (a thread each, at most `ServingLimits.threads`; more wait their turn)
-                                  └──────────something arrives──────────┘
+                                  └──────────a request arrives───────┘
 
-Threads and blocking sockets rather than an event loop: receiving and sending let go of the interpreter, and nothing
-that is slow here can delay a step or a heartbeat. `DataPlaneServer` owns them all and ends them in `close`.
+Threads with blocking sockets release the interpreter lock and cannot delay a step or a heartbeat. `DataPlaneServer`
+owns them and ends them in `close`.
 """
 
 from __future__ import annotations
@@ -39,16 +38,15 @@ log = logging.getLogger(__name__)
 
 _SAY_AGAIN_S = 10.0
 _LAST_WORD_S = 0.5
-_LINGER_S = 0.05  # a thread waits so long for the next request of its connection, unless others wait for a thread
+_LINGER_S = 0.05  # a thread's wait for the next request of its connection, unless others wait for a thread
 
 
 @dataclass(eq=False)
 class DataPlaneServer:
-    """Serves a store on TCP, a Unix socket, or both.
+    """Serves a store on TCP, a Unix socket, or both. All methods may be called from any thread.
 
-    `identity`: whom clients expect here, 1 to 64 bytes. `tls` is for TCP alone: a Unix socket is its owner's.
-    `on_traced` hears, on the connection's thread, of each Get and Has that carried a trace context. All methods may be
-    called from any thread.
+    Clients expect `identity`, 1 to 64 bytes. `tls` is for TCP alone. `on_traced` is called on the connection's thread
+    for each Get and Has with a trace context.
     """
 
     store: BlockStore
@@ -65,14 +63,14 @@ class DataPlaneServer:
         padded("identity", self.identity, IDENTITY_BYTES)
         self._tally = Tally()
         self._lock = threading.Lock()
-        # `unix:/path`, `tcp:host:port`: the host as given (of 0.0.0.0 tell others your own name), the port as bound.
+        # `unix:/path`, `tcp:host:port`: the host as given, the port as bound.
         self.addresses: tuple[str, ...] = ()
         self._listeners: list[tuple[socket.socket, addresses.Address]] = []
         self._strangers: dict[threading.Thread, Link] = {}  # in their handshake, oldest first
         self._ending: dict[threading.Thread, Link] = {}  # strangers that made room for others
-        self._clients: set[Link] = set()  # of all that have proven themselves
-        self._parked: dict[int, ServedConnection] = {}  # that ask for nothing, by socket; idle longest first
-        self._ready: deque[ServedConnection] = deque()  # those that wait for a thread
+        self._clients: set[Link] = set()  # authenticated
+        self._parked: dict[int, ServedConnection] = {}  # without a request, by socket; idle longest first
+        self._ready: deque[ServedConnection] = deque()  # waiting for a thread
         self._serving: set[threading.Thread] = set()
         self._epoll = select.epoll()
         self._closing = False
@@ -81,7 +79,7 @@ class DataPlaneServer:
         self._said_at = -_SAY_AGAIN_S
 
     def start(self) -> None:
-        """Returns when clients can connect. Raises Unavailable naming the address that cannot be had."""
+        """Returns when clients can connect. Raises Unavailable naming the address."""
         try:
             if self.unix_path is not None:
                 self._listeners.append(addresses.listening_unix(self.unix_path))
@@ -108,7 +106,7 @@ class DataPlaneServer:
         )
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop listening, end all connections and wait for their threads. May be called again."""
+        """End all connections and wait for their threads. May be called again."""
         with self._lock:
             if self._closing:
                 return
@@ -160,7 +158,7 @@ class DataPlaneServer:
                     self._unpark(number)
 
     def _end_idle(self) -> float:
-        """Connections that have asked nothing for too long. Returns seconds until there may be another one."""
+        """End connections that are idle for too long. Returns seconds until there may be another one."""
         now = time.monotonic()
         with self._lock:
             idle = [number for number, client in self._parked.items() if client.idle_until <= now]
@@ -175,7 +173,7 @@ class DataPlaneServer:
     def _take(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError as error:  # gone again, or no file descriptor left: the next may be had
+        except OSError as error:  # gone again, or no file descriptor is left
             if not isinstance(error, BlockingIOError | ConnectionAbortedError):
                 self._say("cannot accept: %s", error)
                 time.sleep(0.05)
@@ -188,7 +186,7 @@ class DataPlaneServer:
                 sock.close()
                 return
             if len(self._strangers) >= self.limits.handshakes:
-                # A genuine client needs a millisecond: strangers that sit here do not shut it out.
+                # A genuine client needs a millisecond: idle strangers do not shut it out.
                 oldest = next(iter(self._strangers))
                 self._ending[oldest] = self._strangers.pop(oldest)
                 self._ending[oldest].abort()
@@ -201,7 +199,7 @@ class DataPlaneServer:
         return threading.Thread(target=target, args=(argument,), name=f"dataplane-{self.identity}-c", daemon=True)
 
     def _is_started(self, thread: threading.Thread) -> bool:
-        """Under the lock: a thread that finds it in a table may join it."""
+        """Called under the lock, as a thread that finds this one in a table may join it."""
         try:
             thread.start()
         except RuntimeError as error:
@@ -269,7 +267,7 @@ class DataPlaneServer:
     # ------------------------------------------------------------------ those that have proven themselves
 
     def _may_serve(self, client: ServedConnection, thread: threading.Thread) -> bool:
-        """Under the lock. Whether `thread` is to serve it; else it waits for another one to be done."""
+        """Called under the lock. If False, the client waits for another thread."""
         if len(self._serving) >= self.limits.threads:
             self._ready.append(client)
             return False
@@ -277,7 +275,7 @@ class DataPlaneServer:
         return True
 
     def _serve_all(self, client: ServedConnection | None) -> None:
-        """This one until it asks nothing more, and then those that wait for a thread."""
+        """Serve this client, then those that wait for a thread."""
         while client is not None:
             if self._serve(client):
                 self._park(client)
@@ -289,7 +287,7 @@ class DataPlaneServer:
                     self._serving.discard(threading.current_thread())
 
     def _serve(self, client: ServedConnection) -> bool:
-        """Whether it may ask for more. Its thread goes once it has asked nothing for a moment."""
+        """Serve until no request comes for a moment. Whether the connection stays open."""
         try:
             while client.link.has_arrived(0.0 if self._ready else _LINGER_S):
                 client.serve_one()
@@ -320,7 +318,7 @@ class DataPlaneServer:
             self._end(client)
 
     def _unpark(self, number: int) -> None:
-        """Something arrived for it, if only its end."""
+        """A request arrived, or the end."""
         with self._lock:
             client = self._parked.pop(number, None)
             if client is None or self._closing:
@@ -346,7 +344,7 @@ class DataPlaneServer:
             self._say("handshake: %s", text)
 
     def _say(self, text: str, *values: object) -> None:
-        """Not more often than every 10 s: any peer that connects can make this happen."""
+        """At most every 10 s, as any peer can provoke it."""
         now = time.monotonic()
         if now - self._said_at >= _SAY_AGAIN_S:
             self._said_at = now

@@ -1,7 +1,6 @@
-"""One authenticated connection, served: requests in turn, blocks in batches. Runs on the connection's own thread. And
-what a listener counts.
+"""Serves one authenticated connection, on its own thread, and counts. Requests come in turn, blocks in batches.
 
-Memory is bounded by the batch: of a Get one batch of blocks is held at a time, of a Put one batch of reservations.
+Memory is bounded by the batch: one batch of blocks (Get) or reservations (Put) is held at a time.
 """
 
 from __future__ import annotations
@@ -13,34 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvproto.dataplane import wire
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.errors import ProtocolError
 from kvproto.dataplane.link import Link
-from kvproto.dataplane.wire import (
-    MAX_BLOCKS,
-    Body,
-    Echo,
-    Echoed,
-    End,
-    Erase,
-    Erased,
-    Get,
-    Has,
-    Held,
-    Lookup,
-    Part,
-    Put,
-    PutStatus,
-    Stop,
-    Taken,
-    Wanted,
-    frame,
-)
+from kvproto.dataplane.wire import MAX_BLOCKS, Echo, Erase, Get, Has, Lookup, Put, PutStatus, Stop, frame
 
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneCounters:
-    """Since the start, apart from `open_connections`, which are those authenticated now."""
+    """Since the start, apart from `open_connections`, which is the present number."""
 
     connections: int = 0  # authenticated
     open_connections: int = 0
@@ -50,13 +31,13 @@ class DataPlaneCounters:
     blocks_served: int = 0
     blocks_stored: int = 0
     checksum_failures: int = 0
-    malformed: int = 0  # connections ended for what came over them after authentication
+    malformed: int = 0  # authenticated connections ended for malformed bytes
     timeouts: int = 0  # connections ended in the middle of a request
     store_failures: int = 0  # exceptions of the store
 
 
 class Tally:
-    """Shared by a listener's threads: thread-safe. Readers take a frozen `DataPlaneCounters`."""
+    """Thread-safe counts of a listener; `add` takes the names of `DataPlaneCounters`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +45,6 @@ class Tally:
         self._counts: Counter[str] = Counter()
 
     def add(self, **counts: int) -> None:
-        """By the names of `DataPlaneCounters`."""
         with self._lock:
             self._counts.update(counts)
 
@@ -85,18 +65,17 @@ _ECHO = memoryview(bytes(256 * 1024))
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One Get or Has that carried a trace context, served or failed. Times are of `time.time_ns()`; `client` is the
-    asker's identity."""
+    """One Get or Has that carried a trace context, served or failed. Times are of `time.time_ns()`."""
 
     kind: str  # "get", "has"
     traceparent: str
-    client: str
+    client: str  # its identity
     began_ns: int
     ended_ns: int
-    blocks: int  # asked for
+    blocks: int  # requested
     hits: int
     nbytes: int  # of blocks sent
-    from_disk: int  # of the hits, those that memory did not have
+    from_disk: int  # hits that were not in memory
     error: str = ""
 
 
@@ -104,8 +83,8 @@ OnTraced = Callable[[TracedRequest], None]
 
 
 class Served(Protocol):
-    """Blocks in the order asked for; None: not there. `release` is called once, when their bytes are sent or never
-    will be. A store with a disk has `from_disk` too: how many of them memory did not have."""
+    """Blocks in the requested order; None: missing. `release` is called once, when their bytes are sent or never will
+    be. A store with a disk also has `from_disk`, the number of blocks that were not in memory."""
 
     @property
     def blocks(self) -> Sequence[tuple[BlockHeader, memoryview] | None]: ...
@@ -114,68 +93,66 @@ class Served(Protocol):
 
 
 class BlockStore(Protocol):
-    """What a listener serves. Called on connection threads, many at once."""
+    """Called on connection threads, many at once."""
 
     def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> Served:
-        """`exact`: lossy blocks are not there. A request comes in several calls, a batch of its hashes each."""
+        """`exact`: lossy blocks count as missing. Called once per batch of a request's hashes."""
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]: ...
 
     def reserve(self, header: BlockHeader) -> memoryview | None:
-        """Writable room for the payload of a block that is not there; None: not wanted. `header.length` is what a
-        stranger claims: it is the store that says how much is too much. Then `commit` or `abandon`, exactly once."""
+        """A writable buffer for a missing block's payload; None: not wanted. The store limits `header.length`, which
+        the client claims. `commit` or `abandon` follows, exactly once."""
 
     def commit(self, header: BlockHeader, buffer: memoryview) -> bool:
-        """The payload is complete and its checksum right. False: not stored after all."""
+        """The payload is complete and its checksum right. False: not stored."""
 
     def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
         """The connection ended, or the checksum was wrong."""
 
     def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
-        """How many were there."""
+        """The number of blocks that were present."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """Of a listener. Times in seconds."""
-
     connections: int = 4096  # three for each worker
-    threads: int = 128  # connections that are served at one time; of more, each waits its turn
-    handshakes: int = 32  # connections that have not proven themselves yet; the oldest is ended for a further one
+    threads: int = 128  # connections served at one time; more of them wait
+    handshakes: int = 32  # unauthenticated connections; a further one ends the oldest
     handshake_s: float = 2.0
-    idle_s: float = 600.0  # an authenticated connection that asks nothing
-    request_s: float = 120.0  # the longest deadline that a client may ask for
+    idle_s: float = 600.0  # until an authenticated connection without requests is ended
+    request_s: float = 120.0  # the longest deadline of a request
     request_blocks: int = MAX_BLOCKS
-    request_bytes: int = 8 * 1024 * 1024 * 1024  # of a Put more is refused, of a Get more is left out
+    request_bytes: int = 8 * 1024 * 1024 * 1024  # a larger Put is refused, a larger Get is cut
     batch_bytes: int = 32 * 1024 * 1024  # held at once for one connection, or one block if that is larger
 
 
 @dataclass(eq=False, slots=True)
 class ServedConnection:
-    """A connection that has proven itself. Owned by the thread that serves it just now. Whatever ends it, the client's
-    leaving too, is a DataPlaneError."""
+    """An authenticated connection, owned by the thread that serves it. Ends with a DataPlaneError, also when the client
+    leaves."""
 
     link: Link
-    client: str  # the asker's identity
-    trusted: Callable[[], bytes | None]  # the key that it has proven, if that is one still
+    client: str  # its identity
+    trusted: Callable[[], bytes | None]  # the key that it has proven, if it is still valid
     store: BlockStore
     tally: Tally
     limits: ServingLimits
     on_traced: OnTraced | None
     idle_until: float = 0.0
-    _hits: int = 0  # of the present request, as the next two
+    _hits: int = 0  # these three: of the present request
     _nbytes: int = 0
     _from_disk: int = 0
 
     def serve_one(self) -> None:
-        """The next request, of which something has arrived."""
+        """The next request, which has begun to arrive."""
         head = self.link.receive_head(time.monotonic() + self.limits.request_s)
         request, _ = self.link.receive_meta(head, time.monotonic() + self.limits.request_s)
         if self.trusted() is None:
             raise ProtocolError("the key of this connection was withdrawn", reason="key_withdrawn")
         match request:
             case Stop():
-                pass  # of a Get that was over
+                pass  # the Get was over
             case Get() | Has() | Erase() | Put() | Echo():
                 allowed_s = min(request.timeout_ms / 1000, self.limits.request_s)
                 deadline = time.monotonic() + allowed_s + _GRACE_S
@@ -195,20 +172,9 @@ class ServedConnection:
             error = type(failure).__name__
             raise
         finally:
-            on_traced(
-                TracedRequest(
-                    "get" if isinstance(request, Get) else "has",
-                    request.traceparent,
-                    self.client,
-                    began,
-                    time.time_ns(),
-                    len(request.hashes),
-                    self._hits,
-                    self._nbytes,
-                    self._from_disk,
-                    error,
-                )
-            )
+            kind = "get" if isinstance(request, Get) else "has"
+            counts = (len(request.hashes), self._hits, self._nbytes, self._from_disk)
+            on_traced(TracedRequest(kind, request.traceparent, self.client, began, time.time_ns(), *counts, error))
 
     def _answer(self, request: Lookup | Erase | Put | Echo, deadline: float) -> None:
         match request:
@@ -219,26 +185,22 @@ class ServedConnection:
                 self._limit(len(hashes))
                 flags = tuple(map(bool, self.store.has(root, hashes, exact)))
                 self._hits = sum(flags)
-                self.link.send([frame(Held(flags))], deadline)
+                self.link.send([frame(wire.Held(flags))], deadline)
             case Erase(_, root, hashes):
                 self._limit(len(hashes))
-                self.link.send([frame(Erased(self.store.erase(root, hashes)))], deadline)
+                self.link.send([frame(wire.Erased(self.store.erase(root, hashes)))], deadline)
             case Put():
                 self._limit(len(request.headers), sum(header.length for header in request.headers))
                 self._put(request.headers, deadline)
             case Echo(_, nbytes):
                 whole, rest = divmod(nbytes, len(_ECHO))
-                self.link.send([frame(Echoed(), nbytes), *([_ECHO] * whole), _ECHO[:rest]], deadline)
+                self.link.send([frame(wire.Echoed(), nbytes), *([_ECHO] * whole), _ECHO[:rest]], deadline)
 
     def _limit(self, blocks: int, nbytes: int = 0) -> None:
         most = self.limits
         if blocks > most.request_blocks or nbytes > most.request_bytes:
-            raise ProtocolError(
-                f"{blocks} blocks and {nbytes} bytes, at most {most.request_blocks} and {most.request_bytes}",
-                reason="too_large",
-            )
-
-    # ------------------------------------------------------------------ get
+            text = f"{blocks} blocks and {nbytes} bytes, at most {most.request_blocks} and {most.request_bytes}"
+            raise ProtocolError(text, reason="too_large")
 
     def _get(self, request: Get, deadline: float) -> None:
         at, sent, batch = 0, 0, _FIRST_BATCH_BLOCKS
@@ -252,7 +214,7 @@ class ServedConnection:
                 ]
                 payloads = [block[1] for block in blocks if block is not None]
                 nbytes = sum(payload.nbytes for payload in payloads)
-                part = Part(tuple(block and block[0] for block in blocks))
+                part = wire.Part(tuple(block and block[0] for block in blocks))
                 self.link.send([frame(part, nbytes), *payloads], deadline)
             finally:
                 served.release()
@@ -264,7 +226,7 @@ class ServedConnection:
             sent += nbytes
             if payloads:
                 batch = max(1, min(_MOST_BATCH_BLOCKS, self.limits.batch_bytes * len(payloads) // nbytes))
-        self.link.send([frame(End())], deadline)
+        self.link.send([frame(wire.End())], deadline)
 
     def _stopped(self, deadline: float) -> bool:
         if not self.link.has_arrived():
@@ -273,8 +235,6 @@ class ServedConnection:
         if not isinstance(message, Stop):
             raise ProtocolError(f"{type(message).__name__} in the middle of a Get")
         return True
-
-    # ------------------------------------------------------------------ put
 
     def _put(self, headers: Sequence[BlockHeader], deadline: float) -> None:
         batch: list[BlockHeader] = []
@@ -292,23 +252,23 @@ class ServedConnection:
         reserved: dict[int, memoryview] = {}  # not committed yet, by place in the batch
         try:
             statuses = self._reserve(headers, reserved)
-            self.link.send([frame(Wanted(tuple(statuses)))], deadline)
+            self.link.send([frame(wire.Wanted(tuple(statuses)))], deadline)
             expected = sum(headers[at].length for at in reserved)
             if expected:
                 message, length = self.link.receive_message(deadline)
-                if not isinstance(message, Body) or length != expected:
+                if not isinstance(message, wire.Body) or length != expected:
                     raise ProtocolError(f"{type(message).__name__} of {length} bytes, {expected} were wanted")
                 for at in sorted(reserved):
                     is_whole = self.link.receive_block(headers[at], reserved[at], deadline)
                     statuses[at] = self._settle(headers[at], reserved.pop(at), is_whole)
             taken = tuple(status for status in statuses if status is not None)
-            self.link.send([frame(Taken(taken))], deadline)
+            self.link.send([frame(wire.Taken(taken))], deadline)
         finally:
             for at, buffer in reserved.items():
                 self.store.abandon(headers[at], buffer)
 
     def _reserve(self, headers: Sequence[BlockHeader], reserved: dict[int, memoryview]) -> list[PutStatus | None]:
-        """Of each None, with its room in `reserved`, or why it is not wanted."""
+        """For each block None, with its buffer in `reserved`, or why it is not wanted."""
         statuses: list[PutStatus | None] = []
         for at, header in enumerate(headers):
             if any(self.store.has(header.root, [header.hash], not header.lossy)):
@@ -338,7 +298,7 @@ class ServedConnection:
 
 
 def _answers(block: tuple[BlockHeader, memoryview], request: Get, asked: bytes) -> bool:
-    """Whether the store's block is what was asked for: nobody gets another tenant's by a store's mistake."""
+    """Guards against a store's mistake: no client gets another tenant's block."""
     header, payload = block
     return (
         header.root == request.root

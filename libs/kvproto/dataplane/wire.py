@@ -1,4 +1,4 @@
-"""The data plane's bytes after the handshake: frames, messages, limits. Pure.
+"""The data plane's bytes after the handshake. Pure.
 
 A frame is a head of 20 bytes, `meta_length` bytes of msgpack, then `body_length` bytes of blocks:
 
@@ -10,12 +10,8 @@ A frame is a head of 20 bytes, `meta_length` bytes of msgpack, then `body_length
     Stop ──▶  (if it likes)          ◀── Taken; Wanted ...      Failure ends the connection
          ◀── End
 
-Frames are of VERSION. What an end reads beyond that it announces: a server by the version in its Reply, which the proof
-covers and which clients of version 1 do not look at; a client by using it.
-
-    1   all of the above
-    2   a Get or a Has may end in one field more, a trace context (W3C `traceparent`); there is none where nothing
-        is traced
+Frames are of VERSION 1. A server that reads version 2 says so in its Reply: then a Get or a Has may end in one field
+more, a trace context (W3C `traceparent`).
 """
 
 from __future__ import annotations
@@ -43,20 +39,20 @@ MAX_TRACEPARENT = 128
 
 
 class GetStatus(StrEnum):
-    """What became of one block that was asked for."""
+    """The outcome for one requested block."""
 
     OK = "ok"
     MISSING = "missing"
     CORRUPT = "corrupt"  # its checksum was wrong, or it was another block
-    REFUSED = "refused"  # the asker had no room for it, or wanted no more
+    REFUSED = "refused"  # the client had no room for it, or wanted no more
 
 
 class PutStatus(StrEnum):
-    """What became of one block that was offered."""
+    """The outcome for one offered block."""
 
     STORED = "stored"
     PRESENT = "present"
-    REFUSED = "refused"  # the store had no room for it, or would not have it
+    REFUSED = "refused"  # by the store, for want of room or otherwise
     CORRUPT = "corrupt"
 
 
@@ -69,14 +65,14 @@ _CODE_OF = {status: code for code, status in _STATUS_OF.items()}
 
 
 class _Form(NamedTuple):
-    """How a field lies in msgpack."""
+    """A field's form in msgpack."""
 
     read: Callable[[Any], Any]  # raises CodecError
-    write: Callable[[Any], Any] | None = None  # None: as it is
+    write: Callable[[Any], Any] | None = None  # None: the value itself
 
 
 def _checked(name: str, rule: str, is_right: Callable[[Any], bool]) -> _Form:
-    """A value that stands for itself. `rule`: what the error says."""
+    """A field that is its own msgpack value; `rule` is the error's text."""
 
     def read(value: Any) -> Any:
         if not is_right(value):
@@ -140,7 +136,7 @@ def _write_statuses(statuses: tuple[PutStatus | None, ...]) -> bytes:
     return bytes(map(_CODE_OF.__getitem__, statuses))
 
 
-# What a context means is for who traces to say: garbage in it fails no request.
+# Its content is not checked: a malformed context fails no request.
 _TRACEPARENT = _checked(
     "traceparent",
     f"a text of at most {MAX_TRACEPARENT} characters",
@@ -158,7 +154,7 @@ _Hashes = Annotated[tuple[bytes, ...], _Form(_read_hashes, b"".join)]
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A Get or a Has. `traceparent` is for servers that read it, and left out where there is none."""
+    """A Get or a Has. An empty `traceparent` is left out."""
 
     timeout_ms: _Timeout
     root: _Root
@@ -197,36 +193,36 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """No more of this Get. Ignored when it is already over."""
+    """Ends a Get early. Ignored when it is already over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The next blocks asked for; None: not there. The body has the others' bytes."""
+    """The next requested blocks; None: missing. The body has the others' bytes."""
 
     headers: Annotated[tuple[BlockHeader | None, ...], _Form(_read_headers, _write_headers)]
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Nothing more comes of this Get."""
+    """The end of a Get."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Of the next blocks offered: None to send it, else why not."""
+    """For each of the next offered blocks: None to send it, else why not."""
 
     statuses: Annotated[tuple[PutStatus | None, ...], _Form(_read_wanted, _write_statuses)]
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The body has the bytes of the blocks that were wanted."""
+    """The body has the bytes of the wanted blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What became of the batch's blocks, those included that were not wanted."""
+    """The outcome for each of the batch's blocks, unwanted ones included."""
 
     statuses: Annotated[tuple[PutStatus, ...], _Form(_read_taken, _write_statuses)]
 
@@ -243,7 +239,7 @@ class Erased:
 
 @dataclass(frozen=True, slots=True)
 class Echoed:
-    """The body has as many bytes as were asked for."""
+    """The body has `nbytes` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,23 +253,8 @@ class Failure:
 Request = Get | Has | Erase | Put | Echo | Stop
 Message = Request | Part | End | Wanted | Body | Taken | Held | Erased | Echoed | Failure
 
-_KINDS: dict[int, type[Message]] = {
-    1: Get,
-    2: Has,
-    3: Erase,
-    4: Put,
-    5: Echo,
-    6: Stop,
-    16: Part,
-    17: End,
-    18: Wanted,
-    19: Body,
-    20: Taken,
-    21: Held,
-    22: Erased,
-    23: Echoed,
-    24: Failure,
-}
+_ANSWERS = (Part, End, Wanted, Body, Taken, Held, Erased, Echoed, Failure)
+_KINDS: dict[int, type[Message]] = {**dict(enumerate(get_args(Request), 1)), **dict(enumerate(_ANSWERS, 16))}
 _CODES = {kind: code for code, kind in _KINDS.items()}
 _WITH_BODY = (Part, Body, Echoed)
 
@@ -301,7 +282,7 @@ class Head(NamedTuple):
 
 
 def frame(message: Message, body_length: int = 0) -> bytes:
-    """Head and meta; the body's bytes follow on their own. Raises InvalidRequest if it is too large for one frame."""
+    """Head and meta, to send before the body. Raises InvalidRequest if the message exceeds one frame."""
     forms = _FORMS[type(message)]
     if isinstance(message, Lookup) and not message.traceparent:
         forms = forms[:-1]
@@ -315,7 +296,7 @@ def frame(message: Message, body_length: int = 0) -> bytes:
 
 
 def unpack_head(data: bytes) -> Head:
-    """Raises ProtocolError, before anything of the claimed length is allocated."""
+    """Raises ProtocolError before it allocates the claimed length."""
     version, code, zero, meta_length, body_length = _HEAD.unpack(data[: _HEAD.size])
     if version != VERSION:
         raise ProtocolError(f"version {version}, this end speaks {VERSION}")

@@ -1,4 +1,4 @@
-"""What an ingress or an operator asks of one worker, and what it answers. Pure."""
+"""Questions of ingresses and operators to one worker, and its answers. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvproto.messages.vocabulary import AdminCommand, Count, File, MaxLength, Na
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """Token ids that were computed behind the first `start` of a history, and are no part of it."""
+    """Token ids that were computed after the first `start` of a history, and are no part of it."""
 
     start: Count
     ids: Tokens32
@@ -23,9 +23,7 @@ Strays = Annotated[tuple[Stray, ...], MaxLength(256)]
 @dataclass(frozen=True, slots=True)
 class AdminRequest:
     """A command on a worker's admin subject, answered part by part. `inspect`, `read_kv` and `erase` name tenant and
-    ids, `erase` also the strays beside them. Ids that are too many for one message are told before, under the name of
-    the `question`: see `kvproto.questions`.
-    """
+    ids, `erase` also strays. Ids that exceed one message come in earlier ones of the same `question`."""
 
     command: AdminCommand
     tenant: Name = ""
@@ -33,15 +31,15 @@ class AdminRequest:
     layer: Count = 0
     part: Count = 0
     question: Name = ""
-    ids_before: Count = 0  # that were told of this question
-    more_ids: bool = False  # it is not the question yet
+    ids_before: Count = 0  # ids in earlier messages of this question
+    more_ids: bool = False  # more messages of this question follow
     keep: Count = 0  # leading ids that `erase` leaves alone
     strays: Strays = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AdminReply:
-    """The asked part of an answer; `data` of all parts together is the answer's bytes. An error has `code` set."""
+    """The requested part of an answer; `data` of all parts, joined, is the answer. An error has `code` set."""
 
     part: Count = 0
     parts: Count = 1
@@ -70,7 +68,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What an ingress needs of a model: it holds no model files, so both always agree."""
+    """A model's tokenizer, template and defaults, for ingresses, which have no model files."""
 
     model: Name
     tokenizer_json: File

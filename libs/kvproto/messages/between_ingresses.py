@@ -1,4 +1,4 @@
-"""What ingresses share: sessions, and the usage of keys. Pure."""
+"""State that ingresses share: sessions, and the usage of keys. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvproto.messages.vocabulary import Count, MaxLength, Name, Range, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The running turn of a session: at most one, leased so that a dead ingress does not lock it for ever."""
+    """The one running turn of a session, leased so that a dead ingress does not lock it for ever."""
 
     request: Name
     ingress: Name
@@ -20,10 +20,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class SessionHead:
-    """Head of a session; its token ids lie in chunks of 4,096 u32 beside it. Written by compare-and-set only.
-
-    A repeat of the turn `last_request` finds by `last_start`, where that turn's prompt begins, what was before it.
-    """
+    """Head of a session, whose token ids are in chunks of 4,096 u32. Written by compare-and-set only."""
 
     seq_id: Annotated[str, MaxLength(1024)]
     model: Name
@@ -34,26 +31,26 @@ class SessionHead:
     worker: Name = ""  # where the last turn ran
     turn: Turn | None = None
     generation: Name = ""  # which set of chunks is current
-    last_request: Name = ""  # whose turn was committed last
-    last_start: Count = 0
-    left_request: Name = ""  # whose turn was cut since then
-    regions: Annotated[tuple[Name, ...], MaxLength(256)] = ()  # other ones, where turns of it ran
-    strays: Count = 0  # token ids of what its requests computed beside the history
+    last_request: Name = ""  # of the turn that was committed last
+    last_start: Count = 0  # where that turn's prompt begins: a repeat of the turn starts there
+    left_request: Name = ""  # of the turn that was cut since then
+    regions: Annotated[tuple[Name, ...], MaxLength(256)] = ()  # other regions where turns ran
+    strays: Count = 0  # token ids that its requests computed beside the history
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStrays:
-    """What requests of a session computed beside its history: cut turns, choices that it did not go on with."""
+    """Token ids that requests of a session computed beside its history: cut turns, abandoned choices."""
 
     chains: Strays
 
 
 @dataclass(frozen=True, slots=True)
 class AccountUsage:
-    """How far an ingress has counted what one caller, or all callers of a tenant together, use of their limits.
+    """An ingress's count of what one caller, or all callers of a tenant, use of their limits.
 
-    Counts are of one `life` of the account at that ingress, whose number only grows, as they do within it: who misses
-    a report learns all from the next. What is `lacking` is as that ingress sees it, of all ingresses together.
+    Counts only grow within a `life` of the account at that ingress, and so does the life's number: a report replaces
+    all earlier ones. `lacking_*` is that ingress's view of all ingresses together.
     """
 
     tenant: Name
@@ -65,18 +62,18 @@ class AccountUsage:
     tokens: Count = 0
     day: Count = 0  # since 1970, UTC
     day_tokens: Count = 0  # on that day
-    lacking_requests: Annotated[float, Range(0.0, 1e18)] = 0.0  # in its bucket, until it is full
+    lacking_requests: Annotated[float, Range(0.0, 1e18)] = 0.0  # until its bucket is full
     lacking_tokens: Annotated[float, Range(0.0, 1e18)] = 0.0
     lacking_day_tokens: Count = 0
-    requests_per_minute: Annotated[float, Range(0.0, 1e18)] = 0.0  # its limits, for who does not know them yet
+    requests_per_minute: Annotated[float, Range(0.0, 1e18)] = 0.0  # its limits, for ingresses that do not know them
     tokens_per_minute: Annotated[float, Range(0.0, 1e18)] = 0.0
     tokens_per_day: Count = 0
-    ended: bool = False  # nobody would miss it: whatever is told of this name later is of another life
+    ended: bool = False  # this life is over: later reports of this name are of another one
 
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """What one ingress tells the others of its region, on `kvf.ingress.usage`; `seq` grows within its epoch."""
+    """One ingress's report to the others of its region, on `kvf.ingress.usage`; `seq` grows within its epoch."""
 
     ingress: Name
     epoch: Name

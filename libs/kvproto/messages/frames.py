@@ -1,4 +1,4 @@
-"""What a worker streams to the inbox of a request. Pure."""
+"""Frames that a worker streams to the inbox of a request. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What was really cached, per tier, in tokens. Sent once, before the first tokens."""
+    """Sent once, before the first tokens. `cached` counts the prompt tokens that were found, per tier."""
 
     request: Name
     attempt: Count
@@ -27,7 +27,7 @@ class Started:
     prompt_tokens: Count
     cached: dict[str, int]
     queue_s: Seconds = 0.0
-    recomputed_tokens: Count = 0  # of a continued attempt: what an earlier one had computed, and is computed again
+    recomputed_tokens: Count = 0  # tokens of an earlier attempt that are computed again
 
     @property
     def cached_tokens(self) -> int:
@@ -47,8 +47,8 @@ class TokenLogprobs:
 class Tokens:
     """Tokens `index` ... `index + len(ids) - 1` of one choice, one piece of text per id.
 
-    Pieces may be empty while text is held back (a character or a stop string may be incomplete); together they are
-    exactly the final text. `logprobs` has one entry per id where the request asked for them, else none.
+    A piece is empty while a character or a stop string may be incomplete; together they are exactly the final text.
+    `logprobs` has one entry per id, or none unless the request asked for them.
     """
 
     request: str
@@ -62,7 +62,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinished:
-    """Not terminal: one of several choices has ended. Sent for each, before `Finished`, and only where n > 1."""
+    """Not terminal: one of several choices has ended. Sent for each before `Finished`, only where n > 1."""
 
     request: Name
     attempt: Count
@@ -73,10 +73,7 @@ class ChoiceFinished:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Terminal. `output_tokens` counts all generated tokens, those of earlier attempts included.
-
-    Of several choices it is the sum of theirs, and `reason` is that of choice 0.
-    """
+    """Terminal. `output_tokens` counts the generated tokens of all choices and attempts; `reason` is choice 0's."""
 
     request: Name
     attempt: Count
@@ -103,7 +100,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Terminal for this attempt: the worker lets go of the sequence; go on elsewhere after `output_tokens`."""
+    """Terminal for this attempt: the worker gives up the sequence; go on elsewhere after `output_tokens`."""
 
     request: Name
     attempt: Count
@@ -113,10 +110,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Answer to ResendRequest: the worker lives and has generated tokens up to `next_index`.
-
-    Of several choices that is the sum of theirs: a reader that has fewer in all lacks some.
-    """
+    """Answer to ResendRequest: the worker lives and has generated `next_index` tokens, of all choices together."""
 
     request: Name
     attempt: Count

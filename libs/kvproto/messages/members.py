@@ -1,5 +1,5 @@
-"""What members of the fleet say of themselves: records in the members bucket, heartbeats, and, to placement, a worker's
-blocks, milestones and requests that it hands over. Pure."""
+"""Messages of members about themselves: records in the members bucket, heartbeats, and a worker's reports to placement.
+Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvproto.messages.vocabulary import U64, Addresses, Count, MaxLength, Name, 
 
 @dataclass(frozen=True, slots=True)
 class PublicPrefix:
-    """A registered prefix that all tenants share, so short that records can carry it: see `block_hash`."""
+    """Length and digest of a registered prefix that all tenants share: see `block_hash`."""
 
     tokens: Count  # whole blocks
-    digest: bytes  # of the token ids: 16 bytes
+    digest: bytes  # blake2b of the packed token ids: 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class WorkerRecord:
     block_bytes: Count = 0  # of one block, all layers
     public_prefixes: Annotated[tuple[PublicPrefix, ...], MaxLength(256)] = ()
     data_plane: Addresses = ()
-    kv_format: bytes = b""  # 16 bytes: which blocks' bytes it can use (`kvproto.dataplane.block.kv_format`)
-    attaches: bool = False  # an attempt of its may have several readers, and one of them may leave by itself
+    kv_format: bytes = b""  # 16 bytes: layout of usable blocks (`kvproto.dataplane.block.kv_format`)
+    attaches: bool = False  # an attempt may have several readers, each of which may leave
     born: Count = 0  # revision at which this life first registered; 0: this record's own
 
 
@@ -68,12 +68,12 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """One tier as a worker uses it, or as a vault is: `*_total` count since the start."""
+    """One tier of a worker, or a vault's own; `*_total` count since the start."""
 
     blocks: Count = 0
     bytes_used: Count = 0
     bytes_total: Count = 0
-    hit_tokens_total: Count = 0  # of prompts, restored from it
+    hit_tokens_total: Count = 0  # prompt tokens restored from it
     restores_total: Count = 0
     restored_bytes_total: Count = 0
     restore_seconds_total: Seconds = 0.0
@@ -84,11 +84,11 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class PriorityLoad:
-    """What a worker has to do of one priority. `unstarted` are those of `requests` that nobody has seen anything of."""
+    """A worker's requests of one priority."""
 
     priority: Annotated[int, Range(-100, 100)]
     requests: Count = 0  # waiting and running
-    unstarted: Count = 0
+    unstarted: Count = 0  # of them, those without any output yet
     queued_prefill_tokens: Count = 0
 
 
@@ -112,7 +112,7 @@ class Load:
     blocks_addressed: Count = 0  # full blocks in the content index, held or not
     tiers: dict[str, TierLoad] = field(default_factory=dict)  # those below the device
     priorities: Annotated[tuple[PriorityLoad, ...], MaxLength(201)] = ()  # highest first; (): all is of priority 0
-    oldest_wait_s: Seconds = 0.0  # of those of which nobody has seen anything yet
+    oldest_wait_s: Seconds = 0.0  # of requests without any output yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,12 @@ class Rates:
     decode_steps_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
     decode_tokens_per_s: Annotated[float, Range(0.0, 1e15)] = 0.0
     restore_bytes_per_s: dict[str, float] = field(default_factory=dict)  # by tier, to the device
-    step_s: Seconds = 0.0  # the longest of the last steps: a stream that is silent for much longer is in trouble
+    step_s: Seconds = 0.0  # the longest of the last steps
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Core NATS, about twice a second: liveness, load, and what an index needs to notice a lost last event.
-
-    A vault sends the same, with its own id as `worker`.
-    """
+    """Sent twice a second. A vault puts its own id into `worker`. Sequence and digest reveal a lost event."""
 
     worker: Name
     epoch: Name
@@ -139,8 +136,8 @@ class Heartbeat:
     load: Load = Load()
     rates: Rates = Rates()
     event_seq: Count = 0
-    digest: U64 = 0  # XOR over all stored and removed operations ever published, of whatever tier
-    held: Count = 0  # blocks the worker's content index holds
+    digest: U64 = 0  # XOR over all published stored and removed operations, of any tier
+    held: Count = 0  # blocks in the worker's content index
     step_age_s: Seconds = 0.0  # how long the engine has been in its present step
     tier_digest: U64 | None = None  # the same with the tier in each term; None: the sender knows only `digest`
 
@@ -173,73 +170,63 @@ class KvEvents:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    tier: Tier | None = None  # None: all of them, complete at one and the same event
+    tier: Tier | None = None  # None: all tiers, complete at the same event
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One part of what a worker holds, raw 16-byte hashes back to back; complete at event `seq`.
-
-    A part is of one tier; `parts` counts those of all tiers that were asked for.
-    """
+    """One part of a worker's blocks at event `seq`: 16-byte hashes back to back, of one tier."""
 
     epoch: Name
     seq: Count
     tier: Tier
     part: Count
-    parts: Count
+    parts: Count  # of all requested tiers
     digest: U64
     hashes: Annotated[bytes, MaxLength(1_000_000)]
-    tier_digest: U64 | None = None  # as in a Heartbeat; then it is also the XOR over what all parts hold
+    tier_digest: U64 | None = None  # as in a Heartbeat; also the XOR over the blocks of all parts
 
 
 class Passed(StrEnum):
-    """What an attempt has come to at its worker."""
+    """A stage of an attempt at its worker."""
 
     ACCEPTED = "accepted"
-    STARTED = "started"  # scheduled for the first time; says what was really cached
+    STARTED = "started"  # scheduled for the first time
     FIRST_TOKEN = "first_token"
-    ENDED = "ended"  # in whatever way
+    ENDED = "ended"  # in any way
 
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """One attempt got on. `seconds` are since its acceptance."""
+    """An attempt's progress."""
 
     tenant: Name
     request: Name
     attempt: Count
     passed: Passed
-    seconds: Seconds = 0.0
+    seconds: Seconds = 0.0  # since its acceptance
     prompt_tokens: Count = 0  # with `started`
     cached: dict[str, Count] = field(default_factory=dict)  # with `started`: tokens by tier
     output_tokens: Count = 0  # with `ended`
-    code: Name | None = None  # with `ended`: of the error, if it was one
+    code: Name | None = None  # with `ended`: the error's code, if any
 
 
 @dataclass(frozen=True, slots=True)
 class Milestones:
-    """What a worker's requests came to since it last said so: every placement replica hears it.
-
-    `first` is the number of the first one in the worker's life: after an outage some are said again.
-    """
+    """A worker's new milestones, for all placement replicas. After an outage some are repeated."""
 
     worker: Name
     epoch: Name
     items: Annotated[tuple[Milestone, ...], MaxLength(65_536)]
-    first: Count | None = None
+    first: Count | None = None  # number of the first item in the worker's life
 
 
 @dataclass(frozen=True, slots=True)
 class Capsule:
-    """All that a running request needs to go on elsewhere: what was asked for, with what has been generated as its
-    continuation and `source` the worker that has its blocks. `attempt` is the one that ended.
-
-    Readers that resume by themselves (a Client, an ingress) know all this. A bare producer's request is carried on by
-    whichever placement takes the capsule.
-    """
+    """A bare producer's running request, for any placement replica to continue elsewhere. `request` has the generated
+    tokens as its continuation, the worker with its blocks as `source`, and the attempt that ended."""
 
     tenant: Name
     worker: Name
     request: GenerateRequest
-    held_attempt: Count | None = None  # of which `worker` has the blocks, where a placement has offered later ones
+    held_attempt: Count | None = None  # whose blocks `worker` has, where a placement has offered later attempts

@@ -1,5 +1,4 @@
-"""What placement replicas tell one another, also those of other regions, and what they answer about their
-decisions and advise. Pure."""
+"""Messages between placement replicas, also of other regions, and their answers about decisions and advice. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +11,21 @@ from kvproto.messages.vocabulary import Count, Encoding, MaxLength, Name, Range,
 
 @dataclass(frozen=True, slots=True)
 class ModelSignals:
-    """What there is to do for one model, and how many workers it should have for that (docs/autoscaling.md)."""
+    """The work for one model, and how many workers it should have (docs/autoscaling.md)."""
 
     model: Name
     queue_depth: Count = 0  # requests that wait at workers, are on their way there, or were refused just now
     oldest_wait_s: Seconds = 0.0
-    saturation: Annotated[float, Range(0.0, 1e12)] = 0.0  # work to be done, of what its ready workers can do
+    saturation: Annotated[float, Range(0.0, 1e12)] = 0.0  # work, as a share of what its ready workers can do
     desired: Count = 0
     ready: Count = 0
     living: Count = 0  # ready, or starting
     minimum: Count = 0
     maximum: Count = 0
-    known: bool = True  # every ready worker was heard of a moment ago
-    settled_s: Seconds = 0.0  # for so long it was watched without a change or a gap
-    parts: dict[str, float] = field(default_factory=dict)  # of what `saturation` is made: in workers
-    next_ordinal: Name = ""  # whom a StatefulSet would remove next
+    known: bool = True  # every ready worker was heard a moment ago
+    settled_s: Seconds = 0.0  # time without a change or a gap
+    parts: dict[str, float] = field(default_factory=dict)  # terms of `saturation`, in workers
+    next_ordinal: Name = ""  # the worker that a StatefulSet would remove next
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,9 @@ class PlacementStats:
     no_worker_total: Count
     forwarded_total: Count
     booked: Count
-    prompt_tokens_total: Count = 0  # of requests that it placed and that started
+    prompt_tokens_total: Count = 0  # of placed requests that started
     attained_tokens_total: Count = 0  # of them, found in a cache
-    attainable_tokens_total: Count = 0  # what the best candidate had
+    attainable_tokens_total: Count = 0  # cached at the best candidate
     lost_tokens_total: Count = 0  # attainable but not attained, request by request
     index_blocks: Count = 0
     workers_exact: Count = 0  # workers whose events are followed without a gap
@@ -51,7 +50,7 @@ class PlacementStats:
 
 @dataclass(frozen=True, slots=True)
 class Booked:
-    """Work that a placement replica sent to a worker, for the other replicas to count it too."""
+    """Work that one replica sent to a worker, for the other replicas to count."""
 
     tenant: Name
     request: Name
@@ -59,13 +58,13 @@ class Booked:
     worker: Name
     tokens: Count  # to prefill, as expected
     priority: Annotated[int, Range(-100, 100)] = 0
-    silent_ms: Count | None = None  # of which nothing is heard for so long was never sent; None: 5 s
+    silent_ms: Count | None = None  # after so long without a milestone the work was never sent; None: 5 s
     hashes: Annotated[bytes, MaxLength(65_536)] = b""  # of the prompt's first blocks: the worker will have them
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Requests for a model that a placement replica had to refuse, for want of a worker or of time."""
+    """Requests for a model that one replica refused, for want of a worker or of time."""
 
     model: Name
     requests: Count
@@ -74,7 +73,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class WentAbroad:
-    """A request was referred to another region: what continues its prompt may find blocks there."""
+    """A request was referred to another region, where continuations of its prompt may find blocks."""
 
     last: bytes  # hash of the prompt's last full block
     blocks: Count
@@ -91,7 +90,7 @@ class BookedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A bare producer's request that a worker accepted: if that life of it is lost, `inbox` must hear so."""
+    """A bare producer's accepted request: if that life of the worker is lost, `inbox` must get an error."""
 
     tenant: Name
     request: Name
@@ -104,7 +103,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Watches:
-    """What a placement that goes was watching: whichever replica hears this goes on."""
+    """Requests that a draining placement watched: any other replica goes on watching."""
 
     placement: Name
     items: Annotated[tuple[Watch, ...], MaxLength(65_536)]
@@ -112,18 +111,18 @@ class Watches:
 
 @dataclass(frozen=True, slots=True)
 class RegionModel:
-    """What a region can do for a model. `record` is one of its workers, whom one can ask for its tokenizer."""
+    """A region's capacity for one model."""
 
     model: Name
     ready: Count
-    wait_s: Seconds  # until a ready worker would begin a request that comes now
-    record: WorkerRecord
-    workers: Annotated[tuple[Name, ...], MaxLength(4096)] = ()  # all that are ready or drain; (): it did not say
+    wait_s: Seconds  # until a ready worker would begin a new request
+    record: WorkerRecord  # one of its workers, which has the tokenizer
+    workers: Annotated[tuple[Name, ...], MaxLength(4096)] = ()  # all that are ready or drain; (): unknown
 
 
 @dataclass(frozen=True, slots=True)
 class RegionSummary:
-    """What one placement replica tells other regions once a second."""
+    """Sent by each placement replica to other regions once a second."""
 
     region: Name
     placement: Name
@@ -132,17 +131,17 @@ class RegionSummary:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker as a decision saw it. `terms` are milliseconds, their sum is the cost; `matched` are tokens by tier."""
+    """A worker in a decision."""
 
     worker: Name
     cost_ms: float
-    terms: dict[str, float] = field(default_factory=dict)
-    matched: dict[str, int] = field(default_factory=dict)
+    terms: dict[str, float] = field(default_factory=dict)  # of the cost, in milliseconds
+    matched: dict[str, int] = field(default_factory=dict)  # tokens by tier
 
 
 @dataclass(frozen=True, slots=True)
 class Actual:
-    """What became of a decision, as far as its worker has said."""
+    """The outcome of a decision, as far as its worker has reported it."""
 
     accepted: bool = False
     cached: dict[str, int] | None = None  # tokens by tier; None until it started
@@ -172,58 +171,51 @@ class Decision:
     candidates_total: Count
     placement: Name
     actual: Actual = Actual()
-    source: Name = ""  # whom the worker was to pull from, and what that one had
-    source_tokens: Count = 0
+    source: Name = ""  # another worker to pull blocks from
+    source_tokens: Count = 0  # that it had
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainRequest:
-    """Why was this request placed as it was? `tenant`: only if it is this one's.
-
-    With `newest`: of no request, but of so many of the last decisions, of this `model` if one is named. A replica that
-    does not know the field finds none of them.
-    """
+    """Asks for a request's decisions, or with `newest` for that many of the last ones."""
 
     request: Name
-    tenant: Name | None = None
+    tenant: Name | None = None  # only decisions of this tenant
     newest: Count = 0
-    model: Name | None = None
+    model: Name | None = None  # with `newest`: only decisions of this model
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One replica's answer: its decisions about the request, one per attempt, oldest first; none if it knows none.
-
-    Of the newest ones the newest first, in parts: `more` says that this is not the last.
-    """
+    """One replica's decisions: about a request one per attempt, oldest first; with `newest` the newest first."""
 
     placement: Name
     decisions: tuple[Decision, ...] = ()
-    more: bool = False
+    more: bool = False  # another part follows
 
 
 @dataclass(frozen=True, slots=True)
 class HotChain:
-    """A prefix in demand: hashes back to back, the roots that its blocks are kept under, and who has them."""
+    """A prefix in demand, with the roots under which its blocks are kept."""
 
-    hashes: Annotated[bytes, MaxLength(1_000_000)]
+    hashes: Annotated[bytes, MaxLength(1_000_000)]  # back to back
     root: bytes
     public_root: bytes = b""  # of the first `public_blocks`
     public_blocks: Count = 0
-    source: Name = ""  # a worker; "": vaults
+    source: Name = ""  # a worker that has the blocks; "": vaults
     heat: float = 0.0  # requests of about the last half hour
 
 
 @dataclass(frozen=True, slots=True)
 class PreloadRequest:
-    """A worker that is about to be ready asks what it should have: at most so many blocks."""
+    """A worker that is about to be ready asks for at most `blocks` blocks to preload."""
 
     worker: Name
     model: Name
     model_revision: Name
     block_size: Count
     blocks: Count
-    leaving: bool = False  # it is about to go, and asks what only it has: for vaults to keep
+    leaving: bool = False  # it drains, and asks for the blocks that only it has, to keep them in vaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,21 +228,20 @@ class PreloadPlan:
 
 @dataclass(frozen=True, slots=True)
 class VictimRequest:
-    """Which worker of a model (default: of any) is the cheapest to lose?"""
+    """Asks which worker of a model (default: of any) is the cheapest to lose."""
 
     model: Name = ""
 
 
 @dataclass(frozen=True, slots=True)
 class VictimCost:
-    """What would be lost with a worker: blocks that nobody else holds, and the seconds to compute again those of them
-    that are in demand."""
+    """The loss if a worker goes."""
 
     worker: Name
-    seconds: Seconds
-    unique_blocks: Count
-    unique_hot_blocks: Count
-    requests: Count  # that it works on now
+    seconds: Seconds  # to compute its unique hot blocks again
+    unique_blocks: Count  # that no other worker holds
+    unique_hot_blocks: Count  # of them, those in demand
+    requests: Count  # waiting and running
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Types and words that messages share, and the bounds in annotations that the codec checks when it reads. Pure."""
+"""Types and enumerations that messages share, and the bounds that the codec checks when it reads. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LogitBias = Annotated[dict[int, float], MaxLength(4096)]  # token id -> added to
 
 
 class State(StrEnum):
-    """A member's state. `dead` is never written by a member itself: it is how readers show one that vanished."""
+    """A member's state. `dead` is never written: readers show a vanished member so."""
 
     STARTING = "starting"
     READY = "ready"
@@ -58,8 +58,7 @@ class Role(StrEnum):
 
 
 class Tier(StrEnum):
-    """Where a worker gets blocks from, fastest first. `peer` is another worker's device or host: nobody says that it
-    holds blocks there."""
+    """Where a worker gets blocks from, fastest first. `peer` is another worker's device or host."""
 
     DEVICE = "device"
     HOST = "host"
@@ -68,12 +67,12 @@ class Tier(StrEnum):
 
     @property
     def number(self) -> int:
-        """Among tiers, the device's being 0."""
+        """0 is the device."""
         return tuple(Tier).index(self)
 
 
 class Encoding(StrEnum):
-    """How a worker writes the frames of one request."""
+    """Encoding of one request's frames."""
 
     FRAMES = "frames"  # compact, possibly many sequences in one message
     MSGPACK = "msgpack"  # one map per message, ids as a list: for producers in any language
@@ -86,12 +85,12 @@ class FinishReason(StrEnum):
 
 
 class Overflow(StrEnum):
-    """What happens to a request that does not fit into the model's context."""
+    """Treatment of a request that exceeds the model's context."""
 
-    ERROR = "error"  # it is refused
+    ERROR = "error"  # refused
     TRUNCATE_LEFT = "truncate_left"  # the oldest prompt tokens are dropped until prompt and `max_tokens` fit
-    TRUNCATE_GENERATION = "truncate_generation"  # `max_tokens` becomes what is left after the prompt
-    SLIDING = "sliding"  # whenever the context is full its older half is dropped and generation goes on
+    TRUNCATE_GENERATION = "truncate_generation"  # `max_tokens` is cut to the rest of the context
+    SLIDING = "sliding"  # whenever the context is full, its older half is dropped
 
 
 class AdminCommand(StrEnum):
@@ -100,4 +99,4 @@ class AdminCommand(StrEnum):
     INSPECT = "inspect"
     BUNDLE = "bundle"
     READ_KV = "read_kv"
-    ERASE = "erase"  # what only this token sequence has, from device, host and vaults
+    ERASE = "erase"  # blocks that only this token sequence has, from device, host and vaults

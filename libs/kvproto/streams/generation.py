@@ -1,7 +1,7 @@
-"""What a caller asks a client for, what one request has tried, and what the client counts. Pure: the time is passed in.
+"""A generation's parameters, the trials of one request, and a client's counters. Pure: time is passed in.
 
-Attempts that a worker took on are counted; refusals cost patience only, and a hand-over costs nothing. When all is used
-up there is one error: the last one, which says what was tried before it.
+Accepted attempts are counted against the limit; refusals only cost patience, and a hand-over costs nothing. The last
+error is raised, and says what was tried before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvproto.messages import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a caller asks for. Either `prompt_ids` or `prompt` (the worker then tokenises it)."""
+    """A caller's request. Either `prompt_ids` or `prompt` (the worker then tokenises it)."""
 
     model: str
     sampling: Sampling
@@ -26,40 +26,40 @@ class Generation:
     session: str | None = None
     priority: int = 0
     deadline_s: float = 600.0
-    patience_s: float = 10.0  # how long to look for a worker when there is none; what has begun looks 30 s at least
+    patience_s: float = 10.0  # how long to look for a worker; a request that has begun looks at least 30 s
     attempts: int = 8
     policy: str | None = None
     worker: str | None = None
-    request: str | None = None  # its id; one that runs, or ran a moment ago, is read along or again
+    request: str | None = None  # its id; one that runs, or ran a moment ago, is read from its first token on
     traceparent: str | None = None
-    exact: bool = False  # nothing that was ever quantised is used, and nothing computed on such
-    max_wait_s: float | None = None  # refuse it, with a time to retry, rather than have it wait longer for a start
+    exact: bool = False  # use no block that was ever quantised, and none computed on one
+    max_wait_s: float | None = None  # refuse the request, with a time to retry, if it would wait longer for a start
 
 
 @dataclass(slots=True)
 class ClientCounters:
-    """What this client has seen, since its start."""
+    """Counts since the client's start."""
 
     requests_total: int = 0
     placed_total: int = 0
     fallback_total: int = 0  # placed by the ring because placement did not answer in time
-    unasked_total: int = 0  # of them, those that did not even wait, as it had not answered for a while
+    unasked_total: int = 0  # of them, those that did not wait, as placement had not answered for a while
     lost_total: int = 0  # attempts that ended because their worker was lost
     resends_total: int = 0
     spilled_total: int = 0  # placed in another region
-    region_refusals_total: int = 0  # regions that could not, or did not answer
+    region_refusals_total: int = 0  # regions that refused, or did not answer
 
 
 def seed_of(request: str) -> int:
-    """The seed of a request that names none: a repeat, from wherever, draws the same tokens."""
+    """The seed of a request without one: every repeat draws the same tokens."""
     return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "little") >> 1
 
 
-BEGUN_PATIENCE_S = 30.0  # what was accepted completes: it may wait for a worker to come back
+BEGUN_PATIENCE_S = 30.0  # an accepted request may wait for a worker to come back
 
 
 class Trials:
-    """Of one request; owned by its driver. `excluded` are workers that it has lost since there was another."""
+    """Of one request; owned by its driver. `excluded`: workers that it has lost since it last ran out of others."""
 
     def __init__(self, generation: Generation, now: float) -> None:
         self.deadline = now + generation.deadline_s
@@ -73,29 +73,27 @@ class Trials:
         self._last: tuple[str, KvfleetError] | None = None
 
     def be_patient(self, now: float) -> None:
-        """It has begun, and a worker is to be looked for from now on."""
+        """The request has begun and looks for a worker from now on."""
         self._patience_s = max(self._patience_s, BEGUN_PATIENCE_S)
         self._until = now + self._patience_s
 
     def moved(self, worker: str, now: float) -> bool:
-        """An attempt was handed over. Whether to wait before the next: that worker had just moved it already."""
+        """An attempt was handed over. Whether to wait before the next, as that worker has just moved it already."""
         again = self.excluded == [worker]
         self.excluded[:] = [worker]
         self.be_patient(now)
         return again
 
     def failed(self, worker: str, error: KvfleetError, now: float, *, accepted: bool) -> bool:
-        """An attempt ended early; the error is raised if it is not retryable or nothing is left to try.
-
-        Whether to wait before the next: everybody was asked, and somebody may come back.
-        """
+        """An attempt ended early. Raises its error if that is not retryable or no trial is left. Whether to wait before
+        the next attempt, as all workers were tried."""
         self._ended += 1
         self._last = worker, error
         if accepted:
             self._accepted += 1
             self.be_patient(now)
         if not error.retryable or self._accepted >= self._limit or not self.may_wait(now):
-            raise error  # its reader gets what `told` makes of it
+            raise error
         if worker in self.excluded:
             self.excluded[:] = [worker]
             return True
@@ -103,11 +101,11 @@ class Trials:
         return False
 
     def may_wait(self, now: float, wait_s: float = 0.0) -> bool:
-        """Whether there is time to look for a worker that much later."""
+        """Whether there is time to look for a worker in `wait_s` seconds."""
         return now + wait_s <= min(self._until, self.deadline)
 
     def told(self, error: KvfleetError, now: float) -> KvfleetError:
-        """The error as its reader gets it: one that ends a row of attempts says what was tried."""
+        """The error for the reader: one that ends several attempts says what was tried."""
         if self._last is None or not (error.retryable or isinstance(error, DeadlineExceeded)):
             return error
         worker, last = self._last

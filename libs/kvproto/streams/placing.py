@@ -1,4 +1,4 @@
-"""Loop: where an attempt goes: as placement decides, or by the plain ring where it does not answer (fail open).
+"""Loop: places an attempt by placement's decision, or by the plain ring where it does not answer (fail open).
 
 Placement answers with a decision (a map), or with its refusal (a `Failed` frame). It may name another region:
 
@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvproto import codec
 from kvproto.connection import Connection
@@ -44,17 +45,17 @@ from kvproto.trace_context import headers_of
 log = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 0.05
-POLICY_TIMEOUT_S = 1.0  # where nobody else can decide as the request wants it
+POLICY_TIMEOUT_S = 1.0  # for a policy that only placement can follow
 REGION_TIMEOUT_S = 1.0
-SOURCE_TIMEOUT_S = 0.25  # it is only worth a fraction of what it saves
+SOURCE_TIMEOUT_S = 0.25
 DIRECT, RING = "direct", "ring"  # policies that a client can follow by itself
 RETRY_WAIT_S = 0.2
-MOST_REGIONS = 8  # that are asked one after the other
+MOST_REGIONS = 8  # asked one after the other
 
 
 @dataclass(eq=False)
 class Placer:
-    """What all requests of a client share to be placed. Holds no state of a request."""
+    """Shared by all requests of a client. Holds no state of a request."""
 
     connection: Connection
     subjects: Subjects
@@ -63,11 +64,8 @@ class Placer:
     breaker: PlacementBreaker = field(default_factory=PlacementBreaker)
 
     async def place(self, stream: Stream, generation: Generation, trials: Trials) -> Placement:
-        """Ask placement; without an answer in 50 ms, the plain ring over this client's own view.
-
-        A fresh request with nobody to serve it fails at once; one that has begun, or that started in an outage, waits
-        for somebody to come (back).
-        """
+        """Ask placement; without an answer in 50 ms, use the plain ring over this client's own view. Without a worker a
+        fresh request fails at once; one that has begun, or that started in an outage, waits."""
         while True:
             if stream.closed:
                 raise Cancelled("cancelled by the client")
@@ -80,7 +78,7 @@ class Placer:
                 stream.trail.unplaced(error)
                 begun = bool(trials.excluded or stream.assembly.tokens)
                 if isinstance(error, ModelNotFound) and not begun:
-                    raise  # what has begun had a worker: a placement that has just started does not know of it yet
+                    raise  # else it had a worker, which a placement that has just started does not know yet
                 waits = begun or not self.connection.is_connected or self.in_grace()
                 now = asyncio.get_running_loop().time()
                 retryable = error.retryable or isinstance(error, ModelNotFound)
@@ -89,8 +87,8 @@ class Placer:
                 await retry_wait()
 
     async def miss(self, model: str) -> None:
-        """Tell placement that a model is asked for of which no worker is known here: that is how it comes to have one.
-        Raises NoWorkers if it is one of this fleet's; else, and when nobody answers, nothing happens."""
+        """Tell placement of a request for a model without a known worker, so that autoscaling starts one. Raises
+        NoWorkers if it is one of this fleet's; does nothing without an answer."""
         question = PlaceRequest(request=new_request_id(), model=model, prompt="")
         try:
             subject = self.subjects.place(DEFAULT_TENANT, model)
@@ -101,15 +99,15 @@ class Placer:
             raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
 
     def in_grace(self) -> bool:
-        """Just after an outage a worker may still be on its way back: nobody listening proves nothing yet."""
+        """Just after an outage, when no-responders notices prove nothing yet."""
         return not self.connection.is_settled(RECONNECT_GRACE_S)
 
     async def _ask(self, stream: Stream, generation: Generation, trials: Trials, traceparent: str | None) -> Placement:
-        begun = bool(stream.attempts or stream.assembly.tokens)  # what was accepted completes
+        begun = bool(stream.attempts or stream.assembly.tokens)
         worker = generation.worker
         policy = generation.policy or (DIRECT if worker is not None else None)
         if policy == DIRECT and (stream.assembly.tokens or stream.assembly.started is not None):
-            policy, worker = None, None  # the worker that was named had it, and lost it
+            policy, worker = None, None  # the named worker has lost it
         question = PlaceRequest(
             request=stream.request,
             model=generation.model,
@@ -124,8 +122,7 @@ class Placer:
             priority=generation.priority,
             max_wait_s=None if begun else generation.max_wait_s,
         )
-        # A stream that has begun goes on by the ring, whatever policy it asked for; one that has not can still be
-        # refused, rather than be placed as it did not ask for.
+        # A stream that has begun may go on by the ring, whatever its policy; a fresh one is refused instead.
         insists = question.policy not in (None, RING, DIRECT) and not begun
         tenant = generation.tenant
         answer = await self._ask_own(question, tenant, traceparent, insists=insists)
@@ -144,14 +141,12 @@ class Placer:
     async def _exchange(
         self, subject: str, question: PlaceRequest, timeout_s: float, traceparent: str | None = None
     ) -> bytes:
-        """The question says until when its asker waits. Raises TimeoutError, WorkerLost, Unavailable."""
+        """Raises TimeoutError, WorkerLost, Unavailable."""
         deadline_ms = round(timeout_s * 1000)
         expires = int(time.time() * 1000) + deadline_ms
         data = codec.encode(replace(question, deadline_ms=deadline_ms, expires_unix_ms=expires))
         headers = headers_of(traceparent, self.connection.max_payload - len(data))
         return (await self.connection.request(subject, data, timeout_s, headers)).data
-
-    # ------------------------------------------------------------------ the own region
 
     async def _ask_own(
         self, question: PlaceRequest, tenant: str, traceparent: str | None, *, insists: bool
@@ -168,7 +163,7 @@ class Placer:
             self.breaker.answered()
             answer = read_answer(data)
             if isinstance(answer, Failed) and isinstance(refused := refusal(answer), CodecError):
-                raise refused  # it cannot read what this version asks
+                raise refused  # it cannot read this version's question
         except (TimeoutError, WorkerLost, Unavailable, CodecError) as error:
             if isinstance(error, TimeoutError):  # other errors cost no time
                 self.breaker.unanswered(now())
@@ -182,7 +177,7 @@ class Placer:
         return answer
 
     def _fall_back(self, question: PlaceRequest, tenant: str, why: str) -> Placement:
-        """By the plain ring, or to the worker that was named."""
+        """By the plain ring, or to the named worker."""
         self.counters.fallback_total += 1
         about = {"request": question.request}
         log.info("request %s: placement %s; placed by the ring", question.request, why, extra=about)
@@ -197,14 +192,14 @@ class Placer:
         )
         if worker is None:
             known = {view.record.model for view in self.members.view.workers.values()}
-            begun = question.attempt or self.subjects.region  # somebody, or somebody elsewhere, may have had it
+            begun = question.attempt or self.subjects.region  # another worker, or another region, may serve it
             if question.model not in known and not begun:
                 raise ModelNotFound(f"no worker serves {question.model!r}", field="model")
             raise NoWorkers(f"no worker of {question.model!r} is ready", retry_after_s=2.0)
         return Placement(question.request, worker, question.attempt, policy=RING, why="placement did not answer")
 
     def _direct_placement(self, question: PlaceRequest) -> Placement:
-        """The named worker or an error, as placement would say it."""
+        """The named worker, or placement's error."""
         worker = question.worker
         if not worker:
             raise InvalidRequest("the policy direct needs a worker", field="worker")
@@ -222,7 +217,7 @@ class Placer:
     async def _follow(
         self, question: PlaceRequest, referral: Placement, tenant: str, traceparent: str | None
     ) -> Placement | None:
-        """A worker of the region that the own placement names, called as from here; None if that one cannot."""
+        """A worker of the region that the own placement names; None if that region cannot take it."""
         region = referral.region
         known_there = tuple(own for there, own in map(split, question.excluded) if there == region)
         there = replace(question, excluded=known_there, excluded_regions=())
@@ -238,7 +233,7 @@ class Placer:
     async def _find_source(
         self, question: PlaceRequest, placement: Placement, tenant: str, traceparent: str | None
     ) -> Placement:
-        """The same placement, with a source in the other region that may have more of the prompt, if it has."""
+        """The same placement, with a source in the other region if that has more of the prompt."""
         there = replace(question, excluded=(), excluded_regions=(), policy=None, worker=None, seeks_source=True)
         answer = await self._ask_region(placement.elsewhere, tenant, there, SOURCE_TIMEOUT_S, traceparent)
         return placement if answer is None else _with_better_source(placement, answer)
@@ -263,22 +258,21 @@ def _with_better_source(placement: Placement, other: Placement) -> Placement:
     has = max(sum(placement.expected_hit.values()), placement.source_tokens)
     if not other.source or other.source_tokens <= has:
         return placement
-    return replace(
-        placement,
-        source=other.source,
-        source_tokens=other.source_tokens,
-        source_addresses=other.source_addresses,
-        source_seal=other.source_seal,
-    )
+    return replace(placement, **source_of(other))
+
+
+def source_of(placement: Placement) -> dict[str, Any]:
+    """The fields that name a source, which a GenerateRequest has too."""
+    return {name: getattr(placement, name) for name in ("source", "source_tokens", "source_addresses", "source_seal")}
 
 
 async def retry_wait() -> None:
-    """Before somebody is asked again; requests that were lost together do not come back together."""
+    """Spread, so that requests that were lost together do not retry together."""
     await asyncio.sleep(RETRY_WAIT_S * (0.75 + random.random() / 2))
 
 
 def read_answer(data: bytes) -> Placement | Failed:
-    """What placement answered on `kvf.place`. Raises CodecError."""
+    """Placement's answer on `kvf.place`. Raises CodecError."""
     if len(data) > 1 and not codec.is_map_marker(data[1]):
         for frame in codec.decode_frames(data):
             if isinstance(frame, Failed):
@@ -288,5 +282,4 @@ def read_answer(data: bytes) -> Placement | Failed:
 
 
 def refusal(failed: Failed) -> KvfleetError:
-    """The error that a `Failed` frame says."""
     return from_code(failed.code, failed.message, field=failed.field, retry_after_s=failed.retry_after_s)

@@ -4,8 +4,7 @@
       ▲          │ no responders          │ worker lost, silent, Moved, retryable Failed
       └──────────┴────────────────────────┘  next attempt, continuing after the tokens already here
 
-A worker that moves a request keeps its blocks until the next attempt has begun: this is what tells it so.
-`RequestDriver.run` is a stream's one task. It sleeps until a signal other than tokens arrives.
+A worker that moves a request keeps its blocks until the driver tells it that the next attempt has begun.
 """
 
 from __future__ import annotations
@@ -29,19 +28,10 @@ from kvproto.errors import (
     WorkerLost,
 )
 from kvproto.members import Members
-from kvproto.messages import (
-    CancelRequest,
-    Encoding,
-    Failed,
-    GenerateRequest,
-    Moved,
-    PauseRequest,
-    Placement,
-    ResendRequest,
-)
+from kvproto.messages import CancelRequest, Failed, GenerateRequest, Moved, PauseRequest, Placement, ResendRequest
 from kvproto.regions import split
 from kvproto.streams.generation import ClientCounters, Generation, Trials
-from kvproto.streams.placing import Placer, refusal, retry_wait
+from kvproto.streams.placing import Placer, refusal, retry_wait, source_of
 from kvproto.streams.stream import Inbox, Mover, Signal, Stream
 from kvproto.subjects import Subjects
 from kvproto.trace_context import headers_of
@@ -49,13 +39,13 @@ from kvproto.trace_context import headers_of
 log = logging.getLogger(__name__)
 
 ACK_TIMEOUT_S = 2.0
-MOVED_WAIT_S = 0.3  # for the last tokens of an attempt that has moved; they are generated again otherwise
-RELEASE_POLL_S = 0.25  # the first tokens of a successor wake nobody
+MOVED_WAIT_S = 0.3  # for the last tokens of an attempt that has moved, else they are generated again
+RELEASE_POLL_S = 0.25  # tokens of a successor do not wake the driver
 
 
 @dataclass(eq=False)
 class RequestDriver:
-    """What all requests of a client share: where to publish, whom to ask, what is counted."""
+    """Shared by all requests of a client. `run` is a stream's one task, and sleeps until a signal arrives."""
 
     connection: Connection
     subjects: Subjects
@@ -71,7 +61,6 @@ class RequestDriver:
         return asyncio.get_running_loop().time()
 
     async def run(self, stream: Stream, generation: Generation) -> None:
-        """One request from placement to its terminal frame, over as many attempts as it takes."""
         trials = Trials(generation, self.now())
         if stream.assembly.tokens:
             trials.be_patient(self.now())
@@ -91,7 +80,7 @@ class RequestDriver:
             await self._release_mover(stream)
 
     async def _try(self, stream: Stream, generation: Generation, trials: Trials) -> None:
-        """Attempt after attempt, until the stream is closed. Raises what ended the last one."""
+        """Attempt after attempt, until the stream is closed. Raises the last one's error."""
         about = {"request": stream.request}
         while not stream.closed:
             placement = stream.placement = await self.placer.place(stream, generation, trials)
@@ -107,14 +96,8 @@ class RequestDriver:
                     await self._cancel(worker, stream, stream.assembly.attempt, received)
                 if isinstance(error, WorkerLost) and not stream.closed:
                     self.counters.lost_total += 1
-                log.info(
-                    "request %s: attempt %d at %s ended: %s",
-                    stream.request,
-                    stream.attempts,
-                    worker,
-                    error,
-                    extra=about,
-                )
+                ended = (stream.request, stream.attempts, worker, error)
+                log.info("request %s: attempt %d at %s ended: %s", *ended, extra=about)
                 wait = trials.failed(worker, error, self.now(), accepted=stream.accepted)
             else:
                 stream.trail.attempt_ended(None, moved=moved)
@@ -128,12 +111,8 @@ class RequestDriver:
                 await retry_wait()
 
     async def _attempt(self, stream: Stream, generation: Generation, placement: Placement, deadline: float) -> bool:
-        """One worker, until its terminal frame; whether it moved. Raises what ended it otherwise; `retryable` says
-        whether to go on.
-
-        Placement knows attempts of others at this request: an attempt that runs is read along with them, a new one has
-        a number of its own.
-        """
+        """One attempt until its terminal frame; whether it moved. Raises what ended it otherwise. Placement numbers it,
+        as it knows other clients' attempts at this request."""
         attempt = max(stream.attempts, placement.attempt)
         stream.attempts = attempt + 1
         stream.begin(placement.worker, attempt)
@@ -162,7 +141,6 @@ class RequestDriver:
             prompt=generation.prompt,
             output_ids=tuple(assembly.ids) if alone else (),
             text_sent=assembly.choices[0].chars if alone else 0,
-            encoding=Encoding.FRAMES,
             session=generation.session,
             priority=generation.priority,
             deadline_ms=int(remaining * 1000),
@@ -176,13 +154,7 @@ class RequestDriver:
             held = (assembly.started.prompt_tokens if assembly.started else 0) + len(assembly.ids)
             body = replace(body, source=held_at, source_tokens=held, handed_over=True)
         elif placement.source:
-            body = replace(
-                body,
-                source=placement.source,
-                source_tokens=placement.source_tokens,
-                source_addresses=placement.source_addresses,
-                source_seal=placement.source_seal,
-            )
+            body = replace(body, **source_of(placement))
         view = self.members.view.workers.get(placement.worker) if stream.trusts_versions else None
         data = codec.encode(body, codec.common_version(view.record.versions) if view else None)
         if len(data) > self.connection.max_payload:
@@ -195,7 +167,7 @@ class RequestDriver:
         await self.connection.publish(subject, data, reply=reply, headers=headers)
 
     async def _listen(self, stream: Stream, worker: str, deadline: float) -> None:
-        """Until the attempt's terminal frame is here. Raises what makes it not worth waiting for."""
+        """Until the attempt's terminal frame is here. Raises what ends the wait early."""
         assembly = stream.assembly
         published_at, tokens_before = self.now(), assembly.tokens
         settle_at = float("inf")
@@ -215,11 +187,8 @@ class RequestDriver:
             if assembly.is_moving and (gone or self.now() >= settle_at):
                 assembly.settle()
             elif signal is None and not stream.accepted:
-                if (
-                    self.connection.is_connected
-                    and not self.connection.is_silent
-                    and min(self.now() - published_at, self.connection.connected_for_s) > ACK_TIMEOUT_S
-                ):
+                waited_s = min(self.now() - published_at, self.connection.connected_for_s)  # 0 while disconnected
+                if waited_s > ACK_TIMEOUT_S and not self.connection.is_silent:
                     raise WorkerLost(f"worker {worker} did not accept within {ACK_TIMEOUT_S} s")
             elif signal is Signal.NO_RESPONDERS:
                 if not stream.accepted or not self.placer.in_grace():
@@ -231,7 +200,7 @@ class RequestDriver:
                 await self._ask_again(stream, worker)
             elif signal is Signal.SILENT or signal is Signal.GAP:
                 await self._ask_again(stream, worker)
-                if stream.was_paused:  # the message that let it go on may be what was lost
+                if stream.was_paused:  # the message that ended the pause may be lost
                     await self._pause(stream, worker, paused=False)
             elif signal is Signal.FULL or signal is Signal.DRAINED:
                 await self._pause(stream, worker, paused=signal is Signal.FULL)
@@ -239,14 +208,12 @@ class RequestDriver:
                 await self._release_mover(stream)
 
     def _holder(self, mover: str, successor: str) -> str:
-        """A worker that handed over, as its successor calls it: of one region both. "" if that one cannot ask it. Of
-        another region's nobody here knows whether it lives: its successor finds out."""
+        """The mover's name for its successor; "" if that cannot reach it: in another region, or dead. In another region
+        of both the successor finds out whether it lives."""
         region, own = split(mover)
         if mover == successor or region != split(successor)[0]:
             return ""
         return own if region or self.members.view.is_alive(own) else ""
-
-    # ------------------------------------------------------------------ what a worker is told
 
     async def _ask_again(self, stream: Stream, worker: str) -> None:
         self.counters.resends_total += 1
@@ -260,7 +227,7 @@ class RequestDriver:
         )
 
     async def _follow(self, stream: Stream, worker: str) -> None:
-        """An attempt has moved: who moved it has its blocks, unless that one never began what it was to go on with."""
+        """An attempt has moved: its worker has the blocks, unless it never began the attempt."""
         if stream.mover is not None and not _has_begun(stream):
             await self._cancel(worker, stream, stream.assembly.attempt)
             return
@@ -268,7 +235,7 @@ class RequestDriver:
         stream.mover = Mover(worker, stream.assembly.attempt)
 
     async def _release_mover(self, stream: Stream) -> None:
-        """The successor has begun, or there will be none: the worker that moved the request may let go of it."""
+        """The successor has begun, or there will be none: the mover may free the blocks."""
         mover, stream.mover = stream.mover, None
         if mover is not None:
             await self._cancel(mover.worker, stream, mover.attempt)
@@ -288,7 +255,7 @@ class RequestDriver:
 
 
 def _ended_by(failed: Failed, *, attached: bool) -> KvfleetError:
-    """What a failure means to this reader. Another one's cancel, or another one's deadline, is not its own."""
+    """The failure as this reader's error: another reader's cancel or deadline is not its own."""
     error = refusal(failed)
     anothers = isinstance(error, Cancelled) or (attached and isinstance(error, DeadlineExceeded))
     if (failed.retryable or anothers) and not error.retryable:
@@ -297,6 +264,6 @@ def _ended_by(failed: Failed, *, attached: bool) -> KvfleetError:
 
 
 def _has_begun(stream: Stream) -> bool:
-    """Whether the present attempt has been scheduled, as far as is known here."""
+    """Whether the present attempt is known to have been scheduled."""
     started = stream.assembly.started
     return started is not None and started.attempt == stream.assembly.attempt

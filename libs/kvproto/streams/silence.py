@@ -1,21 +1,18 @@
-"""When a stream that says nothing is in trouble, when its worker is lost, and whether to ask a placement that has not
-answered lately. Pure: times and what was heard come in.
+"""Judges a silent stream, and whether to ask a placement that has not answered lately. Pure: time is passed in.
 
     tokens ──nothing for a few steps──▶ ask ──answered: it works on──▶ ask again, ever more rarely
                                          │
                                          └─nothing for 1 s, heartbeats late too──▶ gone
                                            (heartbeats come: 10 s)                  deaf
 
-Steps are the worker's own, as its heartbeats measure them, so a slow worker is not a silent one; one that queues or
-prefills answers. One that answers that it has been in one step for far longer than steps take hangs. What this process
-could not hear, because it stood still itself or NATS was away, is held against nobody.
+Heartbeats say how long a worker's steps take. One that answers that its present step takes far longer hangs. Times
+during which this process stood still, or NATS was away, do not count.
 
     closed ──5 questions in a row unanswered──▶ open ──a quarter of a second──▶ one asks ──unanswered──▶ open
        ▲                                          │                                 │
        └──────────────────────────────────an answer in time─────────────────────────┘
 
-While a `PlacementBreaker` is open, requests go by the ring at once, instead of each waiting for 50 ms first; and a
-placement that is behind with its work is asked nothing that would come late too.
+While a `PlacementBreaker` is open, requests go by the ring without a wait of 50 ms.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ LEAST_S = 0.3
 STEPS = 6
 RARELY_S = 5.0  # between questions to a worker that goes on answering
 ANSWER_S = 1.0
-SERVER_S = 0.6  # after a question NATS must have been heard, for no answer to mean anything
+SERVER_S = 0.6  # after a question NATS must have been heard, else a missing answer proves nothing
 BEAT_LATE_S = 1.2  # of a heartbeat every 0.5 s
 DEAF_S = 10.0
 HUNG_S, HUNG_STEPS = 3.0, 20
 UNMEASURED_S = 30.0  # the first step of all may take long
 SILENT_ENOUGH = 5  # questions to placement
 ASK_AGAIN_S = 0.25
-LATE_S = 0.25  # a timer that is so late says that this process stood still
+LATE_S = 0.25  # a timer that is so late proves that this process stood still
 
 
 class Verdict(Enum):
@@ -47,14 +44,14 @@ class Verdict(Enum):
 
 
 class Ear:
-    """Since when this process hears what is said. One per client; `tick` several times a second."""
+    """The time since which this process hears messages. One per client; `tick` several times a second."""
 
     def __init__(self, now: float) -> None:
         self.since = self._ticked_at = now
-        self.sure_from = now  # everybody else hears again, too
+        self.sure_from = now  # from then on all other processes hear again, too
 
     def tick(self, now: float, *, listens: bool = True) -> bool:
-        """`listens`: NATS is there. Returns the same."""
+        """`listens`: NATS is connected. Returns the same."""
         if not listens:
             self.since, self.sure_from = now, now + RECONNECT_GRACE_S
         elif now - self._ticked_at > LATE_S:
@@ -76,10 +73,9 @@ def judge(
     beat_at: float,
     server_at: float,
 ) -> Verdict:
-    """One attempt, by what was heard of it last: a frame or an answer at `heard_at`. It was asked at `asked_at` and not
-    answered since, if that is later, the last time at `probed_at`; `answers` came since its last token, the last of
-    which said `step_age_s`. Of its worker: steps take `step_s` (0: not measured), the last heartbeat came at `beat_at`;
-    NATS itself was last heard at `server_at`.
+    """Times of an attempt: the last frame or answer (`heard_at`), the first question since then (`asked_at`, if later),
+    the last question (`probed_at`), the worker's last heartbeat (`beat_at`), NATS's last message (`server_at`).
+    `answers` came since the last token, the last one with `step_age_s`; steps take `step_s` (0: not measured).
     """
     if step_age_s > (max(HUNG_S, HUNG_STEPS * step_s) if step_s else UNMEASURED_S):
         return Verdict.HUNG
@@ -111,7 +107,7 @@ class PlacementBreaker:
         return self._ask_at is not None
 
     def may_ask(self, now: float) -> bool:
-        """A request that is let through while it is open is the only one for a while, whatever becomes of it."""
+        """While open, one request per ASK_AGAIN_S may ask."""
         if self._ask_at is not None:
             if now < self._ask_at:
                 return False

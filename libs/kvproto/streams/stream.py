@@ -1,7 +1,7 @@
-"""Loop: one request's stream as its reader sees it, the signals its driver acts on, and the one inbox of all streams.
+"""Loop: one request's stream, the signals to its driver, and the one inbox of all streams.
 
-Owned by the client's event loop. The inbox feeds a stream, the reader takes everything that is there with one await (so
-a busy ingress writes many tokens per send), the driver sleeps until something other than tokens happens.
+Owned by the client's event loop. The inbox feeds a stream, and the reader takes all events with one await, so that a
+busy ingress writes many tokens per send.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Event = Started | Tokens | ChoiceFinished | Finished
 
 
 class Signal(Enum):
-    """What wakes a stream's driver."""
+    """Wakes a stream's driver."""
 
     ACCEPTED = "accepted"
     STARTED = "started"
@@ -57,7 +57,7 @@ class Signal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """A worker that has let go of an attempt and keeps its blocks until the next one has begun."""
+    """A worker that has moved an attempt and keeps its blocks until the next one has begun."""
 
     worker: str
     attempt: int
@@ -67,13 +67,13 @@ class Stream:
     """Events of one request, each exactly once and in order: `Started`, `Tokens`..., `Finished`; or an error raised.
 
     Use as `async with client.generate(...) as stream: async for event in stream: ...`. Leaving the block early cancels
-    the request at the worker. Where several choices are asked for, `Tokens` say of which they are, in order for each,
-    and `ChoiceFinished` follows the last ones of each; the buffer is that of all choices together.
+    the request at the worker. Each of several choices is in order by itself, and ends with `ChoiceFinished`; they share
+    one buffer.
     """
 
     def __init__(self, request: str, buffer_tokens: int, clock: Callable[[], float], choices: int = 1) -> None:
         self.request = request
-        self.tenant: str | None = None  # where its words to a worker have to name one
+        self.tenant: str | None = None  # in subjects of messages to a worker; None for roles of the fleet
         self.assembly = StreamAssembly(choices)
         self.placement: Placement | None = None
         self.trail = Trail()
@@ -87,14 +87,14 @@ class Stream:
         self.asked_at = self.last_frame_at  # the first question since a frame came
         self.answers = 0  # since the last token
         self.lost_why = ""
-        self._step_age_s = 0.0  # as the last answer said, and what was here then
-        self._answered_tokens = -1
+        self._step_age_s = 0.0  # in the last answer
+        self._answered_tokens = -1  # tokens that were here then
         self.gap_since: float | None = None
         self.paused_since: float | None = None
-        self.received: tuple[int, ...] = ()  # as its reader said when it left
+        self.received: tuple[int, ...] = ()  # tokens that its reader had when it left
         self.was_paused = False  # in this attempt
-        self.trusts_versions = True  # until a worker cannot read what its record says that it can
-        self.trusts_clocks = True  # until a worker says that the deadline has passed, and it has not
+        self.trusts_versions = True  # until a worker cannot read a version of its record
+        self.trusts_clocks = True  # until a worker wrongly says that the deadline has passed
         self._clock = clock
         self._limit = buffer_tokens
         self._ready: deque[Event] = deque()
@@ -106,10 +106,8 @@ class Stream:
         self._done = False
         self.driver: asyncio.Task[None] | None = None
 
-    # ------------------------------------------------------------------ reader
-
     async def read(self) -> list[Event]:
-        """All events that are there, at least one; an empty list after the last. Raises the request's KvfleetError."""
+        """All present events, at least one; an empty list after the last. Raises the request's KvfleetError."""
         while not self._ready:
             if self._error is not None:
                 raise self._error
@@ -139,8 +137,8 @@ class Stream:
         await self.cancel()
 
     async def cancel(self, received: Sequence[int] | None = None) -> None:
-        """Stop the request wherever it is. Does nothing once it has ended. `received`: how many tokens of each choice
-        its reader has, all that came unless it says so; what was computed past them is of no use to it."""
+        """Stop the request, if it has not ended. `received`: how many tokens of each choice its reader has (default:
+        all that came); tokens past them are dropped."""
         if not self.closed:
             self.received = tuple(received or ())
             self.fail(Cancelled("cancelled by the client"))
@@ -154,19 +152,19 @@ class Stream:
 
     @property
     def error(self) -> KvfleetError | None:
-        """What ended it, if that was an error."""
+        """The error that ended the stream."""
         return self._error
 
     @property
     def ids(self) -> list[int]:
-        """Generated token ids so far, of the first choice."""
+        """Generated token ids of the first choice so far."""
         return self.assembly.ids
 
     def ids_of(self, choice: int) -> list[int]:
         """Generated token ids of one choice so far."""
         return self.assembly.choices[choice].ids
 
-    # ------------------------------------------------------------------ what the inbox calls
+    # ------------------------------------------------------------------ inbox
 
     def on_frame(self, frame: Frame) -> None:
         if frame.attempt != self.assembly.attempt or self.closed:
@@ -174,7 +172,7 @@ class Stream:
             return
         self.last_frame_at = self._clock()
         if type(frame) is Tokens:
-            self.accepted = True  # the acknowledgement may be lost, any frame proves as much
+            self.accepted = True  # the acknowledgement may be lost
             self._deliver(self.assembly.accept(frame))
         elif isinstance(frame, Accepted):
             if self.worker is not None and frame.worker == split(self.worker)[1]:
@@ -188,7 +186,7 @@ class Stream:
             self.answers = self.answers + 1 if tokens == self._answered_tokens else 1
             self._answered_tokens, self._step_age_s = tokens, frame.step_age_s
         else:
-            if not isinstance(frame, Failed):  # that may be a refusal
+            if not isinstance(frame, Failed):  # which may be a refusal
                 self.accepted = True
             self._deliver(self.assembly.accept(frame))
             if isinstance(frame, Started):
@@ -198,7 +196,7 @@ class Stream:
 
     @property
     def step_age_s(self) -> float:
-        """How long its worker has been in one step, if it said so and no token came since."""
+        """How long its worker has been in one step; 0 if a token came since its answer."""
         return self._step_age_s if self._answered_tokens == self.assembly.tokens else 0.0
 
     def on_no_responders(self, attempt: int) -> None:
@@ -222,7 +220,7 @@ class Stream:
         if assembly.is_waiting:
             if assembly.missing() is not None and self.gap_since is None:
                 self.gap_since = self.last_frame_at
-        elif self.gap_since is not None:
+        else:
             self.gap_since = None
         if self._buffered > self._limit and self.paused_since is None and not self._done:
             self.paused_since = self.last_frame_at
@@ -231,9 +229,8 @@ class Stream:
         self._wake_reader()
 
     def _wake_reader(self) -> None:
-        reader = self._reader
-        if reader is not None and not reader.done() and (self._ready or self.closed):
-            reader.set_result(None)
+        if self._reader is not None and (self._ready or self.closed):
+            _wake(self._reader)
 
     # ------------------------------------------------------------------ driver
 
@@ -243,27 +240,26 @@ class Stream:
             _wake(self._driver_waiter)
 
     def asks(self) -> None:
-        """Its worker is being asked whether it is there, and for what is missing."""
+        """The driver asks the worker."""
         self.last_probe_at = self._clock()
         if self.asked_at <= self.last_frame_at:
             self.asked_at = self.last_probe_at
 
-    async def next_signal(self, timeout_s: float | None = None) -> Signal | None:
-        """The next signal, or None when none comes within the timeout."""
+    async def next_signal(self, timeout_s: float) -> Signal | None:
+        """None after the timeout."""
         if not self._signals:
             loop = asyncio.get_running_loop()
             waiter = self._driver_waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, _wake, waiter) if timeout_s is not None else None
+            timer = loop.call_later(timeout_s, _wake, waiter)
             try:
                 await waiter
             finally:
                 self._driver_waiter = None
-                if timer is not None:
-                    timer.cancel()
+                timer.cancel()
         return self._signals.popleft() if self._signals else None
 
     def begin(self, worker: str, attempt: int) -> None:
-        """A new attempt: what was signalled about the old one means nothing now (a cancel does)."""
+        """A new attempt drops all signals of the old one but a cancel."""
         self.worker, self.worker_epoch, self.accepted = worker, None, False
         self.gap_since = self.paused_since = None
         self.was_paused = False
@@ -276,7 +272,7 @@ class Stream:
             self._signals.append(Signal.CANCELLED)
 
     def fail(self, error: KvfleetError) -> None:
-        """End the stream with an error, after what is already buffered."""
+        """End the stream with an error, after its buffered events."""
         if not self.closed:
             self._error = error
             self._wake_reader()
@@ -288,12 +284,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class Inbox:
-    """The one wildcard inbox of a client process. Frames for nobody are counted and dropped.
-
-    A subscription for all requests costs a seventh of one each, has no race between subscribe and request, and is one
-    line to replay on a reconnect. Frames arrive on `<prefix>.r.<request>.<attempt>`, or many sequences at once on
-    `<prefix>.b`.
-    """
+    """The one wildcard inbox of a client process: a subscription per request would cost seven times as much."""
 
     def __init__(self, connection: Connection) -> None:
         self.receivers: dict[str, Stream] = {}  # by request; what they do with a frame must not block
@@ -312,7 +303,7 @@ class Inbox:
             await subscription.unsubscribe()
 
     def of(self, request: str, attempt: int) -> str:
-        """Reply subject of one attempt: a no-responders notice carries nothing else to tell it by."""
+        """Reply subject of one attempt: nothing else in a no-responders notice names it."""
         return request_inbox(self._connection.inbox_prefix, request, attempt)
 
     async def _receive(self, message: Message) -> None:

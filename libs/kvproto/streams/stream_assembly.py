@@ -1,14 +1,13 @@
 """Puts one request's frames in order, across attempts. Pure.
 
-Every token is delivered once: frames of another attempt are dropped (fenced), repeats are cut off, and frames after a
-gap wait until the missing ones have been sent again. `Started` comes first, whatever NATS lost; `Finished` is held back
-until all tokens it counts are here, `Moved` too, until somebody settles that they will not come. Each choice is in
-order by itself:
+Delivers each token once: drops frames of other attempts (fenced), cuts off repeats, and holds back frames after a gap.
+`Started` comes first; `Finished` waits until all tokens it counts are here, and so does `Moved`, until `settle`. Each
+choice is in order by itself:
 
     choice 0   0 1 2 3 4 5 6         next_index = 4
     have       x x x x . w w         w waits; missing() = (4, 2)
     choice 1   0 1                   next_index = 2
-    have       x x E                 E: it has ended, which is known for good; a later attempt leaves it alone
+    have       x x E                 E: it has ended, also for later attempts
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from dataclasses import dataclass, field, replace
 
 from kvproto.messages import ChoiceFinished, Continuation, Failed, Finished, Frame, Moved, Started, Tokens
 
-MAX_WAITING = 4096  # frames kept behind a gap; more are dropped and asked for again
+MAX_WAITING = 4096  # frames after a gap; more are dropped and asked for again
 
 
 @dataclass(slots=True)
 class ChoiceText:
-    """What is here of one choice: what a next attempt needs to go on. `ended` only where there are several."""
+    """The delivered part of one choice."""
 
     ids: list[int] = field(default_factory=list)
     chars: int = 0
-    ended: ChoiceFinished | None = None
+    ended: ChoiceFinished | None = None  # only where there are several choices
 
 
 class StreamAssembly:
@@ -52,7 +51,7 @@ class StreamAssembly:
 
     @property
     def next_indices(self) -> tuple[int, ...]:
-        """The next index of each choice."""
+        """By choice."""
         return tuple(len(choice.ids) for choice in self.choices)
 
     @property
@@ -62,11 +61,11 @@ class StreamAssembly:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something has arrived that cannot be delivered yet."""
+        """Whether a frame cannot be delivered yet."""
         return bool(self._waiting or self._ends or self._held is not None)
 
     def continuations(self) -> tuple[Continuation, ...]:
-        """Where a next attempt's choices go on; none of one choice, or where nothing is here."""
+        """Of the next attempt's choices; () for one choice, or where nothing was delivered."""
         if len(self.choices) == 1 or not any(choice.ids or choice.ended for choice in self.choices):
             return ()
         return tuple(
@@ -75,13 +74,13 @@ class StreamAssembly:
         )
 
     def resume(self, before: Sequence[Continuation]) -> None:
-        """Go on after what a caller has already."""
+        """Go on after the caller's tokens."""
         for at, one in enumerate(before):
             ended = ChoiceFinished("", 0, at, one.finished, len(one.output_ids)) if one.finished else None
             self.choices[at] = ChoiceText(list(one.output_ids), one.text_sent, ended)
 
     def begin(self, attempt: int) -> None:
-        """A new attempt: whatever an older one still sends is fenced off."""
+        """Fence off frames of older attempts."""
         self.attempt = attempt
         self._waiting.clear()
         self._ends.clear()
@@ -89,7 +88,7 @@ class StreamAssembly:
         self.terminal = None
 
     def accept(self, frame: Frame) -> list[Frame]:
-        """Take one frame; return what can be delivered now, in order (often just this frame, often nothing)."""
+        """Take one frame; return the frames that can be delivered now, in order."""
         if frame.attempt != self.attempt or self.terminal is not None:
             self.fenced += 1
             return []
@@ -108,23 +107,23 @@ class StreamAssembly:
         return []
 
     def missing(self) -> tuple[int, ...] | None:
-        """The indices to have sent again from, if something later has arrived; else None."""
+        """The indices from which frames must be sent again; None if there is no gap."""
         if self._waiting or self._ends or (self._held is not None and self._counts_more(self._held)):
             return self.next_indices
         return None
 
     @property
     def is_moving(self) -> bool:
-        """Whether the attempt has moved on and tokens of it are not here yet."""
+        """Whether the attempt has moved and some of its tokens are not here yet."""
         return isinstance(self._held, Moved)
 
     def settle(self) -> None:
-        """What is missing will not come: the terminal frame that waited for it holds."""
+        """Missing tokens will not come: the held-back terminal frame counts."""
         self.terminal, self._held = self._held, None
 
     def _counts_more(self, frame: Finished | Failed | Moved) -> bool:
         if isinstance(frame, Failed):
-            return False  # what it had not delivered is generated again
+            return False  # its missing tokens are generated again
         if isinstance(frame, Moved):
             return frame.output_tokens > self.tokens
         if self.started is None or frame.output_tokens > self.tokens:
@@ -158,7 +157,7 @@ class StreamAssembly:
         return self._release(out)
 
     def _ripen(self, at: int, choice: ChoiceText, out: list[Frame]) -> None:
-        """Deliver what waited and no longer has to, repeats that overlap too."""
+        """Deliver waiting frames that are next, also overlapping ones."""
         while self._waiting:
             key = at, len(choice.ids)
             if key not in self._waiting:
@@ -168,7 +167,7 @@ class StreamAssembly:
             _deliver(choice, later, out)
 
     def _release(self, out: list[Frame]) -> list[Frame]:
-        """What was held back and no longer has to be."""
+        """Append the ends and the terminal frame whose tokens are all delivered."""
         if self._ends and self.started is not None:
             for at in [at for at, end in self._ends.items() if end.output_tokens <= len(self.choices[at].ids)]:
                 self.choices[at].ended = end = self._ends.pop(at)
@@ -180,7 +179,7 @@ class StreamAssembly:
 
 
 def _deliver(choice: ChoiceText, frame: Tokens, out: list[Frame]) -> None:
-    """Append what is new of a frame that continues a choice or overlaps with it."""
+    """Append the new part of a frame that continues a choice or overlaps with it."""
     next_index = len(choice.ids)
     known = next_index - frame.index
     if known:

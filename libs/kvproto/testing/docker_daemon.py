@@ -1,6 +1,6 @@
-"""Adapter: the Docker daemon of a test run, and what runs before this one have left on it.
+"""Adapter: the Docker daemon of a test run, and leftovers of earlier runs.
 
-testcontainers' reaper is an image that would be pulled, so it is off: a test labels what it starts as its own.
+testcontainers' reaper is an image that would be pulled, so it is off: tests label what they start.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DAEMON_TIMEOUT_S = 30
 
 
 def client() -> Any:
-    """A client of the daemon that DOCKER_HOST or the default socket names; raises if none answers."""
+    """A client of the daemon at DOCKER_HOST or the default socket. Raises ConnectionError if none answers there."""
     import docker
 
     host = os.environ.get("DOCKER_HOST") or DEFAULT_DAEMON
-    if host.startswith("unix://"):  # asked first: docker-py leaves a socket open when there is no daemon
+    if host.startswith("unix://"):  # docker-py leaves a socket open when there is no daemon
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(host.removeprefix("unix://")) != 0:
                 raise ConnectionError(f"no Docker daemon answers at {host}")
@@ -39,7 +39,7 @@ def owner() -> str:
 
 
 def remove_leftovers(client: Any) -> None:
-    """Containers and networks of test runs on this host that are gone. Others' are left alone."""
+    """Containers and networks of test runs on this host that have ended."""
     import docker.errors
 
     def is_leftover(labels: dict[str, str]) -> bool:

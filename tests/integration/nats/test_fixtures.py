@@ -18,9 +18,8 @@ from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvproto.subjects import Subjects
-from kvproto.testing import nats_container
-from kvproto.testing.backend import ServerSource
-from kvproto.testing.fixtures import ConfiguredNats, ProcessFactory
+from kvproto.testing import docker_daemon, nats_container
+from kvproto.testing.fixtures import ConfiguredNats, ProcessFactory, ServerSource
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerFailed, ServerSpec, check_identity, greeting
 from tests.support.waiting import LIMIT_S
@@ -153,7 +152,7 @@ def daemon() -> Iterator[Any]:
     if os.environ.get("NATS_TEST_BACKEND") == "process":
         pytest.skip("the run asks for processes")
     try:
-        client = nats_container._client()
+        client = docker_daemon.client()
     except Exception as error:  # noqa: BLE001 (docker's own, and only a reason to skip)
         pytest.skip(f"no Docker daemon: {error}")
     yield client

@@ -191,7 +191,7 @@ class TestLostWorker:
             await knows(fleet.loop, "w2")
             inbox = await fleet.producer.ask(as_json=True, prompt="hi")
             await until(lambda: fleet.loop.core.forwarding.forwarded_total == 2)
-            cut.connection._nc._transport.close()  # its connection alone: it comes back by itself
+            cut.connection.raw._transport.close()  # its connection alone: it comes back by itself
             await until(lambda: cut.connection.reconnects_total == 1)
             await asyncio.sleep(1.5)  # longer than the grace
             assert len(fleet.loop.core.in_flight) == 1
