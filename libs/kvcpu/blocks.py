@@ -68,10 +68,9 @@ class KvShape:
 
 
 class Pool(Protocol):
-    """K and V of all blocks: `data` is `[blocks, layers, 2, kv_heads, block_size, head_dim]`, contiguous. A run is K or
-    V of one block, layer and head."""
+    """K and V of all blocks."""
 
     shape: KvShape
-    data: Tensor
+    data: Tensor  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
     block_size: int
-    run_bytes: int
+    run_bytes: int  # of K or V of one block, layer and head

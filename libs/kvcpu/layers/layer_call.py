@@ -1,7 +1,4 @@
-"""The call block of a product, a norm or a rotation, as one array of integers. Pure; kernels read it by index.
-
-Here is also how much kernels take at a time.
-"""
+"""The call block of a product, a norm or a rotation, as one array of integers, and the sizes kernels work in. Pure."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Rotary:
         return query, key
 
     def lay_out(self, block: Ints, query: Tensor, key: Tensor) -> None:
-        """Have a call block turn these."""
+        """Point a call block at these."""
         size = query.shape[-1]
         if size not in self._scratch:
             self._scratch[size] = np.empty(3 * size * self._threads, dtype=np.float32)

@@ -1,7 +1,6 @@
-"""Packed linear layers as modules, and how a model's layers become such.
+"""Packed linear layers as modules, which replace a model's own.
 
-The plain weight goes when it is packed; a tied output head is packed from the embedding it shares its weight with,
-which stays for lookups.
+Packing drops the plain weight; a tied output head is packed from the embedding, which stays for lookups.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ class Multiplier:
 
 
 class PackedLinear(nn.Module):
-    """`x @ weight.T + bias`, `weight` `[out, in]`, or an activation of it; see `call` for `act`.
-
-    With a `gate` it is `act(x @ gate.T) * (x @ weight.T)`.
-    """
+    """`act(x @ weight.T + bias)`, `weight` `[out, in]`, or with a `gate`: `act(x @ gate.T) * (x @ weight.T)`."""
 
     def __init__(
         self,
@@ -72,7 +68,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The plain matrix, unpacked anew each time: for code that looks at it, not for computing with it."""
+        """The plain matrix, unpacked anew each time, for code that looks at it."""
         own = self._packed[1::2] if self._gated else self._packed
         return own.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
 
@@ -92,7 +88,7 @@ class PackedLinear(nn.Module):
         return out
 
     def lay_out(self, block: Ints, rows: int) -> None:
-        """Have a call block, this layer's or a copy of it, multiply `rows` rows of x."""
+        """Set the row count in a call block, this layer's or a copy of it."""
         few = rows <= c.ROWS_AT_ONCE
         block[c.ROWS] = rows
         block[c.PANELS_PER_ITEM] = self._few_panels if few else 1

@@ -1,11 +1,10 @@
 """Rows of stored numbers to rows of floats and back; pairs of bfloat16, multiplied as such where the processor can.
 
-Addresses are integers in bytes, rows are contiguous, sizes count elements. Nothing here checks bounds. bfloat16 goes by
-the processor's own instructions where it has them (AVX512-BF16).
+Addresses are in bytes, rows are contiguous, sizes count elements. Nothing checks bounds. bfloat16 uses AVX512-BF16
+where the processor has it.
 """
 
 # mypy: ignore-errors
-# The bodies build IR, values of which no type checker knows anything.
 from __future__ import annotations
 
 import numpy as np

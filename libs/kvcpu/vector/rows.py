@@ -1,10 +1,9 @@
 """Rows of floats: sums, softmax, activations, normalisation, rotation. On memory addresses.
 
-Addresses are integers in bytes, rows are contiguous, sizes are multiples of LANES. Nothing here checks bounds.
+Addresses are in bytes, rows are contiguous, sizes are multiples of LANES. Nothing checks bounds.
 """
 
 # mypy: ignore-errors
-# The bodies build IR, values of which no type checker knows anything.
 from __future__ import annotations
 
 import math
@@ -37,14 +36,12 @@ def _fold(b, row, count, first, add):
 
 @instruction(ADDRESS, COUNT, returns=FLOAT)
 def row_max(b, row, count):
-    """The largest of `count` floats."""
     largest = _fold(b, row, count, constant(-math.inf), lambda largest, x: b.larger(x, largest))
     return b.lane_max(largest)
 
 
 @instruction(ADDRESS, COUNT, returns=FLOAT)
 def row_sum(b, row, count):
-    """Sum of `count` floats."""
     return b.lane_sum(_fold(b, row, count, constant(0.0), b.fadd))
 
 
@@ -62,7 +59,6 @@ def row_spread(b, row, count, mean):
 
 @instruction(ADDRESS, COUNT, FLOAT)
 def row_scale(b, row, count, factor):
-    """Multiply `count` floats."""
     factors = b.splat(factor)
     _change(b, row, count, lambda x: b.fmul(x, factors))
 
@@ -134,8 +130,7 @@ def row_exp_halves(b, row, count, factor, largest):
 
 def _activated(b, g, tanh):
     """SiLU, g / (1 + e**-g), or, where `tanh`, GELU's tanh form: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))),
-    which is g / (1 + e**-2y) with y the argument of tanh.
-    """
+    which is g / (1 + e**-2y) with y the argument of tanh."""
     y = g
     if tanh:
         cubic = b.fma(b.fmul(b.fmul(g, g), constant(0.044715)), g, g)

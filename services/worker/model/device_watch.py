@@ -1,7 +1,6 @@
 """Adapter: memory and utilisation of the device that this worker computes on, as its driver says. For scrapes.
 
-On the CPU the memory is this process's, of what its host or cgroup has; how busy the cores are says `process_*`, and
-how busy the engine is its own seconds. Of a GPU both come from NVML; without NVML torch knows the memory alone.
+On the CPU: this process's memory, of what its host or cgroup has. Of a GPU: both, from NVML; torch knows memory alone.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ CPU = "cpu"
 
 
 class CpuWatch:
-    """This process on its host."""
-
     device = CPU
 
     def memory(self) -> tuple[int, int]:
@@ -32,7 +29,7 @@ class CpuWatch:
         return resident, min(total, int(limit)) if limit.isdigit() else total
 
     def utilisation(self) -> float | None:
-        """Share of the last moment in which something ran there; None: nobody knows."""
+        """Share of the last moment in which the device was busy; None: unknown."""
         return None
 
 
@@ -59,7 +56,7 @@ class GpuWatch:
             return None
 
     def _open(self) -> tuple[Any, Any]:
-        """NVML counts devices as the driver does, torch as CUDA_VISIBLE_DEVICES says: they agree on the UUID."""
+        """By UUID, as NVML counts devices otherwise than torch, which obeys CUDA_VISIBLE_DEVICES."""
         try:
             import pynvml  # type: ignore[import-untyped]
             import torch

@@ -1,8 +1,7 @@
 """Logits to tokens, a batch at a time.
 
-A token depends on its own logits and on what its request asks, its random number on (seed, choice, index) alone, never
-on what else is in the batch or on a generator's state: a sequence that is moved, preempted or replayed draws the same
-tokens. `sampling.weights` says exactly which; a row that asks for nothing special is one `argmax`.
+A token depends on its own logits and its request's sampling alone, its random number on (seed, choice, index), so that
+a sequence that is moved, preempted or replayed draws the same tokens. `sampling.weights` defines which.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class _Way(Protocol):
-    """How it is computed on a device: `sampling.cpu` and `sampling.portable`. Logits are float32."""
+    """A module that draws on a device: `sampling.cpu` or `sampling.portable`. Logits are float32."""
 
     ROWS_AT_ONCE: int
 
@@ -40,7 +39,7 @@ class _Way(Protocol):
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """One token per row of `logits` `[rows, vocab]`, or why that row has none: the others are not concerned."""
+    """One token per row of `logits` `[rows, vocab]`, or the error of that row alone."""
     try:
         return _sample(logits, draws)
     except Exception as error:
@@ -51,7 +50,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile, or read from disk, what `sample` needs on this device: seconds that no request should wait for."""
+    """Compile or load what `sample` needs on this device, which takes seconds."""
     sample(torch.zeros(1, 8, device=device), [Draw(Sampling(1, logprobs=1), 0, 0)])
 
 
@@ -74,7 +73,7 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def _draw(way: _Way, logits: Tensor, draws: Sequence[Draw], why_not: str) -> list[Drawn]:
-    """Draw from logits as they are; EngineFailure where the largest is not finite."""
+    """EngineFailure where the largest logit is not finite."""
     tokens, peaks = way.greedy(logits)
     drawn: list[Drawn] = list(tokens)
     random: list[int] = []
@@ -90,7 +89,6 @@ def _draw(way: _Way, logits: Tensor, draws: Sequence[Draw], why_not: str) -> lis
 
 
 def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """Draw from a copy of the logits, changed as the requests want."""
     _, peaks = way.greedy(logits)
     drawn: list[Drawn] = [None] * len(draws)
     changes: dict[int, LogitChanges] = {}
@@ -110,7 +108,7 @@ def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Draw
 
 
 def _score(way: _Way, logits: Tensor, tokens: Sequence[Drawn], asked: Sequence[int]) -> list[Drawn]:
-    """The drawn tokens with the log probabilities that the model itself gives them and `asked` alternatives."""
+    """The drawn tokens with the model's own log probabilities of them and of `asked` alternatives."""
     masses, best = way.masses_and_best(logits, min(max(1, *asked), logits.shape[-1]))
     ids = np.column_stack((np.array(tokens, dtype=np.int64), best))
     values = logits.gather(-1, torch.from_numpy(ids).to(logits.device)).double().tolist()
@@ -155,7 +153,7 @@ def _put(drawn: list[Drawn], rows: Sequence[int], found: Sequence[Drawn]) -> Non
 
 
 def _way(device: torch.device) -> _Way:
-    # Imported where it is used: Numba is nothing that a GPU worker should wait for.
+    # Imported here, so that a GPU worker does not load compiled kernels.
     if device.type == "cpu":
         from kvfleet.worker.model.sampling import cpu
 

@@ -1,6 +1,6 @@
-"""Draws by tensor operations: the way on CUDA, and what the compiled kernels are tested against.
+"""Draws by tensor operations, as `weights` defines bit for bit: used on CUDA, and to test the compiled kernels.
 
-Computes what `weights` says, bit for bit. Rows of logits are `[rows, vocab]` float32 with a finite largest value.
+Logits are `[rows, vocab]` float32 with a finite largest value in each row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 16  # bounds the float64 copies of large vocabularies
 
 
 def greedy(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Of each row the first of the largest logits (`argmax` promises any), and that logit: NaN where any is."""
+    """The first of each row's largest logits (`argmax` promises any), and that logit, NaN where the row has any."""
     peaks = logits.amax(dim=-1, keepdim=True)
     last = logits.shape[-1] - 1
     places = torch.arange(last + 1, device=logits.device)

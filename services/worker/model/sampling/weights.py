@@ -5,10 +5,9 @@ A token's weight is a whole number, about 2**bits * probability / greatest proba
     weight(x) = floor(2**bits * 2**z),   z = (x - peak) / (temperature * ln 2) <= 0
 
 with 2**z by a fixed polynomial in float64, term by term and without fused operations. Sums of whole numbers do not
-depend on the order of summation, so the compiled kernels (`kernels`) and the tensor operations (`portable`) draw the
-same token from the same logits bit for bit, in any batch, split over threads or not. What is less probable than
-2**-bits of the most probable token has no weight; `bits` is as large as a sum over the vocabulary allows, 44 for
-151,936 tokens.
+depend on their order, so the compiled kernels and the tensor operations (`portable`) draw the same token from the same
+logits bit for bit, in any batch, split over threads or not. `bits` is as large as a sum over the vocabulary allows, 44
+for 151,936 tokens.
 
 Kept are, one after the other: the `top_k` largest logits; the largest of these that together reach `top_p` of their
 weight; of these, whose weight is `min_p` of the greatest. Equal logits stay or go together. Of a kept total W the
@@ -43,13 +42,12 @@ def weight_bits(vocab: int) -> int:
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Whether only the most probable token may come: the first one, where several are."""
+    """Whether only the most probable token (the first of equal ones) may be drawn."""
     return sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0 or sampling.min_p == 1
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
-    """The random number of one draw, in [0, 1), a multiple of 2**-53: a hash, so that it knows no state and no
-    company."""
+    """The random number of one draw, in [0, 1), a multiple of 2**-53: a hash, so that it has no state."""
     raw = struct.pack("<QII", seed & (2**64 - 1), choice & (2**32 - 1), index & (2**32 - 1))
     return (int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
