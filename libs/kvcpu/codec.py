@@ -1,8 +1,8 @@
-"""Whole blocks to int8 and back, with what that costs. On memory addresses; compiled by `kvcpu.vector.compiled`.
+"""Whole blocks to int8 and back, with the rounding error. One call is one thread's work, as transfer threads are not of
+the engine's team.
 
 A row is one (token, head) group. It is read from memory once; its second pass, which quantises and measures, finds it
-in the first-level cache. Addresses are in bytes, sizes count elements. Nothing checks bounds. Plain loops in Numba take
-twice as long. One call is one thread's work, as transfer threads are not part of the engine's team of threads.
+in the first-level cache. Plain loops in Numba take twice as long.
 """
 
 # mypy: ignore-errors

@@ -1,6 +1,6 @@
 """Prefills: a tile of query tokens of one slice over everything they see. Numba.
 
-They are multiplied as floats or, where the processor can, as pairs of bfloat16: weights are rounded, sums are fp32.
+Where the processor can, pairs of bfloat16 are multiplied as such: weights are rounded to bfloat16, sums are fp32.
 """
 
 # mypy: ignore-errors

@@ -1,24 +1,148 @@
-"""Norms, gated MLPs and rotary embeddings as one compiled call each."""
+"""Modules that run as one compiled call each: packed linear layers, norms, MLPs and rotary embeddings.
+
+Packing drops the plain weight; a tied output head is packed from the embedding, which stays for lookups.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from kvcpu.blocks import MULTIPLIED, Ints
 from kvcpu.layers import layer_call as c
-from kvcpu.layers.packed import PackedLinear
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
+from kvcpu.vector.memory import huge_pages
 from kvcpu.vector.numbers import LANES
 
+Layer: TypeAlias = nn.Linear | Conv1D
+SHARES = 8  # items per thread that a product of few rows is cut into
+ROWS_PER_ITEM = 256  # of many
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
 ROTATED = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
+
+
+class Multiplier:
+    """The compiled product, its threads and their scratch memory. One per model; called from one thread."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.entry = entry("kvcpu.layers.layer_kernels", "multiply_share")
+        self.scratch = np.zeros(threads * c.SCRATCH_FLOATS, dtype=np.float32)
+
+
+class PackedLinear(nn.Module):
+    """`act(x @ weight.T + bias)`, `weight` `[out, in]`, or with a `gate`: `act(x @ gate.T) * (x @ weight.T)`."""
+
+    def __init__(
+        self,
+        multiplier: Multiplier,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None = None,
+        act: int = c.PLAIN,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._multiplier = multiplier  # owns the scratch memory
+        self.entry = multiplier.entry
+        panels = [_panels(weight)] if gate is None else [_panels(gate), _panels(weight)]
+        self._packed = _interleaved(panels)
+        self._gated = gate is not None
+        self._bias = None
+        if bias is not None:
+            self._bias = torch.zeros(len(panels[0]) * c.PANEL)
+            self._bias[: self.out_features] = bias.float()
+        self._few_panels = max(1, -(-self.out_features // c.PANEL) // (multiplier.threads * SHARES))
+        block = self.block = np.zeros(c.FIELDS, dtype=np.int64)
+        block[c.SELF] = self._address = block.ctypes.data
+        block[c.COLUMNS], block[c.DEPTH] = self.out_features, self.in_features
+        block[c.WEIGHT] = self._packed.data_ptr()
+        block[c.OUT_BYTES] = self.out_features * weight.dtype.itemsize
+        block[c.X_BYTES] = self.in_features * weight.dtype.itemsize
+        block[c.KIND], block[c.ACT] = MULTIPLIED[weight.dtype], act
+        block[c.BIAS] = 0 if self._bias is None else self._bias.data_ptr()
+        block[c.SCRATCH] = multiplier.scratch.ctypes.data
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain matrix, unpacked anew each time, for code that looks at it."""
+        own = self._packed[1::2] if self._gated else self._packed
+        return own.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+
+    def forward(self, x: Tensor) -> Tensor:
+        *outer, depth = x.shape
+        if x.dtype is not self.dtype or depth != self.in_features:
+            raise ValueError(f"{x.dtype} {tuple(x.shape)} given to a layer of {self.dtype} [{self.in_features}]")
+        x = x.contiguous()
+        out = torch.empty((*outer, self.out_features), dtype=self.dtype)
+        rows = x.numel() // depth
+        if not rows:
+            return out
+        self.lay_out(self.block, rows)
+        self.block[c.SEAT] = self.block[c.TICKET] = 0
+        self.block[c.X], self.block[c.OUT] = x.data_ptr(), out.data_ptr()
+        team.run(self.entry.address, self._address, self._multiplier.threads)
+        return out
+
+    def lay_out(self, block: Ints, rows: int) -> None:
+        """Set the row count in a call block, this layer's or a copy of it."""
+        few = rows <= c.ROWS_AT_ONCE
+        block[c.ROWS] = rows
+        block[c.PANELS_PER_ITEM] = self._few_panels if few else 1
+        block[c.ROWS_PER_ITEM] = rows if few else ROWS_PER_ITEM
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """`[out, in]` as `[panels, in, PANEL]`, in pairs along the input for bfloat16; the last panel filled with zeros."""
+    rows, depth = weight.shape
+    whole = -(-rows // c.PANEL) * c.PANEL
+    if whole != rows:
+        weight = torch.cat([weight, weight.new_zeros((whole - rows, depth))])
+    steps = (depth,) if weight.dtype is torch.float32 else (depth // 2, 2)
+    return weight.reshape(-1, c.PANEL, *steps).transpose(1, 2)
+
+
+def _interleaved(panels: list[Tensor]) -> Tensor:
+    """A panel of each matrix in turn, in memory of their own."""
+    first = panels[0]
+    memory = huge_pages(len(panels) * first.numel() * first.dtype.itemsize)
+    packed = memory.view(first.dtype).view(len(first), len(panels), *first.shape[1:])
+    for at, part in enumerate(panels):
+        packed[:, at].copy_(part)
+    return packed.view(-1, *first.shape[1:])
+
+
+def plain_weight(layer: Layer) -> Tensor:
+    """`[out, in]`; a Conv1D holds it transposed."""
+    weight: Tensor = layer.weight
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def can_pack(module: Any) -> TypeGuard[Layer]:
+    """Whether this is a linear layer on numbers that the kernels multiply."""
+    if type(module) not in (nn.Linear, Conv1D):
+        return False
+    weight = plain_weight(module)
+    return (
+        weight.device.type == "cpu" and weight.dtype in MULTIPLIED and weight.numel() > 0 and weight.shape[1] % 2 == 0
+    )
+
+
+def pack(model: Any, multiplier: Multiplier) -> int:
+    """Replace the model's linear layers by packed ones, the output head included. Returns how many."""
+    names = [name for name, module in model.named_modules() if can_pack(module)]
+    for name in names:
+        layer = model.get_submodule(name)
+        model.set_submodule(name, PackedLinear(multiplier, plain_weight(layer), layer.bias))
+    return len(names)
 
 
 class FusedNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""Single numbers in memory, fills, copies, prefetches, counters that threads share, calls. On memory addresses."""
+"""Single numbers in memory, fills, copies, prefetches, counters that threads share, calls."""
 
 # mypy: ignore-errors
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Emits LLVM IR on vectors of `LANES` floats: loads, loops with values in registers, transposition, e**x. Pure.
 
-Inner loops are Numba intrinsics in these terms, so that accumulators stay in registers and the speed does not depend on
-what a compiler recognises.
+Inner loops are Numba intrinsics in these terms, so that accumulators stay in registers. In all of kvcpu, addresses are
+integers in bytes, sizes count elements unless said otherwise, and nothing checks bounds.
 """
 
 # mypy: ignore-errors

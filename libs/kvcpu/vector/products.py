@@ -1,7 +1,4 @@
-"""Products of rows of floats, or of bfloat16 in pairs, with accumulators in registers. On memory addresses.
-
-Addresses and strides are in bytes, sizes count elements. Nothing checks bounds.
-"""
+"""Products of rows of floats, or of bfloat16 in pairs, with accumulators in registers. Strides are in bytes."""
 
 # mypy: ignore-errors
 from __future__ import annotations

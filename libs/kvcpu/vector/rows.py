@@ -1,7 +1,4 @@
-"""Rows of floats: sums, softmax, activations, normalisation, rotation. On memory addresses.
-
-Addresses are in bytes, rows are contiguous, sizes are multiples of LANES. Nothing checks bounds.
-"""
+"""Contiguous rows of floats: sums, softmax, activations, normalisation, rotation. Sizes are multiples of LANES."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -28,10 +25,7 @@ def _change(b, row, count, changed, *others):
 def _fold(b, row, count, first, add):
     """Emits `total = add(total, x)` for each vector x at `row`, from `first` on; returns the last."""
 
-    def body(i, totals):
-        return [add(totals[0], b.load(b.vector_at(row, i)))]
-
-    return b.strips(count, [first], body)[0]
+    return b.strips(count, [first], lambda i, totals: [add(totals[0], b.load(b.vector_at(row, i)))])[0]
 
 
 @instruction(ADDRESS, COUNT, returns=FLOAT)
@@ -111,21 +105,13 @@ def _exp_row(b, row, count, factor, largest, write):
 @instruction(ADDRESS, COUNT, FLOAT, FLOAT, returns=FLOAT)
 def row_exp(b, row, count, factor, largest):
     """Each of `count` floats becomes e**(factor * it - largest); returns their sum. None may exceed `largest`."""
-
-    def write(i, power):
-        b.store(power, b.vector_at(row, i))
-
-    return _exp_row(b, row, count, factor, largest, write)
+    return _exp_row(b, row, count, factor, largest, lambda i, power: b.store(power, b.vector_at(row, i)))
 
 
 @instruction(ADDRESS, COUNT, FLOAT, FLOAT, returns=FLOAT)
 def row_exp_halves(b, row, count, factor, largest):
     """As `row_exp`, but the powers become bfloat16, from `row` on; the sum is of what they were before."""
-
-    def write(i, power):
-        to_halves(b, power, b.vector_at(row, i, 2))
-
-    return _exp_row(b, row, count, factor, largest, write)
+    return _exp_row(b, row, count, factor, largest, lambda i, power: to_halves(b, power, b.vector_at(row, i, 2)))
 
 
 def _activated(b, g, tanh):

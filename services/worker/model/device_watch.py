@@ -1,7 +1,4 @@
-"""Adapter: memory and utilisation of the device that this worker computes on, as its driver says. For scrapes.
-
-On the CPU: this process's memory, of what its host or cgroup has. Of a GPU: both, from NVML; torch knows memory alone.
-"""
+"""Adapter: memory and utilisation of the device that this worker computes on, for scrapes."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ CPU = "cpu"
 
 
 class CpuWatch:
+    """This process's memory, of what its host or cgroup has."""
+
     device = CPU
 
     def memory(self) -> tuple[int, int]:
@@ -34,6 +33,8 @@ class CpuWatch:
 
 
 class GpuWatch:
+    """From NVML, without which torch knows the memory alone."""
+
     def __init__(self, device: str) -> None:
         self.device = device
         self._nvml, self._handle = self._open()

@@ -1,7 +1,4 @@
-"""Runs a Hugging Face model on a step's slices. Owns the model and its KV pool.
-
-The model sees one flat row of tokens with their positions; the attention step makes the pass paged and ragged.
-"""
+"""Runs a Hugging Face model on a step's slices, as one flat row of tokens. Owns the model and its KV pool."""
 
 from __future__ import annotations
 

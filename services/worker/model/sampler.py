@@ -1,7 +1,7 @@
 """Logits to tokens, a batch at a time.
 
 A token depends on its own logits and its request's sampling alone, its random number on (seed, choice, index), so that
-a sequence that is moved, preempted or replayed draws the same tokens. `sampling.weights` defines which.
+a sequence that is moved, preempted or replayed draws the same tokens. `sampling.portable` defines which.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kvfleet.worker.model.kv_pool import is_out_of_memory
+from kvfleet.worker.model.sampling import portable
 from kvfleet.worker.model.sampling.changes import LogitChanges, apply, wants_changes
-from kvfleet.worker.model.sampling.weights import DrawSettings, is_greedy, weight_bits
+from kvfleet.worker.model.sampling.portable import DrawSettings, is_greedy, weight_bits
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import Sampling, TokenLogprobs
@@ -153,11 +154,8 @@ def _put(drawn: list[Drawn], rows: Sequence[int], found: Sequence[Drawn]) -> Non
 
 
 def _way(device: torch.device) -> _Way:
-    # Imported here, so that a GPU worker does not load compiled kernels.
-    if device.type == "cpu":
-        from kvfleet.worker.model.sampling import cpu
+    if device.type != "cpu":
+        return portable
+    from kvfleet.worker.model.sampling import cpu  # here, so that a GPU worker does not load compiled kernels
 
-        return cpu
-    from kvfleet.worker.model.sampling import portable
-
-    return portable
+    return cpu

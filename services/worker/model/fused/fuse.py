@@ -19,8 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import AttentionForm, KvShape
-from kvcpu.layers.modules import ROTATED, FusedMlp, FusedNorm, Rotary
-from kvcpu.layers.packed import Layer, Multiplier, PackedLinear, can_pack, pack, plain_weight
+from kvcpu.layers.modules import (
+    ROTATED,
+    FusedMlp,
+    FusedNorm,
+    Layer,
+    Multiplier,
+    PackedLinear,
+    Rotary,
+    can_pack,
+    pack,
+    plain_weight,
+)
 from kvcpu.vector.memory import keep_freed_memory
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend

@@ -9,7 +9,7 @@ backend's attention is called between two programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,7 @@ from kvcpu.attention import attention_call as a
 from kvcpu.attention.backend import CpuBackend, CpuStep
 from kvcpu.blocks import AttentionForm, Ints
 from kvcpu.layers import layer_call as c
-from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary
-from kvcpu.layers.packed import PackedLinear
+from kvcpu.layers.modules import FusedMlp, FusedNorm, PackedLinear, Rotary
 from kvcpu.vector.compiled import CompiledEntry
 from kvcpu.vector.team import Program
 from kvfleet.worker.model.attention.interface import current_step
@@ -61,14 +60,14 @@ class Buffers:
         return query, key, value, out
 
 
+@dataclass(eq=False, slots=True)
 class Workspace:
     """Memory for the activations, shared by layers of the same widths; as much as the largest step needed."""
 
-    def __init__(self, widths: Widths) -> None:
-        self.widths = widths
-        self._whole: list[Tensor] = []
-        self._rows = 0
-        self._buffers: Buffers | None = None
+    widths: Widths
+    _whole: list[Tensor] = field(default_factory=list)
+    _rows: int = 0
+    _buffers: Buffers | None = None
 
     def of(self, rows: int) -> Buffers:
         """The same object for as many rows as in the call before."""

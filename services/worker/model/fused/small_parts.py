@@ -20,8 +20,17 @@ from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED
 from kvcpu.layers.layer_call import SILU, SILU_GATE, TANH, TANH_GATE
-from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary, bound, fits
-from kvcpu.layers.packed import Multiplier, PackedLinear, can_pack, plain_weight
+from kvcpu.layers.modules import (
+    FusedMlp,
+    FusedNorm,
+    Multiplier,
+    PackedLinear,
+    Rotary,
+    bound,
+    can_pack,
+    fits,
+    plain_weight,
+)
 from kvcpu.vector.numbers import LANES
 
 log = logging.getLogger(__name__)

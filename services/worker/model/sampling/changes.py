@@ -1,8 +1,5 @@
-"""Changes of logits before a token is drawn: penalties, biases, banned tokens.
-
-All rows are changed at once, step by step in the order that `kvproto.messages.Sampling` states. Each step reads the
-logits it changes, computes in float64 and writes float32 back.
-"""
+"""Changes of logits before a token is drawn: penalties, biases, banned tokens, in the order that
+`kvproto.messages.Sampling` states. All rows change at once, computed in float64 and stored as float32."""
 
 from __future__ import annotations
 
