@@ -36,8 +36,6 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tokens of one step."""
-
     ids: Ints  # [T]
     slots: Ints  # [T], block * block_size + offset: where K and V of the token go
     first: Ints  # [S], where each sequence begins in the flat arrays
@@ -68,8 +66,6 @@ class KvShape:
 
 
 class Pool(Protocol):
-    """K and V of all blocks."""
-
     shape: KvShape
     data: Tensor  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
     block_size: int

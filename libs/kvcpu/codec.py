@@ -6,8 +6,6 @@ in the first-level cache. Plain loops in Numba take twice as long.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import carray
@@ -68,7 +66,6 @@ def _largest_bits(b, kind, source, size):
 
 
 def _number(b, kind, bits):
-    """One number's bits as a float."""
     if kind == FLOAT16:
         return b.fpext(b.bitcast(bits, F16), F32)
     if kind == BFLOAT16:

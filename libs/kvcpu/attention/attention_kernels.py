@@ -10,8 +10,6 @@ LANES; slots beyond a sequence's end are read at most as scores that are then ov
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, njit
 

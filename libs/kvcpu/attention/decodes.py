@@ -5,8 +5,6 @@ this order, memory comes at nearly the rate of a plain read; the runs of one hea
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -79,9 +77,8 @@ def decode(p, item, scratch):
                 row_fill(where, low - at, MINUS_INFINITY)
             row_fill(where + 4 * (end - at), count - (end - at), MINUS_INFINITY)
             once = ONE if cap > 0 else factor
-            softmax.fold(
-                where, count, once, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, p[c.PAIRS]
-            )
+            top, total, sums = tops + 4 * row, totals + 4 * row, out + row * 4 * padded
+            softmax.fold(where, count, once, top, total, sums, padded, p[c.PAIRS])
         for token in range(at, end, LANES):
             for h in range(heads):
                 ahead = ahead_of(p, table, head + h, token + DECODE_CHUNK, 0) if token + DECODE_CHUNK < high else 0
@@ -184,6 +181,5 @@ def combine_splits(p, scratch):
                 multiply(1, padded // LANES, scratch, 4, add, 4, 1, out, 4)
                 write_float(sums, left * read_float(sums) + right * read_float(softmax.totals_of(one, rows) + 4 * row))
                 write_float(top, largest)
-        softmax.write_rows(
-            p, flat, head, rows, rows, softmax.accumulators_of(total, rows), softmax.totals_of(total, rows)
-        )
+        out = softmax.accumulators_of(total, rows)
+        softmax.write_rows(p, flat, head, rows, rows, out, softmax.totals_of(total, rows))

@@ -1,8 +1,6 @@
 """Where K and V of a token lie in the pool, in place or staged as rows of floats; storing a step's. Numba."""
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 
@@ -83,7 +81,6 @@ def row_of(p, table, head, token, value):
 
 @njit(nogil=True, error_model="numpy")
 def _store_row(kind, source, source_kind, run, offset, size, dim, scratch):
-    """One token's K or V of one head into its run."""
     if kind != INT8:
         item = ITEM_BYTES[kind]
         copy_bytes(source, run + offset * dim * item, dim * item)

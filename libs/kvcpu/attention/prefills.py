@@ -4,8 +4,6 @@ Where the processor can, pairs of bfloat16 are multiplied as such: weights are r
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -1,8 +1,6 @@
 """Rows of an item from queries to results, by online softmax. Numba."""
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import math
 
 import numpy as np

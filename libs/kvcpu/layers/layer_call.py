@@ -1,7 +1,5 @@
 """The call block of a product, a norm or a rotation, as one array of integers, and the sizes kernels work in. Pure."""
 
-from __future__ import annotations
-
 PANEL = 32  # output columns that lie together in a packed weight: two vectors
 
 # What becomes of a product before it is written: nothing, act(gate) * product, or act(product); act is SiLU or GELU's

@@ -7,8 +7,6 @@ ROWS_AT_ONCE rows of x at a time, in tiles of 8 rows whose sums stay in register
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -25,7 +25,6 @@ Layer: TypeAlias = nn.Linear | Conv1D
 SHARES = 8  # items per thread that a product of few rows is cut into
 ROWS_PER_ITEM = 256  # of many
 SERIAL_NUMBERS = 32_768  # up to here one thread is done before a team is awake
-ROTATED = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
 
 
 class Multiplier:
@@ -70,6 +69,16 @@ class PackedLinear(nn.Module):
         block[c.KIND], block[c.ACT] = MULTIPLIED[weight.dtype], act
         block[c.BIAS] = 0 if self._bias is None else self._bias.data_ptr()
         block[c.SCRATCH] = multiplier.scratch.ctypes.data
+
+    @classmethod
+    def joined(cls, multiplier: Multiplier, layers: list[Layer]) -> PackedLinear:
+        """Several layers of the same inputs as one, whose outputs lie next to one another."""
+        weights = [plain_weight(one) for one in layers]
+        bias = None
+        if any(one.bias is not None for one in layers):
+            pairs = zip(layers, weights, strict=True)
+            bias = torch.cat([weight.new_zeros(len(weight)) if one.bias is None else one.bias for one, weight in pairs])
+        return cls(multiplier, torch.cat(weights), bias)
 
     @property
     def weight(self) -> Tensor:
@@ -131,9 +140,8 @@ def can_pack(module: Any) -> TypeGuard[Layer]:
     if type(module) not in (nn.Linear, Conv1D):
         return False
     weight = plain_weight(module)
-    return (
-        weight.device.type == "cpu" and weight.dtype in MULTIPLIED and weight.numel() > 0 and weight.shape[1] % 2 == 0
-    )
+    fits_pairs = weight.numel() > 0 and weight.shape[1] % 2 == 0
+    return fits_pairs and weight.device.type == "cpu" and weight.dtype in MULTIPLIED
 
 
 def pack(model: Any, multiplier: Multiplier) -> int:
@@ -194,6 +202,8 @@ class FusedMlp(nn.Module):
 class Rotary:
     """`apply_rotary_pos_emb` of transformers for one flat row of tokens: turns query and key in place."""
 
+    SIZES = 2 * LANES  # heads are multiples of this, whose halves are turned into one another
+
     def __init__(self, threads: int) -> None:
         self.entry = entry("kvcpu.layers.layer_kernels", "rotate_share")
         self._threads = threads
@@ -212,8 +222,13 @@ class Rotary:
         team.run(self.entry.address, self._address, 1 if few else self._threads)
         return query, key
 
+    def instead_of(self, theirs: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        """Where these arguments do not fit, as some models' own shapes, calls `theirs`."""
+        if len(given) == 4 and not more and self.fits(*given):
+            return self(*given)
+        return theirs(*given, **more)
+
     def lay_out(self, block: Ints, query: Tensor, key: Tensor) -> None:
-        """Point a call block at these."""
         size = query.shape[-1]
         if size not in self._scratch:
             self._scratch[size] = np.empty(3 * size * self._threads, dtype=np.float32)
@@ -224,27 +239,16 @@ class Rotary:
         block[c.OTHER_TOKEN_STRIDE], block[c.OTHER_HEAD_STRIDE] = key.stride(2), key.stride(1)
         block[c.SCRATCH], block[c.SCRATCH_BYTES] = self._scratch[size].ctypes.data, 12 * size
 
-
-def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
-    """Whether the kernel rotates these: whole heads, of numbers of one kind, one row of tokens."""
-    return (
-        query.dtype is key.dtype is cosines.dtype is sines.dtype
-        and query.dtype in MULTIPLIED
-        and query.dim() == key.dim() == 4
-        and cosines.shape == sines.shape == (1, query.shape[2], query.shape[3])
-        and key.shape[2:] == query.shape[2:]
-        and query.shape[0] == key.shape[0] == 1
-        and query.shape[3] % ROTATED == 0
-        and query.stride(3) == key.stride(3) == 1
-    )
-
-
-def bound(rotary: Rotary, theirs: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`rotary` where it fits, else the function that it stands for: models call that with shapes of their own."""
-
-    def rotated(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *others: Any, **more: Any) -> Any:
-        if others or more or not fits(query, key, cosines, sines):
-            return theirs(query, key, cosines, sines, *others, **more)
-        return rotary(query, key, cosines, sines)
-
-    return rotated
+    @staticmethod
+    def fits(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
+        """Whether the kernel rotates these: whole heads, of numbers of one kind, one row of tokens."""
+        return (
+            query.dtype is key.dtype is cosines.dtype is sines.dtype
+            and query.dtype in MULTIPLIED
+            and query.dim() == key.dim() == 4
+            and cosines.shape == sines.shape == (1, query.shape[2], query.shape[3])
+            and key.shape[2:] == query.shape[2:]
+            and query.shape[0] == key.shape[0] == 1
+            and query.shape[3] % Rotary.SIZES == 0
+            and query.stride(3) == key.stride(3) == 1
+        )

@@ -5,8 +5,6 @@ of indices, because the compiler makes vector loops of slices alone.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import numba
 import numpy as np
 from llvmlite import ir
@@ -50,7 +48,6 @@ def draw_share(block):
 
 
 def masses_share(block):
-    """The sum of each row's weights, and the ids of its largest logits."""
     p = carray(block, (c.FIELDS,), np.int64)
     rows = p[c.ROWS]
     logits = carray(pointer(p[c.LOGITS]), (rows, p[c.VOCAB]), np.float32)

@@ -1,8 +1,6 @@
 """Single numbers in memory, fills, copies, prefetches, counters that threads share, calls."""
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import carray

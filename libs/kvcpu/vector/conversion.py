@@ -4,8 +4,6 @@ Rows are contiguous. bfloat16 uses AVX512-BF16 where the processor has it.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import njit
@@ -36,7 +34,6 @@ _HALVES, _PAIRS = ir.VectorType(_BFloat(), LANES), ir.VectorType(_BFloat(), 2 * 
 
 
 def _processors(b, name, result, arguments):
-    """Emits an instruction of this processor."""
     kind = ir.FunctionType(result, [one.type for one in arguments])
     return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), arguments)
 

@@ -5,8 +5,6 @@ integers in bytes, sizes count elements unless said otherwise, and nothing check
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import math
 from functools import wraps
 
@@ -73,9 +71,7 @@ class Emitter:
     def loop(self, count, carried, body):
         """`for i in range(count)`, values carried in registers: `body(i, values) -> values`. Returns the last ones."""
         before = self.block
-        head = self.function.append_basic_block("head")
-        inside = self.function.append_basic_block("inside")
-        after = self.function.append_basic_block("after")
+        head, inside, after = (self.function.append_basic_block(name) for name in ("head", "inside", "after"))
         self.branch(head)
         self.position_at_end(head)
         index = self.phi(I64)
@@ -143,7 +139,6 @@ class Emitter:
         return total
 
     def lane_max(self, vector):
-        """The largest lane, as a float."""
         distance = LANES // 2
         while distance:
             order = ir.Constant(INTS, [lane ^ distance for lane in range(LANES)])

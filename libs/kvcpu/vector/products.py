@@ -1,8 +1,6 @@
 """Products of rows of floats, or of bfloat16 in pairs, with accumulators in registers. Strides are in bytes."""
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 from functools import cache
 
 from llvmlite import binding, ir

@@ -1,8 +1,6 @@
 """Contiguous rows of floats: sums, softmax, activations, normalisation, rotation. Sizes are multiples of LANES."""
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import math
 
 from llvmlite import ir

@@ -39,11 +39,9 @@ def with_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype, block_size: int) -> Lo
     if kv_dtype == "auto":
         return loaded
     if loaded.kv_shape.head_dim * block_size % SCALE_BYTES:
-        raise UnsupportedModel(
-            f"an int8 KV cache with a head_dim of {loaded.kv_shape.head_dim} and blocks of {block_size} tokens "
-            "is not supported: their product must be a multiple of 4",
-            field="kv_dtype",
-        )
+        sizes = f"a head_dim of {loaded.kv_shape.head_dim} and blocks of {block_size} tokens"
+        why = f"an int8 KV cache with {sizes} is not supported: their product must be a multiple of 4"
+        raise UnsupportedModel(why, field="kv_dtype")
     return replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=True))
 
 
@@ -92,10 +90,8 @@ def _check_unchanged(loaded: LoadedModel, before: Tensor, after: Tensor) -> None
     else:
         same = float((after - before).abs().mean()) <= 0.1 * float(before.std())
     if not same:
-        raise UnsupportedModel(
-            f"{name_of(loaded.config)}: made fast it would compute something else; `--attention reference` serves it",
-            field="attention",
-        )
+        why = "made fast it would compute something else; `--attention reference` serves it"
+        raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
 
 
 @dataclass(eq=False, slots=True)

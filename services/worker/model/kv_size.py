@@ -72,7 +72,6 @@ def lengths(context_length: int) -> list[int]:
 
 
 def size_lines(layout: KvLayout, block_size: int, kv_dtype: str, num_blocks: int) -> list[str]:
-    """What a worker logs at its start."""
     size = kv_size(layout, block_size, kv_dtype, num_blocks * layout.bytes_per_block(block_size, kv_dtype))
     each = ", ".join(f"{one.fit:,} of {one.tokens:,}" for one in size.sequences)
     return [

@@ -135,16 +135,14 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _trained_model(source: str | Path, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
+    safe = {"use_safetensors": True, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(source), revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
+        model = AutoModelForCausalLM.from_pretrained(str(source), revision=revision, dtype=dtype, **safe)
     except ValueError as error:
         raise UnsupportedModel(f"{source}: {_first_line(error)}", field="model") from error
     except OSError as error:
-        raise InvalidRequest(
-            f"no weights can be loaded from {str(source)!r}: {_first_line(error)}", field="model"
-        ) from error
+        why = f"no weights can be loaded from {str(source)!r}: {_first_line(error)}"
+        raise InvalidRequest(why, field="model") from error
     return model.to(device)
 
 
@@ -156,12 +154,10 @@ def _generation_config(source: str | Path, revision: str | None) -> GenerationCo
 
 
 def _eos_ids(config: Any, generation: GenerationConfig | None) -> tuple[int, ...]:
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    for source in (generation, config):
+        if (found := getattr(source, "eos_token_id", None)) is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()
 
 
 def _first_line(error: Exception) -> str:

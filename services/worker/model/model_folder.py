@@ -51,6 +51,5 @@ def resolve_model(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UnsupportedModel(
-            f"{model!r} is neither a folder nor a model that the hub gives: {str(error).splitlines()[0][:200]}"
-        ) from None
+        why = str(error).splitlines()[0][:200]
+        raise UnsupportedModel(f"{model!r} is neither a folder nor a model that the hub gives: {why}") from None

@@ -96,9 +96,8 @@ class _Notes:
                 raise UnsupportedModel("attention under a mask of the model's own")
             masked = _window_of(function, self.context_length, query.device)
             if masked != window:
-                raise UnsupportedModel(
-                    f"attention with a window of {masked} tokens by its mask and of {window} by its layer"
-                )
+                windows = f"{masked} tokens by its mask and of {window} by its layer"
+                raise UnsupportedModel(f"attention with a window of {windows}")
         self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window))
         return torch.zeros_like(query).transpose(1, 2), None
 
@@ -249,7 +248,6 @@ def layout_of(config: Any, context_length: int) -> KvLayout:
 
 
 def from_fields(config: Any, context_length: int) -> KvLayout:
-    """From the fields that most families use."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = config.num_hidden_layers

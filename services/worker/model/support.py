@@ -32,19 +32,17 @@ def supported_context(config: Any, limit: int | None = None) -> int:
     """The model's context, or `limit` if that is shorter. Raises UnsupportedModel that names the feature and the model,
     and what would serve it."""
     obstacle = _unsupported_architecture(config)
-    if obstacle is None:
-        own = own_context(config)
-        if own is None:
-            obstacle = Obstacle(
-                "a configuration that does not tell the context length",
-                f"write it into config.json as {CONTEXT_KEYS[0]} (or {', '.join(CONTEXT_KEYS[1:])})",
-            )
-        else:
-            context_length = min(own, limit) if limit else own
-            obstacle = _chunked(config, context_length) or _length_dependent_rope(config, context_length)
-            if obstacle is None:
-                return context_length
-    raise refusal(config, *obstacle)
+    if obstacle is not None:
+        raise refusal(config, *obstacle)
+    own = own_context(config)
+    if own is None:
+        instead = f"write it into config.json as {CONTEXT_KEYS[0]} (or {', '.join(CONTEXT_KEYS[1:])})"
+        raise refusal(config, "a configuration that does not tell the context length", instead)
+    context_length = min(own, limit) if limit else own
+    obstacle = _chunked(config, context_length) or _length_dependent_rope(config, context_length)
+    if obstacle is not None:
+        raise refusal(config, *obstacle)
+    return context_length
 
 
 def refusal(config: Any, feature: str, instead: str = ELSEWHERE) -> UnsupportedModel:
@@ -88,9 +86,8 @@ def _unsupported_architecture(config: Any) -> Obstacle | None:
     if getattr(config, "kv_lora_rank", None):
         return Obstacle("multi-head latent attention")
     if getattr(config, "reorder_and_upcast_attn", False):
-        return Obstacle(
-            "reorder_and_upcast_attn", "without it in config.json, which changes rounding alone, the model is served"
-        )
+        instead = "without it in config.json, which changes rounding alone, the model is served"
+        return Obstacle("reorder_and_upcast_attn", instead)
     if getattr(config, "add_cross_attention", False):
         return Obstacle("cross-attention")
     if getattr(config, "attn_temperature_tuning", False):
@@ -103,10 +100,8 @@ def _chunked(config: Any, context_length: int) -> Obstacle | None:
     chunk = getattr(config, "attention_chunk_size", None)
     used = CHUNKED_ATTENTION in (getattr(config, "layer_types", None) or ())
     if used and chunk is not None and chunk < context_length:
-        return Obstacle(
-            f"chunked attention (chunks of {chunk} tokens)",
-            f"with {CONTEXT_KEYS[0]} of {chunk} in config.json it is served up to there",
-        )
+        instead = f"with {CONTEXT_KEYS[0]} of {chunk} in config.json it is served up to there"
+        return Obstacle(f"chunked attention (chunks of {chunk} tokens)", instead)
     return None
 
 
@@ -117,9 +112,8 @@ def _length_dependent_rope(config: Any, context_length: int) -> Obstacle | None:
     for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
         if parameters.get("rope_type", parameters.get("type")) != "longrope":
             continue
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
+        key = "original_max_position_embeddings"
+        original = parameters.get(key) or getattr(config, key, None)
         if not original or context_length > original:
             return Obstacle(f"a rotary embedding of type longrope beyond its original context of {original} tokens")
     return None

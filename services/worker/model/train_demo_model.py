@@ -250,7 +250,6 @@ def loss_by_position(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -
 
 
 def messages_of(prompt: list[str]) -> list[dict[str, str]]:
-    """An entry of CHAT_PROMPTS as OpenAI-style messages."""
     first = ("system",) if prompt[0].startswith("system: ") else ()
     roles = itertools.chain(first, itertools.cycle(("user", "assistant")))
     return [{"role": role, "content": text.removeprefix("system: ")} for role, text in zip(roles, prompt, strict=False)]

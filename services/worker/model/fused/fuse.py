@@ -19,18 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import AttentionForm, KvShape
-from kvcpu.layers.modules import (
-    ROTATED,
-    FusedMlp,
-    FusedNorm,
-    Layer,
-    Multiplier,
-    PackedLinear,
-    Rotary,
-    can_pack,
-    pack,
-    plain_weight,
-)
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Multiplier, PackedLinear, Rotary, can_pack, pack, plain_weight
 from kvcpu.vector.memory import keep_freed_memory
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
@@ -71,8 +60,6 @@ KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How the model calls a layer."""
-
     inputs: Tensor
     others: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -160,9 +147,9 @@ class LayerFuser:
         if widths.hidden != weights[0].shape[1] or keys % head_dim or queries % keys:
             return None
         rotary = self._rotary if len(products) > 1 else None
-        if rotary is not None and head_dim % ROTATED:
+        if rotary is not None and head_dim % Rotary.SIZES:
             return None
-        joined = PackedLinear(self._multiplier, torch.cat(weights), _joined_bias(products))
+        joined = PackedLinear.joined(self._multiplier, products)
         out = PackedLinear(self._multiplier, plain_weight(out), out.bias)
         parts = Parts(first, joined, rotary, form, index, out, second, mlp)
         fused = FusedLayer(parts, self._workspaces.setdefault(widths, Workspace(widths)), self._multiplier.threads)
@@ -182,9 +169,7 @@ def _names(layer: nn.Module) -> _Names | None:
     for names in KNOWN:
         if set(children) == names.parts:
             attention = children[names.attention]
-            inside = {
-                name for name, child in attention.named_children() if not isinstance(child, nn.Dropout | nn.Identity)
-            }
+            inside = {at for at, child in attention.named_children() if not isinstance(child, nn.Dropout | nn.Identity)}
             if inside == {*names.attending, names.out} and isinstance(getattr(attention, "head_dim", None), int):
                 return names
     return None
@@ -245,13 +230,6 @@ def _floats(value: Any) -> Any:
     return tuple(_floats(part) for part in value) if isinstance(value, tuple) else value
 
 
-def _joined_bias(products: list[Layer]) -> Tensor | None:
-    if all(one.bias is None for one in products):
-        return None
-    none = (plain_weight(one).new_zeros(len(plain_weight(one))) for one in products)
-    return torch.cat([zeros if one.bias is None else one.bias for one, zeros in zip(products, none, strict=True)])
-
-
 def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[str, int]:
     """Replace usual decoder layers, and the parts of all others, in place, before `pack`; returns the number of each
     kind. `run` calls the model on a few tokens, to see how it calls its layers."""
@@ -273,10 +251,5 @@ def optimise(model: Any, threads: int, run: Callable[[], object]) -> None:
     multiplier = Multiplier(threads)
     fused = fuse(model, multiplier, run)
     packed = pack(model, multiplier)
-    log.info(
-        "optimised for %d threads in %.1f s: %s, %d more linear layers packed",
-        threads,
-        time.monotonic() - began,
-        ", ".join(f"{count} {kind}" for kind, count in fused.items()),
-        packed,
-    )
+    took, kinds = time.monotonic() - began, ", ".join(f"{count} {kind}" for kind, count in fused.items())
+    log.info("optimised for %d threads in %.1f s: %s, %d more linear layers packed", threads, took, kinds, packed)

@@ -20,17 +20,7 @@ from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED
 from kvcpu.layers.layer_call import SILU, SILU_GATE, TANH, TANH_GATE
-from kvcpu.layers.modules import (
-    FusedMlp,
-    FusedNorm,
-    Multiplier,
-    PackedLinear,
-    Rotary,
-    bound,
-    can_pack,
-    fits,
-    plain_weight,
-)
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Multiplier, PackedLinear, Rotary, can_pack, plain_weight
 from kvcpu.vector.numbers import LANES
 
 log = logging.getLogger(__name__)
@@ -157,7 +147,7 @@ def _with_rotary(module: Any, rotary: Rotary) -> bool:
     weight = next(module.parameters(), None)
     if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in MULTIPLIED:
         return False
-    ours = bound(rotary, theirs)
+    ours = partial(rotary.instead_of, theirs)
     if weight.device.type != "cpu" or not _same_rotation(ours, theirs, size, weight.dtype):
         return False
     names = {**forward.__globals__, ROTARY: ours}
@@ -171,7 +161,7 @@ def _same_rotation(ours: Callable[..., Any], theirs: Callable[..., Any], size: i
     query, key = (torch.randn(1, TOKENS, heads, size).to(dtype).transpose(1, 2) for heads in (3, 2))
     angles = torch.randn(1, TOKENS, size)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
-    if not fits(query, key, cosines, sines):
+    if not Rotary.fits(query, key, cosines, sines):
         return False
     try:
         wanted = theirs(query, key, cosines, sines)

@@ -28,7 +28,7 @@ def greedy(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
-    """One token per row. Raises MemoryError."""
+    """Raises MemoryError."""
     tokens = np.full(len(logits), UNDONE)
     fields: Fields = {
         c.BITS: settings.bits,

@@ -92,7 +92,6 @@ def greedy(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
-    """One token per row."""
     cumulated = kept_weights(logits, settings).cumsum(dim=-1)
     total = cumulated[:, -1]
     target = torch.minimum((_column(settings.points, logits)[:, 0] * total.double()).long(), total - 1)
