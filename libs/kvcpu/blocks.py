@@ -36,8 +36,6 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tokens of one step."""
-
     ids: Ints  # [T]
     slots: Ints  # [T], block * block_size + offset: where K and V of the token go
     first: Ints  # [S], where each sequence begins in the flat arrays
@@ -68,10 +66,7 @@ class KvShape:
 
 
 class Pool(Protocol):
-    """K and V of all blocks: `data` is `[blocks, layers, 2, kv_heads, block_size, head_dim]`, contiguous. A run is K or
-    V of one block, layer and head."""
-
     shape: KvShape
-    data: Tensor
+    data: Tensor  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
     block_size: int
-    run_bytes: int
+    run_bytes: int  # of K or V of one block, layer and head

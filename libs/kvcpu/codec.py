@@ -1,41 +1,20 @@
-"""Whole blocks to int8 and back, with what that costs. On memory addresses; compiled by `kvcpu.vector.compiled`.
+"""Whole blocks to int8 and back, with the rounding error. One call is one thread's work, as transfer threads are not of
+the engine's team.
 
 A row is one (token, head) group. It is read from memory once; its second pass, which quantises and measures, finds it
-in the first-level cache. Addresses are in bytes, sizes count elements. Nothing here checks bounds. Plain loops in Numba
-take twice as long, and miss the floor of `benchmarks.codec`.
-
-One call is one thread's work, because transfer threads are ordinary threads beside the engine's team: two cores are
-used by two calls. A call through ctypes lets go of the interpreter.
+in the first-level cache. Plain loops in Numba take twice as long.
 """
 
 # mypy: ignore-errors
-# The bodies build IR, values of which no type checker knows anything.
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import carray
 
 from kvcpu.vector.conversion import ELEMENTS, narrowed, widened
-from kvcpu.vector.emit import (
-    ADDRESS,
-    COUNT,
-    F16,
-    F32,
-    I8,
-    I16,
-    I32,
-    I64,
-    INTS,
-    LANES,
-    VECTOR,
-    constant,
-    instruction,
-    switched,
-)
-from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, LEVELS, SCALE_BYTES
+from kvcpu.vector.emit import ADDRESS, COUNT, F16, F32, I8, I16, I32, I64, INTS, VECTOR, constant, instruction, switched
+from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, LANES, LEVELS, SCALE_BYTES
 
-# Fields of the call block. SUMS: address of the three doubles that `quantise` and `restore` tell.
+# Fields of the call block. SUMS: address of the doubles that `quantise` and `restore` write.
 KIND, FLOATS, NUMBERS, SCALES, RUNS, HEAD_DIM, SUMS, FIELDS = range(8)
 
 F64 = ir.DoubleType()
@@ -49,7 +28,7 @@ LARGEST_SCALE = float(np.nextafter(np.float32(np.finfo(np.float32).max / LEVELS)
 
 
 def _read(b, element, address, lanes):
-    """LANES numbers; of a single one, that and zeros."""
+    """A vector of LANES numbers, or of one number and zeros."""
     if lanes == LANES:
         return b.load(address, ir.VectorType(element, LANES), align=1)
     zeros = ir.Constant(ir.VectorType(element, LANES), None)
@@ -87,7 +66,6 @@ def _largest_bits(b, kind, source, size):
 
 
 def _number(b, kind, bits):
-    """One number's bits as a float."""
     if kind == FLOAT16:
         return b.fpext(b.bitcast(bits, F16), F32)
     if kind == BFLOAT16:
@@ -117,9 +95,9 @@ def _quantised(b, kind, source, target, size, inverse):
 def quantise(b, kind, source, target, scales, rows, size, sums):
     """`rows` rows of `size` numbers of a stored `kind` become int8 at `target` and fp32 at `scales`.
 
-    A scale is the row's largest |x| / 127, within what makes it and its inverse normal numbers, or 0 for zeros. To
-    `sums`, three doubles: sum of squares of the row and of what rounding to levels cost, and 1 if anything was no
-    number; then what was written means nothing.
+    A scale is the row's largest |x| / 127, within what makes it and its inverse normal numbers, or 0 for zeros. `sums`
+    gets three doubles: the sum of squares, that of the rounding errors, and 1 if any input was not finite, which makes
+    the result meaningless.
     """
     element = BITS[kind]
     row_bytes = b.mul(size, ir.Constant(I64, ITEM_BYTES[kind]))
@@ -156,7 +134,7 @@ def quantise(b, kind, source, target, scales, rows, size, sums):
 @instruction(COUNT, ADDRESS, ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
 @switched(*BITS)
 def restore(b, kind, source, scales, target, rows, size, bad):
-    """Inverse of `quantise`. To `bad`, a double: 1 if a scale was none; then what was written means nothing."""
+    """Inverse of `quantise`. `bad` gets a double: 1 if a scale was invalid, which makes the result meaningless."""
     row_bytes = b.mul(size, ir.Constant(I64, ITEM_BYTES[kind]))
 
     def body(row, values):

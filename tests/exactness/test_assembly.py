@@ -12,8 +12,7 @@ from tiny_models import make_model
 
 from kvcpu.attention.backend import CpuBackend
 from kvcpu.blocks import KvShape
-from kvcpu.layers.modules import FusedMlp, FusedNorm
-from kvcpu.layers.packed import PackedLinear
+from kvcpu.layers.modules import FusedMlp, FusedNorm, PackedLinear
 from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.loader import LoadedModel, adopt_model

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
-from kvcpu.layers.modules import FusedMlp, FusedNorm
-from kvcpu.layers.packed import Multiplier, PackedLinear
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Multiplier, PackedLinear
 from kvfleet.worker.model.fused.fuse import fuse, optimise
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -12,8 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from kvcpu.layers.modules import SERIAL_NUMBERS, FusedMlp, FusedNorm, Rotary
-from kvcpu.layers.packed import Multiplier
+from kvcpu.layers.modules import SERIAL_NUMBERS, FusedMlp, FusedNorm, Multiplier, Rotary
 from kvfleet.worker.model.fused.fuse import fuse
 
 DTYPES = (torch.float32, torch.bfloat16)

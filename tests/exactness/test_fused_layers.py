@@ -19,8 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from kvcpu.attention.backend import CpuBackend
 from kvcpu.blocks import AttentionForm
 from kvcpu.layers.layer_call import FIELDS, SCRATCH
-from kvcpu.layers.modules import Rotary
-from kvcpu.layers.packed import Multiplier
+from kvcpu.layers.modules import Multiplier, Rotary
 from kvcpu.vector.team import Program
 from kvfleet.worker.model.assembly import trial_logits
 from kvfleet.worker.model.attention.interface import attending

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvcpu.layers import layer_call as c
 from kvcpu.layers import layer_kernels as kernels
-from kvcpu.layers.packed import Multiplier, PackedLinear, pack
+from kvcpu.layers.modules import Multiplier, PackedLinear, pack
 from kvcpu.vector import compiled, conversion
 from kvcpu.vector.compiled import CompiledEntry
 from kvfleet.worker.model.fused.fuse import optimise

@@ -395,8 +395,8 @@ def test_pages_are_taken_ahead_of_their_use_and_not_all_at_once(monkeypatch: pyt
     pages = PagesAhead(memory)
     assert resident(memory) == 0
     for used, wanted in ((0, 4), (2, 4), (3, 7), (5, 10), (20, 28), (39, 40), (2, 40)):
-        pages.reach(used * HUGE_PAGE)
-        pages.wait()
+        if taking := pages.reach(used * HUGE_PAGE):
+            taking.result()
         assert resident(memory) == wanted * HUGE_PAGE
     assert not memory.any()
 
@@ -405,8 +405,9 @@ def test_where_pages_cannot_be_asked_for_nothing_happens(monkeypatch: pytest.Mon
     memory = huge_pages(3 * HUGE_PAGE)
     pages = PagesAhead(memory)
     monkeypatch.setattr(pages, "_madvise", lambda *_: -1)
-    pages.reach(100)
-    pages.wait()
+    taking = pages.reach(100)
+    assert taking is not None
+    taking.result()
     monkeypatch.setattr(pages, "_madvise", None)
     pages.reach(2 * HUGE_PAGE)
     memory.fill_(1)

@@ -1,7 +1,6 @@
-"""The call block: everything a kernel needs to know, as one array of integers. Pure; the layout kernels read by index.
+"""The call block, which tells a kernel everything, as one array of integers that it reads by index. Pure.
 
-Addresses are of the process's memory, strides count elements, tables are rows of int64. Here is also how much kernels
-take at a time.
+Strides count elements, tables are rows of int64. The file also has the sizes of the pieces that kernels work on.
 """
 
 from __future__ import annotations

@@ -1,24 +1,15 @@
 """Attention over the block-major pool on a CPU: what each thread does. Numba; reads K and V where they lie.
 
-One call serves one layer of a step. Its work is cut into items beforehand (`plan`), and every thread of the team takes
-items until none is left, so that a slow core takes fewer of them. An item is either
+One call serves one layer of a step. `plan` cuts its work into items, and every thread takes items until none is left,
+so that a slow core takes fewer. An item is a decode (one token's query heads over a range of the tokens it sees; ranges
+of one sequence leave partial results) or a prefill (a tile of one slice's query tokens over everything they see).
 
-* a decode: one token's query heads that share a kv head, over a range of the tokens it can see; ranges of one sequence
-  leave partial results that `combine` puts together, or
-* a prefill: a tile of query tokens of one slice and their heads that share a kv head, over everything they can see.
-
-Both go through K and V once, in chunks, with the running maximum and sum of online softmax (Milakov and Gimelshein,
-arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691), all in fp32 whatever the pool holds. Heads that share K and V
-share their loads. Tokens are visited in tiles of LANES; what lies beyond a sequence's end is read at most as a score
-that is then overwritten, so that NaN in unused slots cannot spread.
-
-All addresses are integers; `attention_call` has the layout of the call block.
+Both read K and V once, in chunks, with the running maximum and sum of online softmax (Milakov and Gimelshein,
+arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691), in fp32 whatever the pool holds. Tokens are visited in tiles of
+LANES; slots beyond a sequence's end are read at most as scores that are then overwritten, so NaN in them cannot spread.
 """
 
 # mypy: ignore-errors
-# Numba types these functions, by other rules than a checker's.
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, njit
 

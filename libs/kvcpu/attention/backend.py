@@ -45,7 +45,6 @@ class CpuBackend:
         return CpuStep(self, batch, pool)
 
     def reserve(self, group: int, padded: int, items: Items) -> None:
-        """Make scratch memory large enough for a step."""
         rows = items.span * group
         record = record_floats(rows, padded)
         decode = record + rows * (padded + DECODE_CHUNK * 3 // 2) + LANES * padded
@@ -61,7 +60,7 @@ class CpuBackend:
 
     @property
     def operations(self) -> list[tuple[CompiledEntry, int]]:
-        """What attends once the call block is laid out, in this order, with the block's address."""
+        """What attends once the call block is laid out, in this order, each with the block's address."""
         return [(one, self.address) for one in (self.store, self.attend, self.combine)]
 
 
@@ -92,9 +91,8 @@ class CpuStep:
         return out.to(wanted)
 
     def lay_out(self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, form: AttentionForm) -> None:
-        """Have the backend's call block attend as `attend` does. The tensors are of the pool's dtype, their last
-        dimension contiguous, `out` as a whole, and live until the operations ran.
-        """
+        """Point the call block at these tensors, which must live until the operations ran. They have the pool's dtype
+        and a contiguous last dimension; `out` is contiguous as a whole."""
         if query.shape[1] != self._heads:
             self._begin(query)
         backend, block = self.backend, self.backend.block
@@ -102,19 +100,9 @@ class CpuStep:
         block[c.LAYER] = layer
         block[c.WINDOW] = form.window or 0
         backend.floats[0], backend.floats[1] = form.scaling, form.softcap or 0.0
-        block[c.QUERY : c.OUT + 1] = (
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            STORED[query.dtype],
-            key.data_ptr(),
-            key.stride(0),
-            key.stride(1),
-            value.data_ptr(),
-            value.stride(0),
-            value.stride(1),
-            out.data_ptr(),
-        )
+        of_query = query.data_ptr(), *query.stride()[:2], STORED[query.dtype]
+        of_key, of_value = (key.data_ptr(), *key.stride()[:2]), (value.data_ptr(), *value.stride()[:2])
+        block[c.QUERY : c.OUT + 1] = *of_query, *of_key, *of_value, out.data_ptr()
 
     def _begin(self, query: Tensor) -> None:
         """Tables of the step, when the first layer tells how many heads there are."""

@@ -1,14 +1,10 @@
 """Decodes: one token's query heads over a range of the tokens it sees. Numba.
 
-An item has several kv heads, because K of all heads of a block and layer is one piece of memory and V of them is the
-next: read in this order, a chunk at a time, memory comes at nearly the rate of a plain read, where the runs of one head
-lie far from one another and come at two thirds of it.
+An item has several kv heads: K of all heads of a block and layer is one piece of memory, V of them the next. Read in
+this order, memory comes at nearly the rate of a plain read; the runs of one head alone come at two thirds of it.
 """
 
 # mypy: ignore-errors
-# Numba types these functions, by other rules than a checker's.
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -62,8 +58,7 @@ def decode(p, item, scratch):
     else:
         softmax.begin_rows(p, flat, head, rows, rows, queries)
 
-    at = low // LANES * LANES
-    while at < high:
+    for at in range(low // LANES * LANES, high, DECODE_CHUNK):
         end = min(at + DECODE_CHUNK, high)
         for token in range(at, end, LANES):
             for h in range(heads):
@@ -82,9 +77,8 @@ def decode(p, item, scratch):
                 row_fill(where, low - at, MINUS_INFINITY)
             row_fill(where + 4 * (end - at), count - (end - at), MINUS_INFINITY)
             once = ONE if cap > 0 else factor
-            softmax.fold(
-                where, count, once, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, p[c.PAIRS]
-            )
+            top, total, sums = tops + 4 * row, totals + 4 * row, out + row * 4 * padded
+            softmax.fold(where, count, once, top, total, sums, padded, p[c.PAIRS])
         for token in range(at, end, LANES):
             for h in range(heads):
                 ahead = ahead_of(p, table, head + h, token + DECODE_CHUNK, 0) if token + DECODE_CHUNK < high else 0
@@ -92,17 +86,14 @@ def decode(p, item, scratch):
                 first, last = max(token, low), min(token + LANES, end)
                 weights = scores + 4 * row * DECODE_CHUNK + weight_bytes * (token - at)
                 weigh_tile(p, table, head + h, token, first, last, weights, out + row * 4 * padded, buffer, ahead)
-        at = end
     if partial < 0:
         softmax.write_rows(p, flat, head, rows, rows, out, totals)
 
 
 @njit(nogil=True, error_model="numpy")
 def score_tile(p, table, head, token, low, high, queries, scores, buffer, ahead):
-    """Scores of the tokens from `token` on, of which those from `low` to `high` count; the others' are anything.
-
-    Meanwhile asks for the tile at `ahead`, in the pool's own kind of numbers; 0: for none.
-    """
+    """Scores of the tokens from `token` on; only those from `low` to `high` mean anything. Prefetches the tile at
+    `ahead`, in the pool's own kind of numbers (0: none)."""
     group, padded = p[c.GROUP], p[c.PADDED]
     pairs, total = p[c.PAIRS], tile_bytes(p)
     each = total
@@ -122,10 +113,8 @@ def score_tile(p, table, head, token, low, high, queries, scores, buffer, ahead)
 
 @njit(nogil=True, error_model="numpy")
 def weigh_tile(p, table, head, token, low, high, weights, out, buffer, ahead):
-    """Add the values from `low` to `high`, times their weights; the others are not even multiplied by zero.
-
-    Meanwhile asks for the tile at `ahead`, in the pool's own kind of numbers; 0: for none.
-    """
+    """Add the values from `low` to `high`, times their weights; the others are not even multiplied by zero. `ahead` as
+    in `score_tile`."""
     group, padded = p[c.GROUP], p[c.PADDED]
     if group < SPREAD and ahead:
         prefetch(ahead, tile_bytes(p))
@@ -169,8 +158,7 @@ def combine_splits(p, scratch):
     """Partial decodes, one after the other in the order of their sequences, to results."""
     padded = p[c.PADDED]
     size = softmax.record_bytes(p[c.SPAN] * p[c.GROUP], padded)
-    at = 0
-    while at < p[c.SPLITS]:
+    for at in range(p[c.SPLITS]):
         split = p[c.SPLIT_TABLE] + 8 * c.SPLIT_FIELDS * at
         flat, head = read_int(split), read_int(split + 8)
         first, parts = read_int(split + 16), read_int(split + 24)
@@ -193,7 +181,5 @@ def combine_splits(p, scratch):
                 multiply(1, padded // LANES, scratch, 4, add, 4, 1, out, 4)
                 write_float(sums, left * read_float(sums) + right * read_float(softmax.totals_of(one, rows) + 4 * row))
                 write_float(top, largest)
-        softmax.write_rows(
-            p, flat, head, rows, rows, softmax.accumulators_of(total, rows), softmax.totals_of(total, rows)
-        )
-        at += 1
+        out = softmax.accumulators_of(total, rows)
+        softmax.write_rows(p, flat, head, rows, rows, out, softmax.totals_of(total, rows))

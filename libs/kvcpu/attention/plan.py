@@ -1,8 +1,8 @@
 """Cuts a step's attention into items that threads can take. Pure, once per step for all layers.
 
-Work is counted in pairs of (query row, visible token). Prefills are cut along their queries. A decode item has
-several kv heads (see `decodes`), the same number throughout the step, so many that there are still items for all
-threads; those longer than a thread's fair share are also cut along the sequence. Costly items come first.
+Work is counted in pairs of (query row, visible token). Prefills are cut along their queries. All decode items of a step
+have the same number of kv heads, as many as leave items for all threads; those longer than a thread's fair share are
+also cut along the sequence. Costly items come first.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ DECODE_SHARES = 2  # and one of a decode, whose parts cost a combination and beg
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Tables in the layout of `call`: items, slices, splits; how many partial results there are, and how many kv heads
-    a decode item has.
-    """
+    """Tables in the layout of `attention_call`."""
 
     items: Ints
     slices: Ints
     splits: Ints
-    partials: int
-    span: int
+    partials: int  # how many partial results there are
+    span: int  # kv heads of a decode item
 
 
 def cut(batch: Batch, kv_heads: int, group: int, threads: int, widest: int = 1) -> Items:

@@ -1,9 +1,6 @@
 """Where K and V of a token lie in the pool, in place or staged as rows of floats; storing a step's. Numba."""
 
 # mypy: ignore-errors
-# Numba types these functions, by other rules than a checker's.
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 
@@ -55,10 +52,8 @@ def stage(p, table, head, token, count, value, target):
 
 @njit(nogil=True, error_model="numpy")
 def tile_of(p, table, head, token, low, high, value, buffer):
-    """Address of rows for the LANES tokens from `token` on, of which those from `low` to `high` count.
-
-    In place where the pool holds what the kernels compute with, else staged in `buffer`.
-    """
+    """Address of rows for the LANES tokens from `token` on, of which those from `low` to `high` count: in place where
+    the pool holds what the kernels compute with, else staged in `buffer`."""
     if p[c.DIRECT]:
         return row_of(p, table, head, token, value)
     stage(p, table, head, low, high - low, value, buffer + (low - token) * 4 * p[c.PADDED])
@@ -67,28 +62,25 @@ def tile_of(p, table, head, token, low, high, value, buffer):
 
 @njit(nogil=True, error_model="numpy")
 def tile_bytes(p):
-    """Of K or V of LANES tokens of one head, as the pool keeps them."""
+    """K or V of LANES tokens of one head, as the pool keeps them."""
     return LANES * p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]
 
 
 @njit(nogil=True, error_model="numpy")
 def ahead_of(p, table, head, token, value):
-    """Address of the tile that begins at `token`, for the next pass over it to find it in the cache: blocks lie
-    anywhere in memory, so the processor cannot guess them. 0 where a tile is no one piece.
-    """
+    """Address of the tile that begins at `token`, to prefetch it: blocks lie anywhere in memory, so the processor
+    cannot guess them. 0 where a tile is not one piece."""
     return row_of(p, table, head, token, value) if p[c.TILED] else 0
 
 
 @njit(nogil=True, error_model="numpy")
 def row_of(p, table, head, token, value):
-    """Address of one token's numbers."""
     offset = token - block_index(token, p) * p[c.BLOCK_SIZE]
     return run_of(p, table, head, token, value) + offset * p[c.HEAD_DIM] * ITEM_BYTES[p[c.KV_KIND]]
 
 
 @njit(nogil=True, error_model="numpy")
 def _store_row(kind, source, source_kind, run, offset, size, dim, scratch):
-    """One token's K or V of one head into its run."""
     if kind != INT8:
         item = ITEM_BYTES[kind]
         copy_bytes(source, run + offset * dim * item, dim * item)

@@ -1,13 +1,9 @@
 """Prefills: a tile of query tokens of one slice over everything they see. Numba.
 
-As floats, or, where the processor can, as bfloat16 that is multiplied as such in pairs: then weights are rounded to
-bfloat16, and sums are fp32.
+Where the processor can, pairs of bfloat16 are multiplied as such: weights are rounded to bfloat16, sums are fp32.
 """
 
 # mypy: ignore-errors
-# Numba types these functions, by other rules than a checker's.
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -1,9 +1,6 @@
 """Rows of an item from queries to results, by online softmax. Numba."""
 
 # mypy: ignore-errors
-# Numba types these functions, by other rules than a checker's.
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -47,11 +44,8 @@ def clear_rows(record, rows, padded):
 
 @njit(nogil=True, error_model="numpy")
 def fold(scores, count, factor, top, total, out, size, halves):
-    """Online softmax: a row's new `count` scores, times `factor`, become weights; what was summed before is scaled to
-    match.
-
-    `halves`: weights become bfloat16, in the first half of the row's memory.
-    """
+    """Online softmax: a row's new `count` scores, times `factor`, become weights; the sums so far are scaled to match.
+    With `halves`, weights become bfloat16, in the first half of the row's memory."""
     before = read_float(top)
     largest = max(before, row_max(scores, count) * factor)
     if largest == MINUS_INFINITY:
@@ -72,8 +66,7 @@ def fold(scores, count, factor, top, total, out, size, halves):
 
 @njit(nogil=True, error_model="numpy")
 def query_of(p, flat, head, width, row):
-    """Address of a row's query: row r is token r // width, the (r % width)th of the heads that share K and V from kv
-    head `head` on."""
+    """Address of a row's query: row r is token r // width, and (r % width)th of the heads from kv head `head` on."""
     token, query = flat + row // width, head * p[c.GROUP] + row % width
     return p[c.QUERY] + (token * p[c.QUERY_TOKEN] + query * p[c.QUERY_HEAD]) * ITEM_BYTES[p[c.QUERY_KIND]]
 

@@ -1,9 +1,4 @@
-"""The call block of a product, a norm or a rotation, as one array of integers. Pure; kernels read it by index.
-
-Here is also how much kernels take at a time.
-"""
-
-from __future__ import annotations
+"""The call block of a product, a norm or a rotation, as one array of integers, and the sizes kernels work in. Pure."""
 
 PANEL = 32  # output columns that lie together in a packed weight: two vectors
 

@@ -1,16 +1,12 @@
 """Products on packed weights, norms and rotary embeddings: what each thread does. Numba.
 
 A weight `[out, in]` is packed in panels of PANEL output columns, `[panel][in][PANEL]`, of bfloat16 in pairs along the
-input, `[panel][in / 2][PANEL][2]`: read from front to back whatever the number of rows, which is what limits a decode
-step with its few rows. A panel meets ROWS_AT_ONCE rows of x at a time, in tiles of 8 rows whose sums stay in registers,
-so that with many rows the arithmetic is the limit. A gated layer (`act(gate(x)) * up(x)`) has a panel of the gate
-before each panel of the other, and only the product is written. Norms and rotations go row by row, in fp32.
+input, `[panel][in / 2][PANEL][2]`, so that it is read from front to back whatever the number of rows. A panel meets
+ROWS_AT_ONCE rows of x at a time, in tiles of 8 rows whose sums stay in registers. A gated layer
+(`act(gate(x)) * up(x)`) has a panel of the gate before each panel of the other. Norms and rotations work in fp32.
 """
 
 # mypy: ignore-errors
-# Numba types these functions, by other rules than a checker's.
-from __future__ import annotations
-
 import math
 
 import numpy as np

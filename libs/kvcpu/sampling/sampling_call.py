@@ -1,7 +1,5 @@
 """What the draws' kernels are called with: an array of int64; and the numbers that weights are made of."""
 
-from __future__ import annotations
-
 import math
 
 # 2**f for |f| <= 1/2, highest power first: Taylor's, whose remainder is below a float64's precision there.

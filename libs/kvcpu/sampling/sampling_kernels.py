@@ -1,14 +1,10 @@
 """Draws by compiled loops, rows split over threads: the way on a CPU. Computes what `weights` says, bit for bit.
 
-A row is looked at in blocks of 256 logits, and blocks whose largest logit is too small are passed over; nothing is
-sorted. (Blocks are slices, not ranges of indices: that is what the compiler makes vector loops of.) Rows are shared
-out among torch's own threads, as in the model's other kernels.
+Blocks of 256 logits whose largest logit is too small are passed over; nothing is sorted. Blocks are slices, not ranges
+of indices, because the compiler makes vector loops of slices alone.
 """
 
 # mypy: ignore-errors
-# Numba types these functions, by other rules than a checker's.
-from __future__ import annotations
-
 import numba
 import numpy as np
 from llvmlite import ir
@@ -52,7 +48,6 @@ def draw_share(block):
 
 
 def masses_share(block):
-    """The sum of each row's weights, and the ids of its largest logits."""
     p = carray(block, (c.FIELDS,), np.int64)
     rows = p[c.ROWS]
     logits = carray(pointer(p[c.LOGITS]), (rows, p[c.VOCAB]), np.float32)
@@ -206,10 +201,8 @@ def _sift(row, ids, at, count):
 
 @_compiled
 def _reaching(row, masses, tops, floor, peak, per_logit, need):
-    """The largest logit x such that the masses of all logits >= x sum to `need` or more. They do over the whole row.
-
-    There is no mass below `floor`.
-    Masses are summed in bins by distance from the peak; the bin in which `need` is reached is then looked at again.
+    """The largest logit x such that the masses of all logits >= x sum to `need`; those of the whole row do. There is no
+    mass below `floor`. Masses are summed in bins by distance from the peak, then anew within the bin that reaches it.
     """
     bins = np.zeros(BINS, np.int64)
     for block in range(len(tops)):

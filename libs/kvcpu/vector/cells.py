@@ -1,9 +1,6 @@
-"""Single numbers in memory, fills, copies, prefetches, counters that threads share, calls. On memory addresses."""
+"""Single numbers in memory, fills, copies, prefetches, counters that threads share, calls."""
 
 # mypy: ignore-errors
-# The bodies build IR, values of which no type checker knows anything.
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import carray
@@ -44,7 +41,6 @@ def pointer(b, address):
 
 @instruction(ADDRESS, COUNT, FLOAT)
 def row_fill(b, row, count, value):
-    """Set `count` floats at `row`."""
     b.loop(count, [], lambda i, _: b.store(value, b.offset_by(row, i, 4)))
 
 
@@ -65,7 +61,7 @@ def ask_for(b, address):
 
 @instruction(ADDRESS, COUNT)
 def prefetch(b, address, count):
-    """Ask for `count` bytes to be brought into the second-level cache."""
+    """Into the second-level cache."""
     lines = b.sdiv(count, ir.Constant(I64, CACHE_LINE))
     b.loop(lines, [], lambda i, _: ask_for(b, b.offset_by(address, i, CACHE_LINE)))
 

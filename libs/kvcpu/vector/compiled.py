@@ -1,7 +1,7 @@
 """Python functions to C functions that threads outside of Python can run. Adapter to Numba and LLVM.
 
-Compiling takes seconds, so the machine code is kept on disk, in a folder of `kvservice.kernel_cache`. Loading it takes
-milliseconds and LLVM alone: Numba, which takes a process half a second and 60 MB, comes in only to compile.
+Compiling takes seconds, so `kvservice.kernel_cache` keeps the machine code. Loading takes milliseconds and LLVM alone;
+Numba, which costs a process half a second and 60 MB, is imported only to compile.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class CompiledEntry:
 
 @cache
 def entry(module: str, function: str) -> CompiledEntry:
-    """A function that takes the address of a call block: what an earlier process compiled, or compiled now.
-
-    Its module is imported only to be compiled. Seconds then, to be spent before a worker is ready.
-    """
+    """The function, from the cache or compiled now, which imports its module and takes seconds."""
     folder = kept_in()
     path = folder / f"{module}.{function}-{_key(module)}.o" if folder is not None else None
     if path is not None and (kept := read_kept(path)) is not None:
@@ -59,19 +56,19 @@ def entry(module: str, function: str) -> CompiledEntry:
 
 @cache
 def multiplies_pairs() -> bool:
-    """Whether this processor multiplies bfloat16 by itself. Machine code is kept per processor, so emitters may ask."""
+    """Whether this processor multiplies bfloat16. Machine code is cached per processor, so emitters may ask."""
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 @cache
 def kept_in() -> Path | None:
-    """The folder of what was compiled from these sources, and of what else takes a start long to find out."""
+    """The folder of what was compiled from these sources, and of other results that a start would wait for."""
     return results_folder(SOURCES.rglob("*.py"))
 
 
 @cache
 def _key(module: str) -> str:
-    """Of all that its code hangs on beside `SOURCES`."""
+    """A digest of everything that the code depends on beside `SOURCES`."""
     spec = find_spec(module) if module not in sys.modules else None
     source = spec.origin if spec is not None else sys.modules[module].__file__
     made = (binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
@@ -98,7 +95,7 @@ def _calls_known(made: Any) -> bool:
 
 
 def _load(symbol: str, code: bytes) -> CompiledEntry:
-    """Each in an engine of its own: names of what is inlined differ within a process only."""
+    """Load into an engine of its own, as names of inlined functions are unique within one process only."""
     _add_helpers()
     target = binding.Target.from_default_triple().create_target_machine(jit=True)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)

@@ -1,36 +1,17 @@
 """Rows of stored numbers to rows of floats and back; pairs of bfloat16, multiplied as such where the processor can.
 
-Addresses are integers in bytes, rows are contiguous, sizes count elements. Nothing here checks bounds. bfloat16 goes by
-the processor's own instructions where it has them (AVX512-BF16).
+Rows are contiguous. bfloat16 uses AVX512-BF16 where the processor has it.
 """
 
 # mypy: ignore-errors
-# The bodies build IR, values of which no type checker knows anything.
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import njit
 
 from kvcpu.vector.cells import row_fill
 from kvcpu.vector.compiled import multiplies_pairs
-from kvcpu.vector.emit import (
-    ADDRESS,
-    COUNT,
-    F16,
-    F32,
-    FLOAT,
-    I8,
-    I16,
-    I32,
-    INTS,
-    LANES,
-    VECTOR,
-    constant,
-    instruction,
-    switched,
-)
-from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES
+from kvcpu.vector.emit import ADDRESS, COUNT, F16, F32, FLOAT, I8, I16, I32, VECTOR, constant, instruction, switched
+from kvcpu.vector.numbers import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, LANES
 
 ELEMENTS = {FLOAT32: F32, BFLOAT16: I16, FLOAT16: F16, INT8: I8}  # as which numbers of a kind are loaded and stored
 
@@ -53,7 +34,6 @@ _HALVES, _PAIRS = ir.VectorType(_BFloat(), LANES), ir.VectorType(_BFloat(), 2 * 
 
 
 def _processors(b, name, result, arguments):
-    """Emits an instruction of this processor."""
     kind = ir.FunctionType(result, [one.type for one in arguments])
     return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), arguments)
 
@@ -139,11 +119,12 @@ def line_to_halves(b, source, target):
 @instruction(ADDRESS, ADDRESS, ADDRESS, COUNT)
 def interleave(b, first, second, target, count):
     """`count` (a multiple of LANES) pairs of 16-bit numbers, one of each row, the first in the lower half."""
+    shift = constant(16, I32)
 
     def body(i, _):
         rows = [b.load(b.vector_at(row, i, 2), _SHORTS, align=2) for row in (first, second)]
-        low, high = (b.zext(row, INTS) for row in rows)
-        b.store(b.or_(low, b.shl(high, constant(16, I32))), b.vector_at(target, i))
+        low, high = (b.zext(row, shift.type) for row in rows)
+        b.store(b.or_(low, b.shl(high, shift)), b.vector_at(target, i))
 
     b.strips(count, [], body)
 

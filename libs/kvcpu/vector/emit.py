@@ -1,17 +1,14 @@
 """Emits LLVM IR on vectors of `LANES` floats: loads, loops with values in registers, transposition, e**x. Pure.
 
-Inner loops are written in these terms, as Numba intrinsics, so that accumulators stay in registers and the speed does
-not hang on what a compiler recognises. LLVM maps the vectors to whatever the machine has.
+Inner loops are Numba intrinsics in these terms, so that accumulators stay in registers. In all of kvcpu, addresses are
+integers in bytes, sizes count elements unless said otherwise, and nothing checks bounds.
 """
 
 # mypy: ignore-errors
-# The bodies build IR, values of which no type checker knows anything.
-from __future__ import annotations
-
 import math
-from functools import cache, wraps
+from functools import wraps
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -72,14 +69,9 @@ class Emitter:
         return self.llvm("fmuladd", a, b, c)
 
     def loop(self, count, carried, body):
-        """`for i in range(count)` with values carried in registers; `body(i, values) -> values`. Returns the last ones.
-
-        A body without values returns nothing.
-        """
+        """`for i in range(count)`, values carried in registers: `body(i, values) -> values`. Returns the last ones."""
         before = self.block
-        head = self.function.append_basic_block("head")
-        inside = self.function.append_basic_block("inside")
-        after = self.function.append_basic_block("after")
+        head, inside, after = (self.function.append_basic_block(name) for name in ("head", "inside", "after"))
         self.branch(head)
         self.position_at_end(head)
         index = self.phi(I64)
@@ -147,7 +139,6 @@ class Emitter:
         return total
 
     def lane_max(self, vector):
-        """The largest lane, as a float."""
         distance = LANES // 2
         while distance:
             order = ir.Constant(INTS, [lane ^ distance for lane in range(LANES)])
@@ -184,7 +175,7 @@ class Emitter:
 
 
 def instruction(*kinds, returns=types.void):
-    """Makes `emit(emitter, *arguments)` a function that Numba's can call, with arguments of these kinds."""
+    """Makes `emit(emitter, *arguments)` a function that Numba code can call, with arguments of these kinds."""
 
     def made(emit):
         @intrinsic(prefer_literal=LITERAL in kinds)
@@ -205,8 +196,7 @@ def instruction(*kinds, returns=types.void):
 
 
 def switched(*known):
-    """Makes `emit(emitter, n, ...)`, for an n that is known when it is emitted, one for an n that is not: the code for
-    each that is `known` stands in one switch."""
+    """Makes `emit(emitter, n, ...)`, which needs n when it emits, take n at run time: a switch over all `known`."""
 
     def made(emit):
         @wraps(emit)
@@ -224,11 +214,3 @@ def switched(*known):
         return switching
 
     return made
-
-
-@cache
-def most_sums() -> int:
-    """Vectors of LANES floats that a loop may add to without keeping them in memory: half of those that the registers
-    hold, which are 32 of AVX-512, 16 of a half each of AVX2 or 32 of a quarter of NEON. Emitted code is cached per
-    processor, so it may ask."""
-    return 16 if binding.get_host_cpu_features().get("avx512f") else 4

@@ -22,9 +22,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # <malloc.h>
 
 
 def huge_pages(size: int) -> Tensor:
-    """`size` zero bytes, `[size]` uint8, on huge pages where the system has them (4-KiB pages cost a fifth of the read
-    rate). Nothing is taken before it is touched. Raises MemoryError if there is no room for it.
-    """
+    """`[size]` zeros of uint8, on huge pages where the system has them: 4-KiB pages cost a fifth of the read
+    rate. Pages are taken when they are first touched. Raises MemoryError if there is no room."""
     try:
         pages = mmap.mmap(-1, size + HUGE_PAGE)
     except (OSError, OverflowError, ValueError) as error:
@@ -39,9 +38,8 @@ def huge_pages(size: int) -> Tensor:
 class PagesAhead:
     """Takes the pages of `huge_pages` from the system, in a thread of its own, before they are first written.
 
-    A page is zeroed when it is taken: 3 to 5 % of the time of a prompt whose blocks nobody used before. What lies far
-    beyond the blocks in use is left to the system, so that an idle worker does not fill a laptop: as much is taken as
-    is in use, within limits. Where the system cannot be asked for pages, they are taken when they are written.
+    The system zeroes a page when it is taken: 3 to 5 % of the time of a prompt on fresh blocks. As much is taken ahead
+    as is in use, within limits, so that an idle worker does not fill a laptop.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -51,21 +49,15 @@ class PagesAhead:
         if self._size >= AT_ONCE:  # else it is no matter
             self._madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None
 
-    def reach(self, used: int) -> None:
-        """The first `used` bytes are in use. Returns at once."""
+    def reach(self, used: int) -> Future[None] | None:
+        """The first `used` bytes are in use. Returns at once, with a future if more pages are being taken."""
         ahead = min(MOST_AHEAD, max(LEAST_AHEAD, used))
         if self._madvise is None or self._taken >= min(self._size, used + ahead // 2):
-            return
+            return None
         begin, self._taken = self._taken, min(self._size, (used + ahead) // HUGE_PAGE * HUGE_PAGE)
         self._thread = self._thread or ThreadPoolExecutor(1, "kv-pages")
-        self._last = self._thread.submit(self._take, begin, self._taken)
-
-    def wait(self) -> None:
-        """Until what was asked for is taken."""
-        if self._last is not None:
-            self._last.result()
+        return self._thread.submit(self._take, begin, self._taken)
 
     def _take(self, begin: int, end: int) -> None:
         assert self._madvise is not None
@@ -77,11 +69,8 @@ class PagesAhead:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what torch frees for what it allocates next, where it can be told to (glibc).
-
-    Else the activations of a long prompt, megabytes each, are returned to the system and zeroed by it anew in every
-    layer: 7 % of a prefill. One arena for all threads, because others would return theirs all the same.
-    """
+    """Have glibc keep what torch frees: else a long prompt's activations go back to the system, which zeroes them anew
+    in every layer, 7 % of a prefill. One arena for all threads, as others would return theirs all the same."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)

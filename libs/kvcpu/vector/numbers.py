@@ -1,7 +1,5 @@
 """How numbers are stored, as kernels and those who call them name it. Pure; imports no compiler."""
 
-from __future__ import annotations
-
 LANES = 16  # of a vector of floats: one AVX-512 register, two of AVX2, four of NEON
 
 FLOAT32, BFLOAT16, FLOAT16, INT8 = range(4)

@@ -1,35 +1,24 @@
-"""Products of rows of floats, or of bfloat16 in pairs, with accumulators in registers. On memory addresses.
-
-Addresses and strides are in bytes, sizes count elements. Nothing here checks bounds.
-"""
+"""Products of rows of floats, or of bfloat16 in pairs, with accumulators in registers. Strides are in bytes."""
 
 # mypy: ignore-errors
-# The bodies build IR, values of which no type checker knows anything.
-from __future__ import annotations
+from functools import cache
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit
 
 from kvcpu.vector.cells import ask_for
 from kvcpu.vector.conversion import add_pairs
-from kvcpu.vector.emit import (
-    ADDRESS,
-    COUNT,
-    F32,
-    I16,
-    I32,
-    I64,
-    INTS,
-    LANES,
-    LITERAL,
-    VECTOR,
-    constant,
-    instruction,
-    most_sums,
-    switched,
-)
+from kvcpu.vector.emit import ADDRESS, COUNT, F32, I16, I32, I64, INTS, LITERAL, constant, instruction, switched
+from kvcpu.vector.numbers import LANES
 
 MOST_ROWS = 8  # of a `weigh`, whose number is known when it runs: no row is computed for nothing
+
+
+@cache
+def _most_sums():
+    """Vectors of LANES floats that a loop may sum into without spilling: half of what the registers hold, which is 32
+    of AVX-512, 16 half ones of AVX2 or 32 quarter ones of NEON. Code is cached per processor, so emitters may ask."""
+    return 16 if binding.get_host_cpu_features().get("avx512f") else 4
 
 
 def add_floats(b, total, factor, part):
@@ -38,14 +27,14 @@ def add_floats(b, total, factor, part):
 
 def _dots(b, query, keys, key_bytes, vectors, scores, kind, add):
     """Emits scores[i] = query . keys[i] for LANES keys that are so many vectors of `kind` long."""
+    vector = ir.VectorType(kind, LANES)
     rows = b.rows_of(keys, key_bytes, LANES)
-    totals, most = [], most_sums()
+    totals, most = [], _most_sums()
     for first in range(0, LANES, most):
         some = rows[first : first + most]
 
         def body(i, values, some=some):
-            part = b.load(b.vector_at(query, i), kind)
-            keys_at = [b.load(b.vector_at(row, i), kind) for row in some]
+            part, *keys_at = (b.load(b.vector_at(row, i), vector) for row in (query, *some))
             return [add(b, value, key, part) for key, value in zip(keys_at, values, strict=True)]
 
         totals += b.loop(vectors, [constant(0.0)] * len(some), body)
@@ -55,27 +44,24 @@ def _dots(b, query, keys, key_bytes, vectors, scores, kind, add):
 @instruction(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
 def dots(b, query, keys, key_bytes, size, scores):
     """scores[i] = query . keys[i] for LANES keys, rows `key_bytes` apart, `size` long, a multiple of LANES."""
-    _dots(b, query, keys, key_bytes, b.sdiv(size, ir.Constant(I64, LANES)), scores, VECTOR, add_floats)
+    _dots(b, query, keys, key_bytes, b.sdiv(size, ir.Constant(I64, LANES)), scores, F32, add_floats)
 
 
 @instruction(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
 def pair_dots(b, query, keys, key_bytes, size, scores):
     """As `dots`, of bfloat16; `size` is a multiple of 2 LANES."""
-    _dots(b, query, keys, key_bytes, b.sdiv(size, ir.Constant(I64, 2 * LANES)), scores, INTS, add_pairs)
+    _dots(b, query, keys, key_bytes, b.sdiv(size, ir.Constant(I64, 2 * LANES)), scores, I32, add_pairs)
 
 
 def accumulate(b, rows, columns, overwrite, arguments, kind, add, meanwhile=None):
     """Emits out[r][c] (+)= sum over d of left[r][d] * right[d][c] for `rows` rows and `columns` vectors of LANES.
 
     `arguments`: addresses and strides of left and right, the depth, address and stride of out. A step of left is a
-    number of 4 bytes of `kind`, one of right `columns` vectors of them; `add` is told a sum and its two factors, and
-    `meanwhile` is emitted once a step.
-
-    Sums that the registers do not hold at once are computed in several passes over left and right, which are in the
-    cache by then: sums that are kept in memory cost a load and a store with every step.
+    4-byte number of `kind`, one of right `columns` vectors of them; `meanwhile` is emitted once a step. Sums that the
+    registers do not hold at once take several passes over left and right, which are in the cache by then.
     """
     left, left_bytes, right, right_bytes, depth, out, out_bytes = arguments
-    most = most_sums()
+    most = _most_sums()
     if rows * columns > most:
         wide = max(1, most // rows)
         passes = -(-rows // most)
@@ -118,9 +104,8 @@ def _product(kind, add):
     return product
 
 
-# out[r][c] (+)= sum over d < depth of left[r][d] * right[d][c] for a number of rows and of vectors of columns that are
-# literals: all accumulators live in registers. `fresh` (a literal): out is overwritten instead of added to. Of floats,
-# or of pairs of bfloat16, which are accumulated in fp32.
+# out[r][c] (+)= sum over d < depth of left[r][d] * right[d][c]. Rows, vectors of columns and `fresh` (overwrite
+# out instead of adding) are literals. Of floats, or of pairs of bfloat16, which are summed in fp32.
 product, pair_product = _product(F32, add_floats), _product(I32, add_pairs)
 
 
@@ -128,8 +113,7 @@ product, pair_product = _product(F32, add_floats), _product(I32, add_pairs)
 @switched(*range(1, MOST_ROWS + 1))
 def weigh(b, rows, weights, weight_bytes, values, value_bytes, count, out, out_bytes, ahead, ahead_bytes):
     """out[r] += sum over `count` tokens t of weights[r][t] * values[t], of 2 LANES floats, for `rows` rows, 1 to
-    MOST_ROWS. Meanwhile asks for the memory at `ahead`, for `ahead_bytes` (128 at most) with every token.
-    """
+    MOST_ROWS. Prefetches `ahead_bytes` (128 at most) from `ahead` on with every token."""
     factors = weights, weight_bytes, values, value_bytes, count, out, out_bytes
 
     def ask(i):
@@ -143,11 +127,8 @@ def weigh(b, rows, weights, weight_bytes, values, value_bytes, count, out, out_b
 @instruction(COUNT, ADDRESS, COUNT, ADDRESS, COUNT, COUNT, ADDRESS, COUNT, ADDRESS)
 @switched(*range(1, MOST_ROWS + 1))
 def pair_weigh(b, rows, weights, weight_bytes, values, value_bytes, size, out, out_bytes, ahead):
-    """out[r] += sum over LANES tokens t of weights[r][t] * values[t], for `rows` rows, 1 to MOST_ROWS.
-
-    Weights and values are bfloat16, `size` values a token, a multiple of 2 LANES. Pairs of tokens are interleaved in
-    registers, once for all rows. Meanwhile asks for the tile at `ahead`.
-    """
+    """As `weigh`, of LANES tokens and bfloat16, `size` values a token, a multiple of 2 LANES. Pairs of tokens are
+    interleaved in registers, once for all rows. Prefetches the tile at `ahead`."""
     halves, order = ir.VectorType(I16, 2 * LANES), ir.VectorType(I32, 2 * LANES)
     masks = [
         ir.Constant(order, [half + lane // 2 + 2 * LANES * (lane % 2) for lane in range(2 * LANES)])

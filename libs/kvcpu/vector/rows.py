@@ -1,12 +1,6 @@
-"""Rows of floats: sums, softmax, activations, normalisation, rotation. On memory addresses.
-
-Addresses are integers in bytes, rows are contiguous, sizes are multiples of LANES. Nothing here checks bounds.
-"""
+"""Contiguous rows of floats: sums, softmax, activations, normalisation, rotation. Sizes are multiples of LANES."""
 
 # mypy: ignore-errors
-# The bodies build IR, values of which no type checker knows anything.
-from __future__ import annotations
-
 import math
 
 from llvmlite import ir
@@ -29,22 +23,17 @@ def _change(b, row, count, changed, *others):
 def _fold(b, row, count, first, add):
     """Emits `total = add(total, x)` for each vector x at `row`, from `first` on; returns the last."""
 
-    def body(i, totals):
-        return [add(totals[0], b.load(b.vector_at(row, i)))]
-
-    return b.strips(count, [first], body)[0]
+    return b.strips(count, [first], lambda i, totals: [add(totals[0], b.load(b.vector_at(row, i)))])[0]
 
 
 @instruction(ADDRESS, COUNT, returns=FLOAT)
 def row_max(b, row, count):
-    """The largest of `count` floats."""
     largest = _fold(b, row, count, constant(-math.inf), lambda largest, x: b.larger(x, largest))
     return b.lane_max(largest)
 
 
 @instruction(ADDRESS, COUNT, returns=FLOAT)
 def row_sum(b, row, count):
-    """Sum of `count` floats."""
     return b.lane_sum(_fold(b, row, count, constant(0.0), b.fadd))
 
 
@@ -62,7 +51,6 @@ def row_spread(b, row, count, mean):
 
 @instruction(ADDRESS, COUNT, FLOAT)
 def row_scale(b, row, count, factor):
-    """Multiply `count` floats."""
     factors = b.splat(factor)
     _change(b, row, count, lambda x: b.fmul(x, factors))
 
@@ -115,27 +103,18 @@ def _exp_row(b, row, count, factor, largest, write):
 @instruction(ADDRESS, COUNT, FLOAT, FLOAT, returns=FLOAT)
 def row_exp(b, row, count, factor, largest):
     """Each of `count` floats becomes e**(factor * it - largest); returns their sum. None may exceed `largest`."""
-
-    def write(i, power):
-        b.store(power, b.vector_at(row, i))
-
-    return _exp_row(b, row, count, factor, largest, write)
+    return _exp_row(b, row, count, factor, largest, lambda i, power: b.store(power, b.vector_at(row, i)))
 
 
 @instruction(ADDRESS, COUNT, FLOAT, FLOAT, returns=FLOAT)
 def row_exp_halves(b, row, count, factor, largest):
     """As `row_exp`, but the powers become bfloat16, from `row` on; the sum is of what they were before."""
-
-    def write(i, power):
-        to_halves(b, power, b.vector_at(row, i, 2))
-
-    return _exp_row(b, row, count, factor, largest, write)
+    return _exp_row(b, row, count, factor, largest, lambda i, power: to_halves(b, power, b.vector_at(row, i, 2)))
 
 
 def _activated(b, g, tanh):
     """SiLU, g / (1 + e**-g), or, where `tanh`, GELU's tanh form: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))),
-    which is g / (1 + e**-2y) with y the argument of tanh.
-    """
+    which is g / (1 + e**-2y) with y the argument of tanh."""
     y = g
     if tanh:
         cubic = b.fma(b.fmul(b.fmul(g, g), constant(0.044715)), g, g)

@@ -1,8 +1,7 @@
 """Runs compiled functions on torch's own threads, one or several in a row. Adapter to torch's OpenMP runtime.
 
-A second pool of threads beside torch's would fight it for the cores: both spin between the layers. So the function is
-handed to the very team that torch's operators run on, by the entry point that compilers use (`GOMP_parallel`). Where
-torch was built with something else (macOS), the function runs on the calling thread alone.
+A second pool of threads would fight torch's for the cores, as both spin between the layers. So torch's own team runs
+the function, through `GOMP_parallel`. Where torch has no OpenMP (macOS), the calling thread alone runs it.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ def run(function: int, argument: int, threads: int) -> None:
 
 
 class Program:
-    """Compiled operations one after the other in one call: the team runs each, and waits for all before the next.
-
-    A step of few tokens makes some hundred small operations; called from Python each would cost as much as it computes.
-    `operations`: functions and the addresses of their call blocks, which the caller keeps and may change.
-    """
+    """Compiled operations in one call: the team runs each, and waits for all before the next. Called from Python, each
+    of the hundred small operations of a short step would cost as much as it computes. `operations`: functions and the
+    addresses of their call blocks, which the caller keeps and may change."""
 
     def __init__(self, operations: Sequence[tuple[CompiledEntry, int]], threads: int) -> None:
         self._entry = entry("kvcpu.vector.cells", "run_all")
@@ -51,13 +48,13 @@ class Program:
         self._address = self._block.ctypes.data
 
     def run(self) -> None:
-        """The maker of the call blocks has set their counters to zero."""
+        """The counters in the call blocks must be zero."""
         run(self._entry.address, self._address, self._threads)
 
 
 @cache
 def _callable(function: int) -> Callable[[int], None]:
-    """Making one takes longer than a small norm."""
+    """Cached, as making one takes longer than a small norm."""
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
 
 

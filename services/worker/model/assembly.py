@@ -1,7 +1,7 @@
-"""A loaded model becomes a runner: which attention, which numbers its KV is kept in, how many threads.
+"""Makes a loaded model a runner: chooses the attention and the KV's number format, and fuses layers on a CPU.
 
-Also how much memory the largest step takes besides weights and KV pool: one is run and measured, before the pool is
-made. Only a device whose allocator keeps count can tell, a GPU. On the host a step's memory is small beside the pool's.
+On a GPU it also measures, before the pool is made, the memory of the largest step besides weights and pool; on the host
+that is small beside the pool.
 """
 
 from __future__ import annotations
@@ -31,27 +31,24 @@ log = logging.getLogger(__name__)
 
 Attention = Literal["auto", "cpu", "reference"]
 KvDtype = Literal["auto", "int8"]
-SPARE = 1.1  # of what was measured of a step: allocators waste some
+SPARE = 1.1  # factor on a step's measured memory: allocators waste some
 
 
 def with_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype, block_size: int) -> LoadedModel:
-    """The model with its KV kept as asked. Raises UnsupportedModel where int8 runs would not be aligned."""
+    """Raises UnsupportedModel where int8 runs would not be aligned."""
     if kv_dtype == "auto":
         return loaded
     if loaded.kv_shape.head_dim * block_size % SCALE_BYTES:
-        raise UnsupportedModel(
-            f"an int8 KV cache with a head_dim of {loaded.kv_shape.head_dim} and blocks of {block_size} tokens "
-            "is not supported: their product must be a multiple of 4",
-            field="kv_dtype",
-        )
+        sizes = f"a head_dim of {loaded.kv_shape.head_dim} and blocks of {block_size} tokens"
+        why = f"an int8 KV cache with {sizes} is not supported: their product must be a multiple of 4"
+        raise UnsupportedModel(why, field="kv_dtype")
     return replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=True))
 
 
 def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: Attention = "auto") -> TorchRunner:
-    """A runner that is as fast as this machine allows, on as many threads as torch has; compiles what must be compiled.
+    """A runner on as many threads as torch has; `reference` leaves the model as transformers made it.
 
-    `reference` leaves the model as transformers made it. Raises InvalidRequest if the attention cannot run here, and
-    OutOfMemory if the KV pool does not fit.
+    Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
     if attention == "cpu" and loaded.device.type != "cpu":
         raise InvalidRequest(f"the cpu attention cannot run on {loaded.device}", field="attention")
@@ -73,10 +70,8 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
 
 
 def trial_logits(loaded: LoadedModel, block_size: int, backend: AttentionBackend | None = None) -> Tensor:
-    """What the model computes for one token at each of `trial_positions`, `[tokens, vocab]`, with a pool of its own.
-
-    The tokens attend to one another as if they stood side by side, so that late positions cost no long context.
-    """
+    """Logits `[tokens, vocab]` of one token at each of `trial_positions`. The tokens attend to one another as if they
+    stood side by side, so that late positions need no long context."""
     positions = trial_positions(loaded.config, loaded.context_length)
     count = len(positions)
     ids = [loaded.vocab_size * (at + 1) // (count + 1) for at in range(count)]
@@ -89,21 +84,19 @@ def trial_logits(loaded: LoadedModel, block_size: int, backend: AttentionBackend
 
 
 def _check_unchanged(loaded: LoadedModel, before: Tensor, after: Tensor) -> None:
-    """Every part was tried when it was replaced; this is for what only shows in the whole. Raises UnsupportedModel."""
+    """Each part was tried when it was replaced; this checks the whole. Raises UnsupportedModel."""
     if loaded.kv_shape.dtype is torch.float32:
         same = float((after - before).abs().max()) <= 1e-3 * float(before.abs().max())
     else:
         same = float((after - before).abs().mean()) <= 0.1 * float(before.std())
     if not same:
-        raise UnsupportedModel(
-            f"{name_of(loaded.config)}: made fast it would compute something else; `--attention reference` serves it",
-            field="attention",
-        )
+        why = "made fast it would compute something else; `--attention reference` serves it"
+        raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
 
 
 @dataclass(eq=False, slots=True)
 class CudaMeter:
-    """A device's count of what is allocated."""
+    """Measures the peak of a device's allocated memory."""
 
     device: torch.device
     _before: int = 0
@@ -114,12 +107,11 @@ class CudaMeter:
         self._before = torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self) -> int:
-        """The most that was allocated since `begin`, beyond what was then."""
+        """The most that was allocated since `begin`, beyond what was allocated then."""
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - self._before
 
     def end(self) -> None:
-        """What is not used any more is the device's again."""
         torch.cuda.empty_cache()
 
 
@@ -128,8 +120,8 @@ def meter_of(device: torch.device) -> CudaMeter | None:
 
 
 def step_bytes(loaded: LoadedModel, block_size: int, tokens: int, meter: CudaMeter | None) -> int:
-    """What a step of so many prompt tokens takes; 0 where the device does not tell. Of one that does not fit at all,
-    what half of it takes, and so on, as it is computed in parts. Raises OutOfMemory if one token alone does not fit."""
+    """Memory of a step of so many prompt tokens; 0 without a meter. A step that does not fit is halved until it does,
+    as the engine computes it in parts. Raises OutOfMemory if one token does not fit."""
     if meter is None:
         return 0
     count = min(tokens, loaded.context_length)

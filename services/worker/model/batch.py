@@ -1,4 +1,4 @@
-"""A step's slices as flat arrays: a ragged batch without padding. Host memory only; the runner moves it."""
+"""A step's slices as flat arrays in host memory: a ragged batch without padding."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Adapter: memory and utilisation of the device that this worker computes on, as its driver says. For scrapes.
-
-On the CPU the memory is this process's, of what its host or cgroup has; how busy the cores are says `process_*`, and
-how busy the engine is its own seconds. Of a GPU both come from NVML; without NVML torch knows the memory alone.
-"""
+"""Adapter: memory and utilisation of the device that this worker computes on, for scrapes."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ CPU = "cpu"
 
 
 class CpuWatch:
-    """This process on its host."""
+    """This process's memory, of what its host or cgroup has."""
 
     device = CPU
 
@@ -32,11 +28,13 @@ class CpuWatch:
         return resident, min(total, int(limit)) if limit.isdigit() else total
 
     def utilisation(self) -> float | None:
-        """Share of the last moment in which something ran there; None: nobody knows."""
+        """Share of the last moment in which the device was busy; None: unknown."""
         return None
 
 
 class GpuWatch:
+    """From NVML, without which torch knows the memory alone."""
+
     def __init__(self, device: str) -> None:
         self.device = device
         self._nvml, self._handle = self._open()
@@ -59,7 +57,7 @@ class GpuWatch:
             return None
 
     def _open(self) -> tuple[Any, Any]:
-        """NVML counts devices as the driver does, torch as CUDA_VISIBLE_DEVICES says: they agree on the UUID."""
+        """By UUID, as NVML counts devices otherwise than torch, which obeys CUDA_VISIBLE_DEVICES."""
         try:
             import pynvml  # type: ignore[import-untyped]
             import torch

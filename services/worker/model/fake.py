@@ -1,12 +1,11 @@
 """A runner without a model: deterministic, no torch, fast or paced. For tests and fleets by the hundred.
 
-It is honest about KV: every slot of its pool holds what a model would have stored there, a value made from the token
-and its position, and the next token is made from the values found in the sequence's blocks. A block that is lost,
-corrupted or written at the wrong position therefore changes the output, as it would with a real model.
+Every slot of its pool holds a value made from the token and its position, and the next token is made from the values in
+the sequence's blocks. So a block that is lost, corrupted or written at the wrong position changes the output.
 
-Its distribution is as simple as can be and sums to one: the favourite is made from what the blocks hold, and the token
-r places after it in the vocabulary (around its end) has a probability in proportion to 1 / ((r + 1) (r + 2)). Greedy
-takes the favourite; a random draw any token, each as likely. Bans and biases count, penalties do not.
+Greedy takes the favourite, which is made from the blocks; a random draw takes any token, each as likely. The log
+probabilities say that the token r places after the favourite in the vocabulary (around its end) has a probability in
+proportion to 1 / ((r + 1) (r + 2)). Bans and biases count, penalties do not.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ _VALUE_BITS = 20  # shift that leaves 44 bits: a sum over a million positions st
 
 
 def _value(token: int, position: int) -> int:
-    """What a token at a position leaves in its slot."""
     mixed = ((token + 1) * _TOKEN ^ (position + 1) * _POSITION) & _MASK
     mixed ^= mixed >> 29
     return (mixed * _POSITION & _MASK) >> _VALUE_BITS
@@ -67,12 +65,11 @@ class FakeMemory:
 
 @dataclass(frozen=True, slots=True)
 class FakePace:
-    """`tokens_per_s` paces decoding (all sequences of a step together) and `prefill_tokens_per_s` prompts; None is as
-    fast as it goes. `step_seconds` is added to each step."""
+    """How fast a FakeRunner pretends to be; None: as fast as it goes."""
 
-    tokens_per_s: float | None = None
+    tokens_per_s: float | None = None  # of decoding, all sequences of a step together
     prefill_tokens_per_s: float | None = None
-    step_seconds: float = 0.0
+    step_seconds: float = 0.0  # added to each step
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -156,7 +153,7 @@ class FakeRunner:
         return ((mixed ^ mixed >> 32) * _INDEX & _MASK) % self.vocab_size
 
     def _allowed(self, token: int, draw: Draw) -> int:
-        """The best token when ranks are counted from `token`: what is not biased by rank alone, or one that is."""
+        """The best token when ranks are counted from `token`."""
         bias = draw.sampling.logit_bias
         plain = token
         while plain in draw.banned or plain in bias:
@@ -176,10 +173,8 @@ class FakeRunner:
         return math.log((self.vocab_size + 1) / self.vocab_size) - math.log((rank + 1) * (rank + 2))
 
     def _wait(self, slices: Sequence[Slice]) -> None:
-        """Sleep until the steps so far would be done at the given speed; time lost elsewhere is not caught up.
-
-        Raises StepAborted as soon as nobody waits for the step any more: the time it would have taken is not taken.
-        """
+        """Sleep until the steps so far would be done at the given speed; time lost elsewhere is not caught up. Raises
+        StepAborted as soon as the step is cancelled, without taking its time."""
         self.abort.check()
         fed = sum(len(part.ids) for part in slices)
         decodes = sum(1 for part in slices if len(part.ids) == 1)
@@ -189,16 +184,16 @@ class FakeRunner:
         seconds += (fed - decodes) / pace.prefill_tokens_per_s if pace.prefill_tokens_per_s else 0.0
         if seconds <= 0:
             return
-        now = self.pace.clock()
+        now = pace.clock()
         self._due = max(self._due, now) + seconds
         left = self._due - now
         try:
             while left > 2 * _LAYER_S:
-                self.pace.sleep(_LAYER_S)
-                left = min(left - _LAYER_S, self._due - self.pace.clock())
+                pace.sleep(_LAYER_S)
+                left = min(left - _LAYER_S, self._due - pace.clock())
                 self.abort.check()
         except StepAborted:
             self._due = 0.0
             raise
         if left > 0:
-            self.pace.sleep(left)
+            pace.sleep(left)

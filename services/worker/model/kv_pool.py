@@ -1,9 +1,7 @@
-"""The tensor that holds K and V of all blocks, and how large it may be. Owns layout and bytes, not who uses a block.
-
-Adapter: also whole blocks as bytes, see `base.BlockMemory`, host memory for them, and what a GPU's copies wait for.
+"""The tensor that holds K and V of all blocks: its layout, its size, its blocks as bytes, and a GPU's copies of them.
 
 Block-major, `[blocks, layers, 2, kv_heads, block_size, head_dim]`: one block is one contiguous piece, so moving it is
-one memcpy, one checksum, one socket write. A *run* is K or V of one (block, layer, head).
+one memcpy, one checksum, one socket write. A *run* is K or V of one (block, layer, head). Adapter.
 """
 
 from __future__ import annotations
@@ -45,12 +43,8 @@ _NO_MEMORY = (
 
 
 class KvPool:
-    """`data` is zero at first, so that no slot ever holds anything but numbers a model wrote.
-
-    `[blocks, layers, 2, kv_heads, block_size, head_dim]`; quantized, the last two are one dimension of bytes, int8
-    numbers `[block_size, head_dim]` and then fp32 scales `[block_size]`. Raises OutOfMemory if the device cannot hold
-    it.
-    """
+    """`data` is zero at first. Quantized, its last two dimensions are one of bytes: int8 numbers
+    `[block_size, head_dim]`, then fp32 scales `[block_size]`. Raises OutOfMemory if the device cannot hold it."""
 
     def __init__(self, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.shape = shape
@@ -74,7 +68,7 @@ class KvPool:
         self._pages = PagesAhead(self.data) if device.type == "cpu" else None
 
     def reach(self, block: int) -> None:
-        """Blocks up to this one are in use, and those after it will be."""
+        """Blocks up to this one are in use, and the next ones will be."""
         if self._pages is not None:
             self._pages.reach((block + 1) * self.block_bytes)
 
@@ -148,8 +142,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fraction: float, step_bytes: int = 0) -> int:
-    """How many blocks `fraction` of the free memory holds, and what the largest step leaves of it, if that is known.
-    Raises OutOfMemory if that is none."""
+    """Blocks that fit into `fraction` of the free memory, and beside the largest step. Raises OutOfMemory if none."""
     free = free_bytes(device)
     blocks = int(min(free * fraction, free - step_bytes)) // shape.bytes_per_block(block_size)
     if blocks < 1:
@@ -159,7 +152,7 @@ def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fract
 
 
 class PoolMemory:
-    """With a `stream`, as a GPU has, copies run on it, and the caller waits for its own."""
+    """With a `stream` (of a GPU), copies run on it, and the caller waits for its own."""
 
     def __init__(self, pool: KvPool, stream: CopyStream | None) -> None:
         shape = pool.shape
@@ -197,16 +190,16 @@ class PoolMemory:
             self._stream.finish()
 
     def landed(self, blocks: Sequence[int]) -> None:
-        """The host waited for the copies: what runs next sees them."""
+        """Nothing to do: `write` returns when its copy is made."""
 
 
 class CopyStream:
-    """Copies of blocks beside the steps of a GPU. They may be made on any thread, steps run on one.
+    """Copies of blocks, on any thread, beside the steps of a GPU.
 
     default stream   ── step n ──●── step n + 1 ───────────●──     ●: an event, once the step's last kernel is queued
     copies' stream       waits ──┘ copy                           it does not wait for step n + 1
 
-    Blocks that are copied were written by steps that are over, so a copy waits for the newest event alone.
+    Earlier steps wrote the blocks, so a copy waits for the newest event alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -216,25 +209,24 @@ class CopyStream:
         self._stepped: Any = None
 
     def stepped(self) -> None:
-        """All kernels of a step, or of copies between blocks, are queued: copies from now on come after them."""
+        """A step's kernels, or copies between blocks, are queued: later copies come after them."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.default_stream(self._device))
         with self._lock:
             self._stepped = event
 
     def wait_for_step(self) -> None:
-        """Until what `stepped` was last called after is computed."""
+        """Block until the kernels before the last `stepped` are done."""
         if (event := self._event()) is not None:
             event.synchronize()
 
     def copying(self) -> AbstractContextManager[Any]:
-        """What is copied within it comes after the last step."""
+        """Copies within come after the last step."""
         if (event := self._event()) is not None:
             self._stream.wait_event(event)
         return torch.cuda.stream(self._stream)
 
     def finish(self) -> None:
-        """Until this thread's copies are made."""
         self._stream.synchronize()
 
     def _event(self) -> Any:
@@ -252,8 +244,8 @@ def _cuda_register(address: int, size: int) -> int:
 
 
 def pinned_memory(size: int, register: Callable[[int, int], int] = _cuda_register) -> memoryview:
-    """So many bytes that a GPU copies from and to by itself, and no more: torch's own pinned memory is rounded up to a
-    power of two. Where the driver refuses, copies are slower, and right."""
+    """Memory that a GPU copies from and to directly. torch's own pinned memory is rounded up to a power of two. Where
+    the driver refuses to pin, copies are slower."""
     memory = host_memory(size)
     error = register(np.frombuffer(memory, dtype=np.uint8).ctypes.data, len(memory))
     if error:

@@ -1,9 +1,9 @@
-"""How much memory keys and values take. Pure: the one formula behind `kvfleet kv-size` and what a worker says at start.
+"""How much memory keys and values take. Pure: the one formula behind `kvfleet kv-size` and a worker's start-up log.
 
     bytes of a token = layers * 2 * kv_heads * (head_dim * bytes of a number + bytes of a scale)
 
-A scale comes with int8 only, one for each token and head. Memory is given out in blocks of `block_size` tokens for all
-layers. Where every layer has a sliding window, a sequence holds no more blocks than its widest window touches.
+Only int8 has scales, one for each token and head. A block holds `block_size` tokens for all layers. Where every layer
+has a sliding window, a sequence holds no more blocks than its widest window touches.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ LENGTHS = (1024, 4096, 8192, 32_768, 131_072)
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What of a model decides. `window` is that of the layer which sees furthest; None: one sees everything."""
-
     layers: int
     kv_heads: int
     head_dim: int
     context_length: int
-    window: int | None = None
+    window: int | None = None  # of the layer that sees furthest; None: the whole context
 
     def bytes_per_token(self, kv_dtype: str) -> int:
         row = self.head_dim * NUMBER_BYTES[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)
@@ -43,27 +41,23 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSize:
-    """A sequence of `tokens`: its blocks and bytes, and how many such fit into the memory asked about."""
-
     tokens: int
     blocks: int
     bytes: int
-    fit: int
+    fit: int  # how many such sequences fit into the memory
 
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """One column of the table: K and V stored as `kv_dtype`."""
-
     kv_dtype: str
     bytes_per_token: int
     bytes_per_block: int
-    blocks: int  # that fit into the memory asked about
+    blocks: int  # that fit into the memory
     sequences: tuple[SequenceSize, ...]
 
 
 def kv_size(layout: KvLayout, block_size: int, kv_dtype: str, memory: int) -> KvSize:
-    """The sizes for some lengths and for the whole context, and how many of each fit into `memory` bytes."""
+    """For `lengths` of the context, with `memory` in bytes."""
     per_block = layout.bytes_per_block(block_size, kv_dtype)
     fitting = memory // per_block
     sequences = []
@@ -78,7 +72,6 @@ def lengths(context_length: int) -> list[int]:
 
 
 def size_lines(layout: KvLayout, block_size: int, kv_dtype: str, num_blocks: int) -> list[str]:
-    """What a worker with so many blocks says at its start."""
     size = kv_size(layout, block_size, kv_dtype, num_blocks * layout.bytes_per_block(block_size, kv_dtype))
     each = ", ".join(f"{one.fit:,} of {one.tokens:,}" for one in size.sequences)
     return [
@@ -97,7 +90,7 @@ def formula(layout: KvLayout, kv_dtype: str) -> str:
 
 
 def readable(size: int) -> str:
-    """Bytes as people read them: 12.0 KiB."""
+    """Such as 12.0 KiB."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -107,6 +100,6 @@ def readable(size: int) -> str:
 
 
 def columns(auto: str, asked: Sequence[str] = ()) -> list[str]:
-    """The number formats to compare: those asked for (`auto` is the model's own), else the usual ones."""
+    """The number formats to compare, by default the usual ones; "auto" stands for `auto`, the model's own."""
     named = [auto if one == "auto" else one for one in asked or ("auto", "float32", "bfloat16", "int8")]
     return list(dict.fromkeys(named))

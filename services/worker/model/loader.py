@@ -1,7 +1,4 @@
-"""A folder or hub id becomes a model that the runner can use, or one clear refusal.
-
-Safetensors only and no remote code.
-"""
+"""Loads a model from a folder or hub id, safetensors only and without remote code, or refuses it in one clear error."""
 
 from __future__ import annotations
 
@@ -52,10 +49,9 @@ def load_model(
     max_context: int | None = None,
     revision: str | None = None,
 ) -> LoadedModel:
-    """Load from a folder or the hub; `dummy` takes random weights and needs `config.json` only.
+    """`dummy` takes random weights and needs `config.json` only. `max_context` may shorten the model's context.
 
-    `max_context` may shorten the model's context. Raises UnsupportedModel naming feature and model, InvalidRequest if
-    there is no such model or no such device.
+    Raises UnsupportedModel naming feature and model, InvalidRequest if there is no such model or device.
     """
     config = read_config(source, revision)
     context_length = supported_context(config, max_context)
@@ -70,7 +66,7 @@ def load_model(
 
     try:
         model, generation = loaded()
-    except NotImplementedError:  # its empty shape is made on no device, where an operator may be missing
+    except NotImplementedError:  # an operator is missing on the meta device, where the empty model is made
         if not load_meta():
             raise
         model, generation = loaded()
@@ -80,12 +76,12 @@ def load_model(
 def adopt_model(
     model: Any, *, context_length: int | None = None, generation: GenerationConfig | None = None
 ) -> LoadedModel:
-    """Take over a transformers model that is in memory already. Raises UnsupportedModel naming feature and model."""
+    """Raises UnsupportedModel naming feature and model."""
     config = model.config
     served = supported_context(config, context_length)
     model.eval().requires_grad_(False)
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # a loss for training, over all tokens of the batch
+        config.output_router_logits = False  # a training loss over all tokens of the batch
     attention = probe(model, served)
     served = min(served, (own_context(config) or served) - attention.first_position)
     attach(model)
@@ -103,7 +99,7 @@ def adopt_model(
 
 
 def read_config(source: str | Path, revision: str | None = None, wanted: str = "model can be loaded") -> Any:
-    """Of a folder or a hub id. Raises InvalidRequest if there is none."""
+    """Raises InvalidRequest if there is none."""
     try:
         return AutoConfig.from_pretrained(str(source), revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -111,7 +107,7 @@ def read_config(source: str | Path, revision: str | None = None, wanted: str = "
 
 
 def device_of(device: Device) -> torch.device:
-    """Raises InvalidRequest if it is absent."""
+    """Raises InvalidRequest if there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("no CUDA device is available", field="device")
     if device == "auto":
@@ -122,7 +118,7 @@ def device_of(device: Device) -> torch.device:
 def dtype_of(dtype: Dtype, config: Any, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's own, except half precision on a CPU, which computes it slowly and less exactly."""
     if dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+        return getattr(torch, dtype)  # type: ignore[no-any-return]
     own = getattr(config, "dtype", None)
     if not isinstance(own, torch.dtype) or (own is torch.float16 and device.type == "cpu"):
         return torch.float32
@@ -139,16 +135,14 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _trained_model(source: str | Path, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
+    safe = {"use_safetensors": True, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(source), revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
+        model = AutoModelForCausalLM.from_pretrained(str(source), revision=revision, dtype=dtype, **safe)
     except ValueError as error:
         raise UnsupportedModel(f"{source}: {_first_line(error)}", field="model") from error
     except OSError as error:
-        raise InvalidRequest(
-            f"no weights can be loaded from {str(source)!r}: {_first_line(error)}", field="model"
-        ) from error
+        why = f"no weights can be loaded from {str(source)!r}: {_first_line(error)}"
+        raise InvalidRequest(why, field="model") from error
     return model.to(device)
 
 
@@ -160,12 +154,10 @@ def _generation_config(source: str | Path, revision: str | None) -> GenerationCo
 
 
 def _eos_ids(config: Any, generation: GenerationConfig | None) -> tuple[int, ...]:
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    for source in (generation, config):
+        if (found := getattr(source, "eos_token_id", None)) is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()
 
 
 def _first_line(error: Exception) -> str:

@@ -12,25 +12,24 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo_model"
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
-
-# Under which names configurations tell how many positions a model has.
+# The names under which configurations give the number of positions.
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len", "max_sequence_length")
 
 
 def context_length_of(value_of: Callable[[str], Any]) -> int | None:
-    """What a configuration says, `value_of` being what it has under a name; None if it does not tell."""
+    """From a configuration's values by name; None if it has none of CONTEXT_KEYS."""
     found = (value for value in map(value_of, CONTEXT_KEYS) if isinstance(value, int) and value > 1)
     return next(found, None)
 
 
 def served_name(model: str) -> str:
-    """Name that clients use when none was given: the folder's name, or the hub id."""
+    """The default name for clients: the folder's name, or the hub id."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
 
 
 def local_folder(model: str) -> Path | None:
-    """Its folder on this machine; None for a hub id. Raises UnsupportedModel if it can be neither."""
+    """None for a hub id. Raises UnsupportedModel if it can be neither."""
     if model == DEMO and not Path(model).is_dir():
         return DEMO_FOLDER
     path = Path(model)
@@ -42,7 +41,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def resolve_model(model: str) -> Path:
-    """A local folder with the model's files. Raises UnsupportedModel in one line if there is none."""
+    """A local folder with the model's files, downloaded if need be. Raises UnsupportedModel in one line."""
     folder = local_folder(model)
     if folder is not None:
         return folder
@@ -52,6 +51,5 @@ def resolve_model(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UnsupportedModel(
-            f"{model!r} is neither a folder nor a model that the hub gives: {str(error).splitlines()[0][:200]}"
-        ) from None
+        why = str(error).splitlines()[0][:200]
+        raise UnsupportedModel(f"{model!r} is neither a folder nor a model that the hub gives: {why}") from None

@@ -1,14 +1,13 @@
-"""Finds out what a loaded model's attention really stores and asks for, by running it on a few tokens.
+"""Finds out what a loaded model's attention really stores and needs, by running it on a few tokens.
 
-Configuration fields lie or are missing; the calls that attention receives do not. A model passes if every layer attends
-once through transformers' AttentionInterface, causally, with keys and values of one shape, and asks for no feature that
-the paged backends do not compute. The paged backends get no mask, so the mask that the model builds is noted as the
-function of two positions it is made of, and must say what the layer's keywords say. Attention must be all that mixes
-tokens: the batch is one row in which sequences follow each other. Positions are counted from where the model's plain
-forward pass begins: RoBERTa and its kin begin behind the index of their padding token.
+Configuration fields can be wrong or missing; the calls that attention receives cannot. A model passes if every layer
+attends once through transformers' AttentionInterface, causally, with keys and values of one shape, and no feature that
+the paged backends lack. They get no mask, so the function of two positions that the model's mask is made of must agree
+with the layer's keywords. Only attention may mix tokens: sequences of a batch follow each other in one row. Positions
+start where the model's plain forward pass starts: RoBERTa and its kin start behind the index of their padding token.
 
-`layout_of` tells as much from a `config.json` alone: the model is built without memory, on torch's meta device. Where a
-forward pass needs numbers to go on (some mixtures of experts), the usual fields are believed.
+`layout_of` needs a `config.json` alone: it builds the model on torch's meta device. Where a forward pass depends on
+numbers (some mixtures of experts), it reads the usual fields.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ NAME = "kvfleet_probe"
 MASKLESS_NAME = "kvfleet_probe_maskless"
 META_NAME = "kvfleet_kv_layout"
 META_TOKENS = 2
-TOKENS = (1, 2)  # the first that is no padding, which has an embedding of zero and may count for no position; nor is 0
+TOKENS = (1, 2)  # the first that is not padding is used: padding has a zero embedding and may count for no position
 
-# Keywords by which models ask their attention for more than the backends compute.
+# Keywords of features that the backends lack.
 FEATURES = {
     "s_aux": "attention with sinks (learned scores that take part in the softmax beside those of tokens)",
     "position_bias": "position bias",
     "attention_chunk_size": "chunked attention",
     "indices": "sparse attention",
 }
-# What backends compute, and what changes nothing for them: positions are in queries and keys already.
+# What backends compute, and what changes nothing for them, as positions are in queries and keys already.
 KNOWN = {
     "sliding_window", "softcap", "is_causal", "scaling", "dropout", "position_ids", "cache_position", "use_cache",
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
@@ -52,8 +51,6 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key) 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What a model's layers store and how far they see."""
-
     kv_shape: KvShape
     window: int | None  # of the layer that sees furthest; None: the whole context
     first_position: int  # of a sequence's first token, as the model counts
@@ -61,8 +58,6 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One layer's call to attention."""
-
     layer: int
     kind: str  # the class that calls
     key: Tensor
@@ -72,14 +67,14 @@ class _Call:
 
 @dataclass(eq=False, slots=True)
 class _Notes:
-    """Attention and mask function for one forward pass: compute nothing and note what they are asked for."""
+    """Attention and mask function for one forward pass, which note their arguments and compute nothing."""
 
     context_length: int
     calls: list[_Call] = field(default_factory=list)
     masks: list[tuple[Tensor, MaskFunction]] = field(default_factory=list)
 
     def mask(self, *, mask_function: MaskFunction, device: Any = None, **_: Any) -> Tensor:
-        """A tensor that only stands for the function which it is to be made of."""
+        """A tensor that only stands for `mask_function`."""
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
         self.masks.append((mask, mask_function))
         return mask
@@ -101,15 +96,14 @@ class _Notes:
                 raise UnsupportedModel("attention under a mask of the model's own")
             masked = _window_of(function, self.context_length, query.device)
             if masked != window:
-                raise UnsupportedModel(
-                    f"attention with a window of {masked} tokens by its mask and of {window} by its layer"
-                )
+                windows = f"{masked} tokens by its mask and of {window} by its layer"
+                raise UnsupportedModel(f"attention with a window of {windows}")
         self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window))
         return torch.zeros_like(query).transpose(1, 2), None
 
 
 def probe(model: Any, context_length: int) -> Attention:
-    """What each layer stores and sees. Raises UnsupportedModel naming the feature and the model."""
+    """Raises UnsupportedModel naming the feature and the model."""
     try:
         calls = _attention_calls(model, context_length)
         shape = _one_shape(calls, model.config.num_hidden_layers)
@@ -121,7 +115,6 @@ def probe(model: Any, context_length: int) -> Attention:
 
 
 def _attention_calls(model: Any, context_length: int) -> list[_Call]:
-    """The calls to attention for one sequence."""
     notes = _Notes(context_length)
     AttentionMaskInterface.register(NAME, notes.mask)
     logits = _run(model, NAME, notes, positions=[0, 1, 2], wanted=[1])
@@ -131,8 +124,8 @@ def _attention_calls(model: Any, context_length: int) -> list[_Call]:
 
 
 def _check_tokens_do_not_mix(model: Any, context_length: int) -> None:
-    """As attention gives nothing here, the same token at the same position must come out the same wherever it is, and
-    whatever the positions beside it (`longrope` looks at the last of all)."""
+    """As attention returns zeros here, a token at a position must come out the same anywhere in the batch and beside
+    any other positions (`longrope` looks at the last of all)."""
     together = _computed(model, [1, 1, 1])
     beside = _computed(model, [1, 1, max(1, context_length - 1)])
     for rows, others in zip(together, beside, strict=True):
@@ -141,7 +134,7 @@ def _check_tokens_do_not_mix(model: Any, context_length: int) -> None:
 
 
 def _first_position(model: Any) -> int:
-    """Where the model starts to count when it is told no positions: at 0, or behind its padding's index."""
+    """Where the model itself starts to count: at 0, or behind its padding's index."""
     padding = getattr(model.config, "pad_token_id", None)
     wanted = _computed(model, None)
     for first in (0, *([padding + 1] if isinstance(padding, int) else [])):
@@ -155,14 +148,14 @@ def _first_position(model: Any) -> int:
 
 
 def _computed(model: Any, positions: list[int] | None) -> list[Tensor]:
-    """Rows `[3, ...]` of all that comes from three equal tokens where attention gives nothing: logits, keys, values."""
+    """Logits, keys and values `[3, ...]` of three equal tokens where attention returns zeros."""
     notes = _Notes(context_length=0)
     logits = _run(model, MASKLESS_NAME, notes, positions, wanted=[0, 1, 2])
     return [logits, *(tensor[0].transpose(0, 1) for call in notes.calls for tensor in (call.key, call.value))]
 
 
 def _same(rows: Tensor, others: Tensor) -> bool:
-    """But for rounding: equal rows need not be equal to the bit."""
+    """Up to rounding."""
     tolerance = min(0.05, 1e3 * torch.finfo(rows.dtype).eps)
     return bool((rows - others).abs().max() <= tolerance * rows.abs().max())
 
@@ -194,7 +187,7 @@ def _run(model: Any, name: str, notes: _Notes, positions: list[int] | None, want
 
 
 def _window_of(sees: MaskFunction, context_length: int, device: torch.device) -> int | None:
-    """The window that makes this mask, None for the whole context; read off at some rows of it."""
+    """The window of this mask, None for the whole context; read from some of its rows."""
     keys = torch.arange(context_length, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     last = context_length - 1
@@ -206,7 +199,7 @@ def _window_of(sees: MaskFunction, context_length: int, device: torch.device) ->
 
 
 def _within(window: int | None, context_length: int) -> int | None:
-    """A window as long as the context is none."""
+    """None where the window is as long as the context."""
     return window if window is not None and window < context_length else None
 
 
@@ -217,7 +210,6 @@ def furthest(windows: Sequence[int | None], context_length: int) -> int | None:
 
 
 def _named(layers: list[int]) -> str:
-    """A few layers by their numbers."""
     most = 4
     shown = ", ".join(str(layer) for layer in layers[:most])
     return f"layers {shown}{', ...' if len(layers) > most else ''}" if len(layers) > 1 else f"layer {shown}"
@@ -240,7 +232,7 @@ def _one_shape(calls: list[_Call], layers: int) -> KvShape:
 
 
 def layout_of(config: Any, context_length: int) -> KvLayout:
-    """Raises UnsupportedModel, naming feature and model, where the engine would refuse what the attention does."""
+    """Raises UnsupportedModel, naming feature and model, where the engine would refuse the attention."""
     try:
         model, calls = _meta_calls(config)
     except (RuntimeError, NotImplementedError):  # there are no numbers on the meta device
@@ -256,7 +248,6 @@ def layout_of(config: Any, context_length: int) -> KvLayout:
 
 
 def from_fields(config: Any, context_length: int) -> KvLayout:
-    """By the names that most families use."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = config.num_hidden_layers
@@ -270,7 +261,7 @@ def from_fields(config: Any, context_length: int) -> KvLayout:
 
 
 def _meta_calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]]]:
-    """The model without numbers; layer -> heads and head size of the keys it gives to attention, and its window."""
+    """The model on the meta device; layer -> heads and head size of its keys, and its window."""
     calls: dict[int, tuple[int, int, int | None]] = {}
 
     def note(
@@ -288,7 +279,7 @@ def _meta_calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]
         except (ValueError, AttributeError) as error:
             why = str(error).splitlines()[0]
             raise UnsupportedModel(f"{name_of(config)}: {why}", field="model") from error
-        model.config.pad_token_id = None  # else ids, which are not there, are looked at
+        model.config.pad_token_id = None  # else the model reads ids, which the meta device does not have
         model(
             input_ids=torch.zeros((1, META_TOKENS), dtype=torch.int64),
             position_ids=torch.arange(META_TOKENS)[None],

@@ -1,14 +1,12 @@
 """Imports torch and transformers in less time. Adapter to how they import what.
 
-A worker compiles nothing, but transformers marks functions for `torch.compile` where they are defined and asks whether
-tensors are sharded over processes; torch checks arguments as its symbolic shapes do, and registers in Python what
-operators give on no device. That imports torch._dynamo, torch.distributed.tensor, sympy and torch's decompositions,
-which takes as much time as the rest of torch. Here those modules are there, but their own code runs only once somebody
-asks for more of them than what can be answered without: when another version does so, it is later, never otherwise.
+transformers marks functions for `torch.compile` and asks whether tensors are sharded; torch checks arguments with its
+symbolic shapes, and registers meta operators in Python. That imports torch._dynamo, torch.distributed.tensor, sympy and
+torch's decompositions, which take as long as the rest of torch. Here these modules exist, but their code runs only when
+code needs an attribute that is not in KNOWN: in other versions that may be sooner, with the same result.
 
-transformers reads all its thousand files for the names in them, which takes as long as the rest of its import. The
-result is kept as kernels are, by the time and size of every file. Another version that has no such function reads them
-as ever.
+transformers also scans its thousand files for names, as long as the rest of its import. The result is cached as kernels
+are, by time and size of every file. A version without that function scans as ever.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ from kvservice.kernel_cache import keep, read_kept
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
-    """A decorator that marks a function for the compiler; without one there is nothing to mark."""
+    """A compiler's decorator that does nothing."""
     return function if function is not None else _unmarked
 
 
 def _of_numbers(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of this name of torch's symbolic shapes, which for plain numbers is `answer`."""
+    """The function of this name in torch's symbolic shapes, which is `answer` for plain numbers."""
 
     def answered(*values: Any) -> Any:
         if _is_plain(values):
@@ -55,12 +53,12 @@ def _is_plain(value: object) -> bool:
 
 
 class _NoExpression:
-    """Nothing is one: there are no symbolic expressions before sympy is loaded."""
+    """Has no instances: there are no symbolic expressions before sympy is loaded."""
 
 
 COMPILER, SHAPES, SYMBOLS = "torch._dynamo", "torch.fx.experimental.symbolic_shapes", "sympy"
 META = "torch._meta_registrations"
-ALONE = {COMPILER: ("_trace_wrapped_higher_order_op",)}  # what masks are made with needs nothing else of it
+ALONE = {COMPILER: ("_trace_wrapped_higher_order_op",)}  # masks need it; it needs nothing else of the compiler
 SAME = (
     "expect_true", "guard_bool", "guard_int", "guard_or_false", "guard_or_true", "guarding_hint_or_throw",
     "guard_size_oblivious", "statically_known_true",
@@ -81,7 +79,7 @@ KNOWN: Mapping[str, Mapping[str, object]] = {
 
 
 class _Deferred(ModuleType):
-    """A module whose own code has not run to its end. It has no path, so whatever lies in a package loads it first."""
+    """A module whose code has not run. It has no path, so importing a submodule loads it first."""
 
     def __getattr__(self, name: str) -> Any:
         if (known := KNOWN[self.__name__].get(name)) is not None:
@@ -92,7 +90,7 @@ class _Deferred(ModuleType):
         return getattr(_loaded(self.__name__), name)
 
 
-_loading: set[str] = set()  # the modules whose code runs just now
+_loading: set[str] = set()  # the modules whose code is running
 
 
 def _folders(module: ModuleType) -> list[str] | None:
@@ -104,19 +102,19 @@ def _loaded(name: str) -> Any:
     spec = module.__spec__
     if isinstance(module, _Deferred) and name not in _loading and spec is not None and spec.loader is not None:
         _loading.add(name)
-        load_meta()  # the compiler tries everything on no device
+        load_meta()  # the compiler runs everything on the meta device
         if (folders := _folders(module)) is not None:
             module.__path__ = folders
         try:
             spec.loader.exec_module(module)
         finally:
             _loading.discard(name)
-        module.__class__ = ModuleType  # type: ignore[assignment]  # it is whole now
+        module.__class__ = ModuleType  # type: ignore[assignment]
     return module
 
 
 def load_meta() -> bool:
-    """Have every operator work on no device, where some do not yet; whether that changed anything."""
+    """Register all meta operators; False if that was done before."""
     if not isinstance(sys.modules.get(META), _Deferred) or META in _loading:
         return False
     _loaded(META)
@@ -124,7 +122,7 @@ def load_meta() -> bool:
 
 
 def defer_compiler() -> None:
-    """Before torch and transformers are imported. What is imported already stays as it is."""
+    """Call before torch and transformers are imported. Modules that are imported already stay as they are."""
     if "torch" not in sys.modules and (spec := importlib.util.find_spec("torch")) is not None:
         meta = PathFinder.find_spec(META, spec.submodule_search_locations)
         if meta is not None:
@@ -142,7 +140,7 @@ def defer_compiler() -> None:
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
-        is_torch_distributed_available()  # transformers asks once and remembers: no model here is sharded
+        is_torch_distributed_available()  # transformers caches the answer: no model here is sharded
     finally:
         torch.distributed.is_available = is_available
 
@@ -161,13 +159,13 @@ def _defer(name: str, spec: ModuleSpec) -> None:
 
 
 MODULE, SCAN = "transformers.utils.import_utils", "create_import_structure_from_path"
-LEAST_FILES = 100  # a model's own folder is read sooner than what was kept of it
+LEAST_FILES = 100  # below, a scan is faster than reading a cached result
 
 Scan = Callable[[str], dict[Any, Any]]
 
 
 def keep_scan() -> None:
-    """Before transformers is imported; afterwards it changes nothing."""
+    """Call before transformers is imported; afterwards it does nothing."""
     if MODULE not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
@@ -211,7 +209,7 @@ def _kept(module: ModuleType, scan: Scan, path: str) -> dict[Any, Any]:
 
 
 def _files(folder: str) -> Iterator[tuple[str, int, int]]:
-    """Path, time and size of each below it."""
+    """Path, time and size of each source file below it."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():

@@ -1,8 +1,4 @@
-"""Runs a Hugging Face model on a step's slices: the ModelRunner that computes for real.
-
-Owns the model and its KV pool. The model is called as any caller would call it, on one flat row of tokens with their
-positions; what makes it paged and ragged is the attention step that it is called within.
-"""
+"""Runs a Hugging Face model on a step's slices, as one flat row of tokens. Owns the model and its KV pool."""
 
 from __future__ import annotations
 
@@ -64,7 +60,7 @@ class TorchRunner:
             if self._stream is not None:
                 self._stream.stepped()
         if self._stream is not None and not batch.draws:
-            self._stream.wait_for_step()  # a draw waits for it; without one a step would seem to take no time
+            self._stream.wait_for_step()  # as draws do; else the step would seem to take no time
         return [None if part.draw is None else next(drawn) for part in slices]
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:

@@ -1,8 +1,7 @@
 """Logits to tokens, a batch at a time.
 
-A token depends on its own logits and on what its request asks, its random number on (seed, choice, index) alone, never
-on what else is in the batch or on a generator's state: a sequence that is moved, preempted or replayed draws the same
-tokens. `sampling.weights` says exactly which; a row that asks for nothing special is one `argmax`.
+A token depends on its own logits and its request's sampling alone, its random number on (seed, choice, index), so that
+a sequence that is moved, preempted or replayed draws the same tokens. `sampling.portable` defines which.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kvfleet.worker.model.kv_pool import is_out_of_memory
+from kvfleet.worker.model.sampling import portable
 from kvfleet.worker.model.sampling.changes import LogitChanges, apply, wants_changes
-from kvfleet.worker.model.sampling.weights import DrawSettings, is_greedy, weight_bits
+from kvfleet.worker.model.sampling.portable import DrawSettings, is_greedy, weight_bits
 from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import Sampling, TokenLogprobs
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class _Way(Protocol):
-    """How it is computed on a device: `sampling.cpu` and `sampling.portable`. Logits are float32."""
+    """A module that draws on a device: `sampling.cpu` or `sampling.portable`. Logits are float32."""
 
     ROWS_AT_ONCE: int
 
@@ -40,7 +40,7 @@ class _Way(Protocol):
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """One token per row of `logits` `[rows, vocab]`, or why that row has none: the others are not concerned."""
+    """One token per row of `logits` `[rows, vocab]`, or the error of that row alone."""
     try:
         return _sample(logits, draws)
     except Exception as error:
@@ -51,7 +51,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile, or read from disk, what `sample` needs on this device: seconds that no request should wait for."""
+    """Compile or load what `sample` needs on this device, which takes seconds."""
     sample(torch.zeros(1, 8, device=device), [Draw(Sampling(1, logprobs=1), 0, 0)])
 
 
@@ -74,7 +74,7 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def _draw(way: _Way, logits: Tensor, draws: Sequence[Draw], why_not: str) -> list[Drawn]:
-    """Draw from logits as they are; EngineFailure where the largest is not finite."""
+    """EngineFailure where the largest logit is not finite."""
     tokens, peaks = way.greedy(logits)
     drawn: list[Drawn] = list(tokens)
     random: list[int] = []
@@ -90,7 +90,6 @@ def _draw(way: _Way, logits: Tensor, draws: Sequence[Draw], why_not: str) -> lis
 
 
 def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """Draw from a copy of the logits, changed as the requests want."""
     _, peaks = way.greedy(logits)
     drawn: list[Drawn] = [None] * len(draws)
     changes: dict[int, LogitChanges] = {}
@@ -110,7 +109,7 @@ def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Draw
 
 
 def _score(way: _Way, logits: Tensor, tokens: Sequence[Drawn], asked: Sequence[int]) -> list[Drawn]:
-    """The drawn tokens with the log probabilities that the model itself gives them and `asked` alternatives."""
+    """The drawn tokens with the model's own log probabilities of them and of `asked` alternatives."""
     masses, best = way.masses_and_best(logits, min(max(1, *asked), logits.shape[-1]))
     ids = np.column_stack((np.array(tokens, dtype=np.int64), best))
     values = logits.gather(-1, torch.from_numpy(ids).to(logits.device)).double().tolist()
@@ -155,11 +154,8 @@ def _put(drawn: list[Drawn], rows: Sequence[int], found: Sequence[Drawn]) -> Non
 
 
 def _way(device: torch.device) -> _Way:
-    # Imported where it is used: Numba is nothing that a GPU worker should wait for.
-    if device.type == "cpu":
-        from kvfleet.worker.model.sampling import cpu
+    if device.type != "cpu":
+        return portable
+    from kvfleet.worker.model.sampling import cpu  # here, so that a GPU worker does not load compiled kernels
 
-        return cpu
-    from kvfleet.worker.model.sampling import portable
-
-    return portable
+    return cpu

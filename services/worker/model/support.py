@@ -1,8 +1,4 @@
-"""Which models the engine computes exactly, by their configuration. Pure: refuses by feature and model name.
-
-A model that is not named here is still probed after loading (`kvfleet.worker.model.loader`): what counts is that every
-layer attends through transformers' AttentionInterface and asks for nothing that the backends do not compute.
-"""
+"""Which models the engine computes exactly, by their configuration. Pure; `probe` tests the loaded model as well."""
 
 from __future__ import annotations
 
@@ -21,36 +17,32 @@ RECURRENT_MODELS = {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurre
 ELSEWHERE = "what runs the model's own code, such as `transformers serve`, serves it"
 
 FIRST_TRIED = (0, 1, 2)
-MOST_TRIED = 48  # a trial costs as much as a step of so many tokens; the last positions are past all thresholds
+MOST_TRIED = 48  # a trial costs as much as a step of so many tokens
 _WORDS = ("position", "window", "chunk", "context", "ctx", "length", "seq", "floor")
 
 
 class Obstacle(NamedTuple):
-    """A feature, in words, that would be computed wrongly, and what would serve the model."""
+    """A feature that would be computed wrongly, and what would serve the model. Parts of an error text."""
 
     feature: str
     instead: str = ELSEWHERE
 
 
 def supported_context(config: Any, limit: int | None = None) -> int:
-    """The context that can be served exactly: the model's own, or `limit` if that is shorter.
-
-    Raises UnsupportedModel that names the feature and the model, and what would serve it.
-    """
+    """The model's context, or `limit` if that is shorter. Raises UnsupportedModel that names the feature and the model,
+    and what would serve it."""
     obstacle = _unsupported_architecture(config)
-    if obstacle is None:
-        own = own_context(config)
-        if own is None:
-            obstacle = Obstacle(
-                "a configuration that does not tell the context length",
-                f"write it into config.json as {CONTEXT_KEYS[0]} (or {', '.join(CONTEXT_KEYS[1:])})",
-            )
-        else:
-            context_length = min(own, limit) if limit else own
-            obstacle = _chunked(config, context_length) or _length_dependent_rope(config, context_length)
-            if obstacle is None:
-                return context_length
-    raise refusal(config, *obstacle)
+    if obstacle is not None:
+        raise refusal(config, *obstacle)
+    own = own_context(config)
+    if own is None:
+        instead = f"write it into config.json as {CONTEXT_KEYS[0]} (or {', '.join(CONTEXT_KEYS[1:])})"
+        raise refusal(config, "a configuration that does not tell the context length", instead)
+    context_length = min(own, limit) if limit else own
+    obstacle = _chunked(config, context_length) or _length_dependent_rope(config, context_length)
+    if obstacle is not None:
+        raise refusal(config, *obstacle)
+    return context_length
 
 
 def refusal(config: Any, feature: str, instead: str = ELSEWHERE) -> UnsupportedModel:
@@ -58,14 +50,14 @@ def refusal(config: Any, feature: str, instead: str = ELSEWHERE) -> UnsupportedM
 
 
 def own_attention(model: Any) -> str:
-    """A feature, of a model whose attention cannot be replaced."""
+    """The feature of a model whose attention cannot be replaced."""
     classes = sorted({type(module).__name__ for module in model.modules() if "Attention" in type(module).__name__})
     where = f" ({', '.join(classes)})" if classes else ""
     return f"attention in code of the model's own{where}, which does not go through transformers' AttentionInterface,"
 
 
 def name_of(config: Any) -> str:
-    """How to speak of the model: its folder or hub id where known, and its type."""
+    """Its folder or hub id where known, and its type."""
     kind = getattr(config, "model_type", "") or type(config).__name__
     path = getattr(config, "_name_or_path", "")
     return f"{path} ({kind})" if path else str(kind)
@@ -76,7 +68,7 @@ def own_context(config: Any) -> int | None:
 
 
 def _unsupported_architecture(config: Any) -> Obstacle | None:
-    """The first that is there at any length; None if there is none."""
+    """The first obstacle at any length."""
     kind = getattr(config, "model_type", "")
     if getattr(config, "is_encoder_decoder", False):
         return Obstacle("an encoder-decoder model")
@@ -94,9 +86,8 @@ def _unsupported_architecture(config: Any) -> Obstacle | None:
     if getattr(config, "kv_lora_rank", None):
         return Obstacle("multi-head latent attention")
     if getattr(config, "reorder_and_upcast_attn", False):
-        return Obstacle(
-            "reorder_and_upcast_attn", "without it in config.json, which changes rounding alone, the model is served"
-        )
+        instead = "without it in config.json, which changes rounding alone, the model is served"
+        return Obstacle("reorder_and_upcast_attn", instead)
     if getattr(config, "add_cross_attention", False):
         return Obstacle("cross-attention")
     if getattr(config, "attn_temperature_tuning", False):
@@ -105,40 +96,34 @@ def _unsupported_architecture(config: Any) -> Obstacle | None:
 
 
 def _chunked(config: Any, context_length: int) -> Obstacle | None:
-    """A chunk counts where some layer uses it and it is shorter than the context."""
+    """Only where some layer uses chunks that are shorter than the context."""
     chunk = getattr(config, "attention_chunk_size", None)
     used = CHUNKED_ATTENTION in (getattr(config, "layer_types", None) or ())
     if used and chunk is not None and chunk < context_length:
-        return Obstacle(
-            f"chunked attention (chunks of {chunk} tokens)",
-            f"with {CONTEXT_KEYS[0]} of {chunk} in config.json it is served up to there",
-        )
+        instead = f"with {CONTEXT_KEYS[0]} of {chunk} in config.json it is served up to there"
+        return Obstacle(f"chunked attention (chunks of {chunk} tokens)", instead)
     return None
 
 
 def _length_dependent_rope(config: Any, context_length: int) -> Obstacle | None:
-    """`longrope` picks its frequencies by the longest sequence of the batch, and would change those of the others.
-
-    (`dynamic` does so only past `max_position_embeddings`, which is never served.)
-    """
+    """`longrope` picks its frequencies by the longest sequence of the batch, which changes the others. (`dynamic` does
+    so only past `max_position_embeddings`, which is never served.)"""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
         if parameters.get("rope_type", parameters.get("type")) != "longrope":
             continue
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
+        key = "original_max_position_embeddings"
+        original = parameters.get(key) or getattr(config, key, None)
         if not original or context_length > original:
             return Obstacle(f"a rotary embedding of type longrope beyond its original context of {original} tokens")
     return None
 
 
 def trial_positions(config: Any, context_length: int) -> tuple[int, ...]:
-    """Where a model may begin to compute otherwise than at its first positions, to be tried there.
+    """Positions from which on a model may compute otherwise, in order, each below `context_length`.
 
-    Models change past lengths that their configuration names: a window, or the context that they were first trained on,
-    beyond which Ministral 3 scales its queries. Powers of four are for what no name tells; the last one is past all.
-    In order, each below `context_length`: the first ones, those around every threshold, powers of four, the last."""
+    Some models change past lengths that their configuration names: a window, or the context of their first training,
+    beyond which Ministral 3 scales its queries. Powers of four, and the last position, cover unnamed thresholds."""
     around = {at + step for at in _lengths(config.to_dict()) for step in (-1, 0, 1)}
     powers = takewhile(lambda at: at < context_length, (4**power for power in range(1, 32)))
     wanted = sorted(at for at in {*FIRST_TRIED, *around, *powers, context_length - 1} if 0 <= at < context_length)
@@ -146,7 +131,7 @@ def trial_positions(config: Any, context_length: int) -> tuple[int, ...]:
 
 
 def _lengths(settings: object, name: str = "") -> Iterator[int]:
-    """Whole numbers under names that speak of positions, at any depth."""
+    """Integers under names that contain one of _WORDS, at any depth."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             yield from _lengths(value, str(key))

@@ -1,15 +1,14 @@
 """Trains the demo model that ships inside the worker: a small Llama that speaks Shakespearean dialogue.
 
-The model exists so that a newcomer without a GPU or a download sees the real thing: a Hugging Face folder like any
-other, real English, turns that end, contexts long enough for reuse to matter. This file owns everything about it: the
-tokenizer, the chat format, the recipe, the figures in the model card. It knows nothing of kvfleet.
+A newcomer without a GPU or a download gets a Hugging Face folder like any other, with real English, turns that end and
+contexts long enough for reuse to matter. This file owns the tokenizer, the chat format, the recipe, and the figures in
+the model card. It knows nothing of kvfleet.
 
     python -m kvfleet.worker.model.train_demo_model --data shakespeare.txt --out services/worker/model/demo_model
 
-The text is about 400,000 tokens, so overfitting is the enemy, not capacity: residual dropout, BPE dropout, weight decay
-and two views of each speech (as the play prints it, and as chat turns) are what the recipe is made of. The seed fixes
-all but BPE dropout, for which tokenizers has no seed: a second run comes close, not equal.
-`--evaluate-only` prints the figures of a folder as they stand.
+The text is about 400,000 tokens, so the recipe works against overfitting: residual dropout, BPE dropout, weight decay
+and two views of each speech (as the play prints it, and as chat turns). The seed fixes all but BPE dropout, for which
+tokenizers has no seed.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ logger = logging.getLogger("train_demo_model")
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 BOS, EOS, END, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS
 IDS = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
-# No white space between a turn's end and the next role: the ids generated for a turn are then exactly the ids that the
-# next request's rendered history tokenises to, and a cached prefix stays a prefix.
+# No white space between a turn's end and the next role, so that the ids generated for a turn are exactly those of the
+# next request's rendered history, and a cached prefix stays a prefix.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% set role = message['role'] if message['role'] in ['system', 'assistant'] else 'user' %}"
@@ -70,7 +69,7 @@ MAX_SPEECH_BYTES = 220
 CARD_MARK = "## Figures"
 STOP_WITHIN = 400  # tokens: a chat answer that has not ended by then counts as one that does not end
 
-# What people type first, so that words unknown to the plays still draw an answer. None of them is a CHAT_PROMPT.
+# First messages, so that words unknown to the plays still draw an answer. None of them is a CHAT_PROMPT.
 OPENERS = (
     "Hi", "Hi there!", "Hey", "Good evening!", "Thanks!", "Thank you, that was great.", "ok", "Yes", "No", "test",
     "Who am I talking to?", "What is your name?", "What can you do?", "Can you help me?", "How does this work?",
@@ -101,13 +100,13 @@ CHAT_PROMPTS = (
 
 
 def split(text: str) -> tuple[str, str]:
-    """What is learned from, and what is only measured on: cut between two speeches."""
+    """Training text and held-out text, cut between two speeches."""
     cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT_FRACTION))) + 2
     return text[:cut], text[cut:]
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any input is encodable, and a plain encode prepends BOS only where special tokens are wanted."""
+    """Byte-level BPE, so that any input is encodable. A plain encode prepends BOS only with special tokens."""
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"'[a-z]{1,2}\b| ?[^\W\d_]+| ?\d| ?[^\s\w]+|\n+|\s+")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -128,7 +127,7 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
 
 
 def shorten(speech: str) -> str:
-    """A speech cut at the end of a sentence, so that a model of short answers learns to finish its sentences."""
+    """Cut at the end of a sentence, so that the model learns to finish its sentences."""
     if len(speech.encode()) <= MAX_SPEECH_BYTES:
         return speech
     ends = [match.end() for match in re.finditer(r"[.!?](?=\s)", speech[:MAX_SPEECH_BYTES])]
@@ -147,7 +146,7 @@ class Windows:
         self._raw, self._chat = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
 
     def reencode(self, bpe_dropout: float) -> None:
-        """Draws both streams anew, with other conversations; `bpe_dropout` is the chance that a merge is skipped."""
+        """Draw both streams anew; `bpe_dropout` is the chance that a merge is skipped."""
         backend = self._tokenizer.backend_tokenizer
         backend.model.dropout = bpe_dropout or None
         self._raw = encode(backend, self._text)
@@ -197,7 +196,7 @@ def after_bos(ids: Tensor) -> Tensor:
 
 
 def build_model() -> LlamaForCausalLM:
-    """Untrained, of a size that fits 12 MB in float16; few heads of 64, which CPU attention kernels like best."""
+    """Untrained, 12 MB in float16; few heads of 64, which suit CPU attention kernels."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=704, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
@@ -214,7 +213,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def drop(module: nn.Module, _: object, output: Tensor) -> Tensor:
-    """Hugging Face's Llama drops attention weights only; this drops what enters the residual stream, as GPT-2 does."""
+    """Drop what enters the residual stream, as GPT-2 does; Hugging Face's Llama drops attention weights only."""
     return nn.functional.dropout(output, DROPOUT, module.training)
 
 
@@ -237,11 +236,8 @@ def bits_per_byte(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -> f
 
 
 def loss_by_position(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -> dict[str, float]:
-    """Nats per token at a range of positions, each range measured on the very same held-out tokens.
-
-    Windows start every 256 tokens, so a token is seen once at each multiple of 256. Only tokens that have been seen at
-    every position count: otherwise the ranges would differ by how hard their text happens to be.
-    """
+    """Nats per token at ranges of positions. Windows start every 256 tokens; only tokens that occur at every multiple
+    of 256 count, so that all ranges are measured on the same tokens."""
     windows = after_bos(encode(tokenizer, text).unfold(0, CONTEXT - 1, 256))
     losses = token_losses(model, windows)  # [window, position]: token 256 * window + position
     losses = nn.functional.pad(losses, (0, 1), value=math.nan)  # the last position predicts nothing
@@ -254,7 +250,6 @@ def loss_by_position(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str) -
 
 
 def messages_of(prompt: list[str]) -> list[dict[str, str]]:
-    """An entry of CHAT_PROMPTS as OpenAI-style messages."""
     first = ("system",) if prompt[0].startswith("system: ") else ()
     roles = itertools.chain(first, itertools.cycle(("user", "assistant")))
     return [{"role": role, "content": text.removeprefix("system: ")} for role, text in zip(roles, prompt, strict=False)]
@@ -297,7 +292,7 @@ def evaluate(folder: Path, train_text: str, held_out: str) -> tuple[dict[str, An
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """A folder that transformers and plain tokenizers load. Stored as float16, computed as its config says: float32."""
+    """A folder that transformers and tokenizers load. Stored as float16, computed in float32 by its config."""
     stored = copy.deepcopy(model).half()
     stored.generation_config.update(do_sample=True, temperature=0.8, top_p=0.95, max_length=None)
     stored.save_pretrained(out)
@@ -308,7 +303,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
 
 
 def train(train_text: str, held_out: str, out: Path, steps: int, seed: int) -> float:
-    """Trains, keeping in `out` the export with the lowest held-out loss so far. Returns the minutes it took."""
+    """Keeps in `out` the export with the lowest held-out loss so far. Returns the minutes it took."""
     torch.manual_seed(seed)
     started = time.monotonic()
     tokenizer = train_tokenizer(train_text)
@@ -351,7 +346,7 @@ def train(train_text: str, held_out: str, out: Path, steps: int, seed: int) -> f
 
 
 def write_card(folder: Path, run: str, figures: dict[str, Any], answers: list[str]) -> None:
-    """Puts what was measured below CARD_MARK in the folder's README; what stands above is prose, and stays."""
+    """Write the figures below CARD_MARK in the folder's README; the prose above stays."""
     card = folder / "README.md"
     prose = card.read_text(encoding="utf-8").partition(CARD_MARK)[0] if card.exists() else ""
     samples = [f"**{turns[-1]}**\n\n{answer}" for turns, answer in zip(CHAT_PROMPTS[:8], answers, strict=False)]
@@ -363,7 +358,6 @@ def write_card(folder: Path, run: str, figures: dict[str, Any], answers: list[st
 
 
 def main() -> None:
-    """Reads the command line, trains unless told not to, prints the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="the text of the plays")
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write, or to evaluate")

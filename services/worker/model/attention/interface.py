@@ -1,9 +1,7 @@
 """The hook into transformers: one attention function for all models and backends. Adapter.
 
-The model is called within `attending`, which keeps the step for every layer's attention: some models pass no keywords
-on to their layers. As every layer asks for the step, that is also where a pass that nobody waits for any more ends.
-transformers hands a registered attention the layer's module, query, key and value. A name without a mask function gets
-no mask at all, which is right: the step knows who attends to what.
+`attending` keeps the step in a thread local, as some models pass no keywords on to their layers. transformers builds no
+mask for a name without a mask function, which is right: the step knows which tokens attend to which.
 """
 
 from __future__ import annotations
@@ -25,15 +23,12 @@ NAME = "kvfleet_paged"
 
 
 class AttentionStep(Protocol):
-    """Attention of one step, called by every layer in turn; what they share was prepared once."""
+    """Attention of one step, called by every layer in turn."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        """Store `key`, `value` `[T, kv_heads, head_dim]` of the step's tokens and let `query` `[T, heads, head_dim]`
-        attend, each token to its own sequence up to itself. Returns `[T, heads, head_dim]`.
-
-        `heads` is a multiple of `kv_heads`; consecutive heads share one (grouped-query attention). The tensors may be
-        strided views.
-        """
+        """Store `key`, `value` `[T, kv_heads, head_dim]` of the step's tokens, then attend with `query` and return
+        `[T, heads, head_dim]`: each token sees its own sequence up to itself. Consecutive heads share a kv head
+        (grouped-query attention). The tensors may be strided views."""
 
 
 class AttentionBackend(Protocol):
@@ -55,14 +50,14 @@ _running = _Running()
 
 
 def attach(model: Any) -> None:
-    """Make all layers of `model` attend through the step that it is called within; more than once is fine."""
+    """Make all layers of `model` attend through the current step. Idempotent."""
     AttentionInterface.register(NAME, paged_attention)
     model.set_attn_implementation(NAME)
 
 
 @contextmanager
 def attending(step: AttentionStep, abort: Abort | None = None) -> Iterator[None]:
-    """What a model, or a part of it, computes within attends by this step, and ends early where `abort` says so."""
+    """Forward passes within attend by this step, and raise StepAborted where `abort` says so."""
     before = _running.step, _running.abort
     _running.step, _running.abort = step, abort
     try:
@@ -72,7 +67,7 @@ def attending(step: AttentionStep, abort: Abort | None = None) -> Iterator[None]
 
 
 def current_step() -> AttentionStep:
-    """The step of the forward pass that the caller, a layer, is in. Raises StepAborted if nobody waits for it."""
+    """The step of the forward pass that the calling layer is in. Raises StepAborted where `Abort.check` does."""
     step = _running.step
     assert step is not None, "attention outside of a forward pass that was given a step"
     if _running.abort is not None:
@@ -90,16 +85,9 @@ def paged_attention(
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """`query` `[1, heads, T, head_dim]`, `key` and `value` `[1, kv_heads, T, head_dim]` of a flat ragged batch.
-
-    Returns `[1, T, heads, head_dim]`. Which keywords a model may pass was settled when it was probed at load.
-    """
+    """From `query` `[1, heads, T, head_dim]`, `key` and `value` `[1, kv_heads, T, head_dim]` of a flat ragged batch to
+    `[1, T, heads, head_dim]`. `probe` checked at load which keywords the model passes."""
     scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = current_step().attend(
-        module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        AttentionForm(scaling, keywords.get("sliding_window"), keywords.get("softcap")),
-    )
-    return out.unsqueeze(0), None
+    form = AttentionForm(scaling, keywords.get("sliding_window"), keywords.get("softcap"))
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    return current_step().attend(module.layer_idx, q, k, v, form).unsqueeze(0), None

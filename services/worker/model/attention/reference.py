@@ -1,9 +1,8 @@
 """Attention with plain torch operators on any device: the oracle for the other backends, not a fast one.
 
-A prompt chunk gathers its sequence's blocks and calls scaled_dot_product_attention; sequences that decode are grouped
-by similar length, gathered together and attended in one call per group. Within a window only the blocks that it reaches
-are gathered: what lies before may be anything, or no block any more (-1). Slots of a gathered block that hold no token
-in reach are cut off or set to zero: a masked NaN would still spoil a sum.
+A prompt chunk gathers its sequence's blocks and calls scaled_dot_product_attention; decodes of similar length share one
+call. Only blocks within the window are gathered, as earlier ones may be gone (-1). Slots of a gathered block that hold
+no token in reach are cut off or set to zero: a masked NaN would still spoil a sum.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class ReferenceBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """What the tokens of one slice see: tokens [low, end) of their sequence, the last `seen` slots but `skip` of
-    `blocks`.
+    """What the tokens of one slice see: tokens [low, end) of their sequence.
 
     blocks:  |..........|..........|..........|
              ^- skip -^ low              end ^      seen = skip + end - low
@@ -59,9 +57,7 @@ class _Reach:
 
 
 class ReferenceStep:
-    """Index tensors of one step, made once for each window that some layer has; layers differ by an offset into the
-    pool's rows.
-    """
+    """Index tensors of one step, made once for each window; layers differ by an offset into the pool's rows."""
 
     def __init__(self, batch: RaggedBatch, pool: KvPool) -> None:
         self._pool = pool
@@ -83,7 +79,7 @@ class ReferenceStep:
         return out
 
     def gather(self, rows: Tensor, layer: int, sequences: int) -> Tensor:
-        """K and V `[2, sequences, kv_heads, tokens, head_dim]` of the blocks that `rows` names, a fresh copy."""
+        """K and V `[2, sequences, kv_heads, tokens, head_dim]` of the runs in `rows`, copied."""
         shape = self._pool.shape
         runs = self._pool.gather(rows + layer * self._layer_runs)
         return runs.view(2, sequences, shape.kv_heads, -1, shape.head_dim)
@@ -189,7 +185,7 @@ class _Decodes:
 
 
 def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
-    """Soft-capped attention, which scaled_dot_product_attention has not. Scores and weights are fp32."""
+    """Soft-capped attention, which scaled_dot_product_attention lacks. Scores and weights are fp32."""
     assert form.softcap is not None
     scores = query.float() @ keys.float().transpose(-2, -1)
     scores = scores.mul_(form.scaling / form.softcap).tanh_().mul_(form.softcap)

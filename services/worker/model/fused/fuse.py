@@ -1,10 +1,8 @@
-"""Makes a loaded model fast on a CPU, in place: decoder layers that are made of the usual parts in the usual order run
-as one compiled call each, small operations of all others are fused, linear layers packed.
+"""Makes a loaded model fast on a CPU, in place: decoder layers made of the usual parts in the usual order run as one
+compiled call each, small operations of all others are fused, linear layers packed.
 
-As with smaller parts, what a layer is gets judged by what it has and proved by trial: on a copy in fp32, called as the
-model calls it, against its own code. `run` calls it at positions before and past all that its configuration names, as
-some layers do more than the usual from a certain position on. Layers that differ in nothing but their weights need one
-trial.
+A layer is judged by its parts and proved by trial: on a copy in fp32, called as the model calls it, against its own
+code, at positions around all that the configuration names. Layers that differ only in their weights need one trial.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.blocks import AttentionForm, KvShape
-from kvcpu.layers.modules import ROTATED, FusedMlp, FusedNorm, Rotary
-from kvcpu.layers.packed import Layer, Multiplier, PackedLinear, can_pack, pack, plain_weight
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Multiplier, PackedLinear, Rotary, can_pack, pack, plain_weight
 from kvcpu.vector.memory import keep_freed_memory
 from kvfleet.worker.model.attention.interface import attending
 from kvfleet.worker.model.attention.reference import ReferenceBackend
@@ -35,18 +32,18 @@ from kvfleet.worker.schedule.step_plan import Slice
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
-# What a layer may raise that does not bear to be called by itself: it stays as it is, and the model loads.
+# What a layer may raise when it is called by itself: it stays as it is, and the model loads.
 REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Where a layer keeps its parts, its attention's own among them."""
+    """Names of a layer's parts, and of its attention's."""
 
     attention: str
     first_norm: str
     second_norm: str
-    attending: tuple[str, ...]  # products for queries, keys and values: one for all, or one each
+    attending: tuple[str, ...]  # products for queries, keys and values: one for all, or three
     out: str
     mlp: str = "mlp"
 
@@ -63,15 +60,13 @@ KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How the model calls a layer."""
-
     inputs: Tensor
     others: tuple[Any, ...]
     keywords: dict[str, Any]
 
 
 class LayerFuser:
-    """Decoder layers of one model. `run` calls the model once, as it is, on a few tokens."""
+    """Decoder layers of one model. `run` calls the model on a few tokens."""
 
     def __init__(self, model: Any, multiplier: Multiplier, rotary: Rotary, run: Callable[[], object]) -> None:
         self._model = model
@@ -81,7 +76,7 @@ class LayerFuser:
         self._calls = _calls({name: layer for name, layer in model.named_modules() if _names(layer)}, run)
 
     def usual(self) -> dict[str, tuple[int, AttentionForm]]:
-        """Names of the layers that do what a fused one does, with the attention of each. Changes nothing."""
+        """Names of the layers that do what a fused one does, with the attention of each."""
         verdicts: dict[object, bool] = {}
         found = {}
         for name, call in self._calls.items():
@@ -97,7 +92,7 @@ class LayerFuser:
         return found
 
     def replace(self, usual: dict[str, tuple[int, AttentionForm]]) -> int:
-        """After their small parts were fused; returns how many. Neighbours in a list run together."""
+        """Needs fused small parts; returns how many layers were replaced. Neighbours in a list run together."""
         replaced = 0
         for name, attended in usual.items():
             fused = self._fused(self._model.get_submodule(name), *attended)
@@ -152,9 +147,9 @@ class LayerFuser:
         if widths.hidden != weights[0].shape[1] or keys % head_dim or queries % keys:
             return None
         rotary = self._rotary if len(products) > 1 else None
-        if rotary is not None and head_dim % ROTATED:
+        if rotary is not None and head_dim % Rotary.SIZES:
             return None
-        joined = PackedLinear(self._multiplier, torch.cat(weights), _joined_bias(products))
+        joined = PackedLinear.joined(self._multiplier, products)
         out = PackedLinear(self._multiplier, plain_weight(out), out.bias)
         parts = Parts(first, joined, rotary, form, index, out, second, mlp)
         fused = FusedLayer(parts, self._workspaces.setdefault(widths, Workspace(widths)), self._multiplier.threads)
@@ -169,14 +164,12 @@ def _workspace_of(layer: nn.Module) -> tuple[Workspace, bool] | None:
 
 
 def _names(layer: nn.Module) -> _Names | None:
-    """Only where there is nothing else in it, and in its attention nothing but products (and dropout)."""
+    """None if the layer has other parts, or its attention more than products (and dropout)."""
     children = dict(layer.named_children())
     for names in KNOWN:
         if set(children) == names.parts:
             attention = children[names.attention]
-            inside = {
-                name for name, child in attention.named_children() if not isinstance(child, nn.Dropout | nn.Identity)
-            }
+            inside = {at for at, child in attention.named_children() if not isinstance(child, nn.Dropout | nn.Identity)}
             if inside == {*names.attending, names.out} and isinstance(getattr(attention, "head_dim", None), int):
                 return names
     return None
@@ -203,7 +196,7 @@ def _calls(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[str,
 
 @dataclass(eq=False, slots=True)
 class _Noting:
-    """An AttentionStep of one sequence from its start, by the reference backend: notes what layers ask for."""
+    """An AttentionStep of one sequence, by the reference backend, that notes its calls."""
 
     tokens: int
     asked: list[tuple[int, AttentionForm]] = field(default_factory=list)
@@ -237,19 +230,9 @@ def _floats(value: Any) -> Any:
     return tuple(_floats(part) for part in value) if isinstance(value, tuple) else value
 
 
-def _joined_bias(products: list[Layer]) -> Tensor | None:
-    if all(one.bias is None for one in products):
-        return None
-    none = (plain_weight(one).new_zeros(len(plain_weight(one))) for one in products)
-    return torch.cat([zeros if one.bias is None else one.bias for one, zeros in zip(products, none, strict=True)])
-
-
 def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[str, int]:
-    """Replace whole decoder layers of the usual make, and the parts of all others, in place, before linear layers are
-    packed; returns how many of each kind were.
-
-    `run` calls the model on a few tokens, at positions that matter, to see how it calls its layers.
-    """
+    """Replace usual decoder layers, and the parts of all others, in place, before `pack`; returns the number of each
+    kind. `run` calls the model on a few tokens, to see how it calls its layers."""
     rotary = Rotary(multiplier.threads)
     small = SmallParts(multiplier, rotary)
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
@@ -262,17 +245,11 @@ def fuse(model: Any, multiplier: Multiplier, run: Callable[[], object]) -> dict[
 
 
 def optimise(model: Any, threads: int, run: Callable[[], object]) -> None:
-    """For a model that is called from one thread from now on; `run` calls it, at positions that matter
-    (`trial_positions`). Blocks while weights are packed."""
+    """The model must be called from one thread from now on. `run` calls it at `trial_positions`."""
     began = time.monotonic()
     keep_freed_memory()
     multiplier = Multiplier(threads)
     fused = fuse(model, multiplier, run)
     packed = pack(model, multiplier)
-    log.info(
-        "optimised for %d threads in %.1f s: %s, %d more linear layers packed",
-        threads,
-        time.monotonic() - began,
-        ", ".join(f"{count} {kind}" for kind, count in fused.items()),
-        packed,
-    )
+    took, kinds = time.monotonic() - began, ", ".join(f"{count} {kind}" for kind, count in fused.items())
+    log.info("optimised for %d threads in %.1f s: %s, %d more linear layers packed", threads, took, kinds, packed)

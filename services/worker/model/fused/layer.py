@@ -2,14 +2,14 @@
 
     x -> norm -> query, key, value -> rotation -> attention -> product + x = y -> norm -> up -> down + y
 
-Called module by module, the Python between them takes as long as a sixth of a decode step's arithmetic. Attention that
-is no program's operation (another backend's) is called between two programs.
+Called module by module, the Python between them takes as long as a sixth of a decode step's arithmetic. Another
+backend's attention is called between two programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,14 @@ from kvcpu.attention import attention_call as a
 from kvcpu.attention.backend import CpuBackend, CpuStep
 from kvcpu.blocks import AttentionForm, Ints
 from kvcpu.layers import layer_call as c
-from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary
-from kvcpu.layers.packed import PackedLinear
+from kvcpu.layers.modules import FusedMlp, FusedNorm, PackedLinear, Rotary
 from kvcpu.vector.compiled import CompiledEntry
 from kvcpu.vector.team import Program
 from kvfleet.worker.model.attention.interface import current_step
 
 Rotation = tuple[Tensor, Tensor] | None
-Operations = list[tuple[CompiledEntry, int]]  # and the addresses of their call blocks
-MOST_TOKENS = 64  # beyond, Python does not show, and results of all layers take memory
+Operations = list[tuple[CompiledEntry, int]]  # with the addresses of their call blocks
+MOST_TOKENS = 64  # of a chain: beyond, Python takes no noticeable time, and results of all layers take memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +53,21 @@ class Buffers:
     middle: Tensor
 
     def heads(self, widths: Widths) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key, value and what is attended, `[rows, heads, head_dim]`."""
+        """Query, key, value and attention's result, `[rows, heads, head_dim]`."""
         sizes = [widths.queries, widths.keys, widths.keys]
         parts = [*torch.split(self.attending, sizes, dim=1), self.attended]
         query, key, value, out = (part.view(len(part), -1, widths.head_dim) for part in parts)
         return query, key, value, out
 
 
+@dataclass(eq=False, slots=True)
 class Workspace:
-    """Memory for the activations, which layers of the same widths use in turn; as much as the largest step needed."""
+    """Memory for the activations, shared by layers of the same widths; as much as the largest step needed."""
 
-    def __init__(self, widths: Widths) -> None:
-        self.widths = widths
-        self._whole: list[Tensor] = []
-        self._rows = 0
-        self._buffers: Buffers | None = None
+    widths: Widths
+    _whole: list[Tensor] = field(default_factory=list)
+    _rows: int = 0
+    _buffers: Buffers | None = None
 
     def of(self, rows: int) -> Buffers:
         """The same object for as many rows as in the call before."""
@@ -84,10 +83,8 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a layer consists of. `attending` computes queries, keys and values next to one another."""
-
     first_norm: FusedNorm
-    attending: PackedLinear
+    attending: PackedLinear  # to queries, keys and values next to one another
     rotary: Rotary | None
     form: AttentionForm
     layer: int
@@ -113,7 +110,7 @@ class FusedLayer(nn.Module):
         self.heads: tuple[Tensor, Tensor, Tensor, Tensor] = 4 * (torch.empty(0),)
 
     def place_blocks(self, blocks: Ints) -> None:
-        """Have the operations' call blocks, `[operations, FIELDS]`, lie here from now on."""
+        """Move the operations' call blocks, `[operations, FIELDS]`, here."""
         blocks[:, c.SELF] = blocks.ctypes.data + blocks.strides[0] * np.arange(len(blocks))
         self.blocks = blocks
         self._first, self._attending = blocks[0], blocks[1]
@@ -161,11 +158,10 @@ class FusedLayer(nn.Module):
         return out
 
     def around(self, attending: Operations) -> Operations:
-        """All operations of the layer, those that attend among them."""
         return [*self._before, *attending, *self._after]
 
     def lay_out(self, buffers: Buffers) -> None:
-        """Have the operations hand one another these buffers."""
+        """Connect the operations by these buffers."""
         if buffers is self._laid_out:
             return
         parts, item = self.parts, buffers.normed.dtype.itemsize
@@ -204,10 +200,10 @@ class FusedLayer(nn.Module):
 
 
 class LayerChain:
-    """Layers of one make and one workspace, in the order of the model, as one call in steps of few tokens.
+    """Layers of one workspace, in the order of the model, as one call in steps of few tokens.
 
-    The first of them computes all; each of the others, if it is called with just what the one before it returned, has
-    its result already. Called in another order, a layer computes its own result anew. Called from one thread.
+    The first one computes all; each other one, if called with what the one before it returned, has its result already,
+    and else computes it anew. Called from one thread.
     """
 
     def __init__(self, layers: Sequence[FusedLayer], threads: int) -> None:
@@ -231,7 +227,7 @@ class LayerChain:
         self._results: tuple[Tensor, ...] = ()
 
     def result(self, place: int, x: Tensor, rotation: Rotation, step: CpuStep) -> Tensor | None:
-        """Of the layer at `place`, called with `x` `[1, T, hidden]`; None if it has to compute that itself."""
+        """Of the layer at `place`, called with `x` `[1, T, hidden]`; None if the layer must compute it itself."""
         if place == 0:
             self._run(x, rotation, step)
         elif self._step is not step or self._rotation is not rotation or self._results[place - 1] is not x:

@@ -1,7 +1,7 @@
-"""Finds norms, MLPs and rotary embeddings that one compiled call computes, and fuses them where the result is the same.
+"""Fuses norms, MLPs and rotary embeddings into one compiled call each, where the result is the same.
 
-Modules are recognised by what they have, not by whose they are, and each replacement is tried on random numbers against
-what it replaces: a model that computes something else under familiar names keeps its own code.
+Modules are recognised by their parts, and each replacement is tried on random numbers against what it replaces: a model
+that computes something else under familiar names keeps its own code.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from kvcpu.blocks import MULTIPLIED
 from kvcpu.layers.layer_call import SILU, SILU_GATE, TANH, TANH_GATE
-from kvcpu.layers.modules import FusedMlp, FusedNorm, Rotary, bound, fits
-from kvcpu.layers.packed import Multiplier, PackedLinear, can_pack, plain_weight
+from kvcpu.layers.modules import FusedMlp, FusedNorm, Multiplier, PackedLinear, Rotary, can_pack, plain_weight
 from kvcpu.vector.numbers import LANES
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 PLAIN_NAMES = (("c_fc", "c_proj"), ("fc1", "fc2"), ("fc_in", "fc_out"), ("dense_h_to_4h", "dense_4h_to_h"))
 TRIALS = ((1.0, 0.0), (1.0, 3.0), (1e-3, 0.0), (100.0, -50.0), (1e4, 0.0))  # (scale, mean) of its numbers
 _INTERNAL = set(vars(nn.Module())) - {"training"}
-_POSITION = {"layer_idx", "layer_id", "layer_index"}  # says which layer of all it is
+_POSITION = {"layer_idx", "layer_id", "layer_index"}
 Candidates: TypeAlias = "partial[Iterator[nn.Module]]"
 
 
@@ -48,7 +47,7 @@ class SmallParts:
 
     def fuse(self, model: nn.Module) -> None:
         for name, module in list(model.named_modules()):
-            if type(module) is nn.Dropout:  # nothing is dropped when nobody trains, and asking takes time
+            if type(module) is nn.Dropout:  # does nothing outside training, but takes time
                 model.set_submodule(name, nn.Identity())
                 continue
             for kind, candidates in (("norms", _norms), ("mlps", _mlps)):
@@ -68,11 +67,8 @@ class SmallParts:
 
 
 def _tried(name: str, module: nn.Module, candidates: Candidates) -> int | None:
-    """Which candidate it is, if it is any.
-
-    Tried in fp32, on a copy, where what is the same agrees to the last digits, and on numbers of several sizes and with
-    a mean: they tell an epsilon, a clamp and a mean that is or is not taken off.
-    """
+    """The index of the candidate that computes the same, if any. Tried on a copy in fp32, and on numbers of several
+    sizes and means, which reveal an epsilon, a clamp and a mean that is or is not subtracted."""
     if next(candidates(module), None) is None:
         return None
     exact = copy.deepcopy(module).float()
@@ -97,7 +93,7 @@ def _input_size(module: nn.Module) -> int:
 
 
 def _norms(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
-    """What the module may be, judged by its parameters: one vector and an epsilon, and perhaps a bias."""
+    """Judged by parameters: one vector and an epsilon, and perhaps a bias."""
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
     eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
@@ -131,7 +127,7 @@ def _mlps(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
 
 
 def _kinds_of(act: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:
-    """Which activation this is, by what it does: the kernels' name of it, and of a gate with it."""
+    """The kernels' names of this activation, found by what it does: alone, and as a gate."""
     x = torch.linspace(-6, 6, 64)
     if torch.allclose(act(x), nn.functional.silu(x), atol=1e-6):
         return SILU, SILU_GATE
@@ -141,10 +137,8 @@ def _kinds_of(act: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:
 
 
 def _with_rotary(module: Any, rotary: Rotary) -> bool:
-    """Let an attention module's own code call `rotary` in place of its module's function, where both do the same.
-
-    The code is run with other globals: that binds the name for this one object and for nobody else.
-    """
+    """Let an attention module's own code call `rotary` in place of its function, where both do the same. The code gets
+    other globals, which binds the name for this one object only."""
     forward = getattr(type(module), "forward", None)
     if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
         return False
@@ -153,7 +147,7 @@ def _with_rotary(module: Any, rotary: Rotary) -> bool:
     weight = next(module.parameters(), None)
     if theirs is None or not isinstance(size, int) or weight is None or weight.dtype not in MULTIPLIED:
         return False
-    ours = bound(rotary, theirs)
+    ours = partial(rotary.instead_of, theirs)
     if weight.device.type != "cpu" or not _same_rotation(ours, theirs, size, weight.dtype):
         return False
     names = {**forward.__globals__, ROTARY: ours}
@@ -167,7 +161,7 @@ def _same_rotation(ours: Callable[..., Any], theirs: Callable[..., Any], size: i
     query, key = (torch.randn(1, TOKENS, heads, size).to(dtype).transpose(1, 2) for heads in (3, 2))
     angles = torch.randn(1, TOKENS, size)
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
-    if not fits(query, key, cosines, sines):
+    if not Rotary.fits(query, key, cosines, sines):
         return False
     try:
         wanted = theirs(query, key, cosines, sines)
@@ -179,10 +173,8 @@ def _same_rotation(ours: Callable[..., Any], theirs: Callable[..., Any], size: i
 
 
 def signature(module: nn.Module) -> Hashable:
-    """Equal for modules that run the same code with the same settings, and so differ in nothing but their numbers.
-
-    What is no plain setting counts as equal only if it is the same object.
-    """
+    """Equal for modules that run the same code with the same settings, and so differ only in their numbers. Settings
+    that are not plain values are equal only if they are the same object."""
     return (
         tuple((name, type(part), _settings(part)) for name, part in module.named_modules()),
         tuple((name, part.shape, part.dtype) for name, part in module.named_parameters()),
@@ -205,7 +197,7 @@ def _is_plain(value: object) -> bool:
 
 
 def same(found: object, wanted: object) -> bool:
-    """Of one shape and kind, and apart by no more than what the order of sums explains."""
+    """Of one shape and dtype, and apart by no more than what the order of sums explains."""
     if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
         return False
     if found.shape != wanted.shape or found.dtype is not wanted.dtype:

@@ -1,8 +1,5 @@
-"""What requests want changed in their logits before a token is drawn: penalties, biases, tokens that must not come.
-
-All rows that want something are changed at once, one step after the other in the order that `kvproto.messages.Sampling`
-states. Each step reads the logits it changes, computes in float64 and writes float32 back.
-"""
+"""Changes of logits before a token is drawn: penalties, biases, banned tokens, in the order that
+`kvproto.messages.Sampling` states. All rows change at once, computed in float64 and stored as float32."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ from kvproto.errors import InvalidRequest
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-LARGEST_BIAS = 1e30  # together with a logit still a float32
+LARGEST_BIAS = 1e30  # added to a logit, still a float32
 NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitChanges:
-    """What one request wants changed: token ids, all of the vocabulary, and by how much. `seen` may repeat ids."""
+    """Token ids of one request, all within the vocabulary, and their changes."""
 
-    seen: Ints  # in prompt or output
+    seen: Ints  # in prompt or output, with repeats
     repetition_penalty: float
     generated: Ints
-    lowered: Floats  # by how much the logits of the generated ones fall
+    lowered: Floats  # subtracted from the logits of the generated ones
     biased: Ints
     biases: Floats
     banned: Ints
@@ -57,7 +54,7 @@ class LogitChanges:
             lowered=asked.frequency_penalty * counts.astype(np.float64) + asked.presence_penalty,
             biased=_ids(list(asked.logit_bias), vocab, "logit_bias"),
             biases=biases,
-            banned=banned[(banned >= 0) & (banned < vocab)],  # others are never drawn anyway
+            banned=banned[(banned >= 0) & (banned < vocab)],
         )
 
 
@@ -76,15 +73,10 @@ def apply(logits: Tensor, changes: Sequence[LogitChanges]) -> None:
 
 
 def _change(
-    logits: Tensor,
-    ids: Sequence[Ints],
-    values: Sequence[Floats | float],
-    changed: Callable[[Tensor, Tensor], Tensor],
+    logits: Tensor, ids: Sequence[Ints], values: Sequence[Floats | float], changed: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """One step: the logits of each row's `ids` become `changed(logits, values)`; values are one per id or per row.
-
-    An id that repeats is read before any is written, so it is changed once.
-    """
+    """The logits of each row's `ids` become `changed(logits, values)`; values are one per id or per row. A repeated id
+    is read before any is written, so it is changed once."""
     lengths = [len(one) for one in ids]
     if not any(lengths):
         return

@@ -1,4 +1,4 @@
-"""Draws on a CPU: hands tensors to the compiled kernels, on as many threads as torch was given."""
+"""Draws on a CPU: calls the compiled kernels, on as many threads as torch was given."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from kvcpu.sampling import sampling_call as c
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
-from kvfleet.worker.model.sampling.weights import NATURAL, DrawSettings, weight_bits
+from kvfleet.worker.model.sampling.portable import NATURAL, DrawSettings, weight_bits
 
 Fields: TypeAlias = dict[int, npt.NDArray[Any] | int]
 UNDONE = np.int64(-1)  # neither a token nor a sum of weights
-ROWS_AT_ONCE = 16  # bounds the float32 copies of large vocabularies to what the allocator keeps at hand
+ROWS_AT_ONCE = 16  # bounds the float32 copies of large vocabularies
 
 
 def greedy(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Of each row the first of the largest logits, and that logit: NaN where any is."""
+    """As in `portable`."""
     rows = _array(logits)
     tokens = rows.argmax(axis=-1)  # numpy's is many times faster than torch's
     peaks: list[float] = rows[np.arange(len(rows)), tokens].tolist()
@@ -28,7 +28,7 @@ def greedy(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
-    """One token per row. Raises MemoryError."""
+    """Raises MemoryError."""
     tokens = np.full(len(logits), UNDONE)
     fields: Fields = {
         c.BITS: settings.bits,
@@ -45,7 +45,7 @@ def draw(logits: Tensor, settings: DrawSettings) -> list[int]:
 
 
 def masses_and_best(logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`[rows]` sums of all weights at temperature 1; `[rows, count]` ids of the largest, equal ones in id order."""
+    """As in `portable`."""
     masses, best = np.full(len(logits), UNDONE), np.zeros((len(logits), count), np.int64)
     scale, bits = np.array([NATURAL]), weight_bits(logits.shape[-1])
     fields: Fields = {c.BITS: bits, c.SCALE: scale, c.MASSES: masses, c.COUNT: count, c.BEST: best}
@@ -54,10 +54,8 @@ def masses_and_best(logits: Tensor, count: int) -> tuple[npt.NDArray[np.int64], 
 
 
 def _run(kernel: str, logits: Tensor, fields: Fields, results: npt.NDArray[np.int64]) -> None:
-    """`fields` of the call block: numbers, and arrays, which must be contiguous.
-
-    Compiled code that cannot allocate ends early and can tell nobody. Raises MemoryError where a result is UNDONE.
-    """
+    """`fields` of the call block: numbers, and contiguous arrays. Raises MemoryError where a result is UNDONE, as
+    compiled code that cannot allocate ends early without an error."""
     rows = _array(logits)
     block = np.zeros(c.FIELDS, np.int64)
     block[c.SELF], block[c.LOGITS] = block.ctypes.data, rows.ctypes.data

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfleet.worker.model.sampler import sample
-from kvfleet.worker.model.sampling.weights import uniform
+from kvfleet.worker.model.sampling.portable import uniform
 from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.errors import EngineFailure
 from kvproto.messages import Sampling

@@ -27,7 +27,7 @@ from transformers.generation.logits_process import (
 from kvcpu.vector.compiled import entry
 from kvfleet.worker.model.sampler import sample, warm_up
 from kvfleet.worker.model.sampling import cpu, portable
-from kvfleet.worker.model.sampling.weights import DrawSettings, weight_bits
+from kvfleet.worker.model.sampling.portable import DrawSettings, weight_bits
 from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.messages import Sampling
 
