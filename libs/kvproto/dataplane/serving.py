@@ -103,20 +103,20 @@ class TracedRequest:
 OnTraced = Callable[[TracedRequest], None]
 
 
-class Served(Protocol):
-    """Blocks in the order asked for; None: not there. `release` is called once, when their bytes are sent or never
-    will be. A store with a disk has `from_disk` too: how many of them memory did not have."""
+@dataclass(frozen=True, slots=True)
+class ServedBlocks:
+    """A store's answer, in the order of the request; None: not there. The bytes stay as they are until `release`, which
+    is called once, on any thread, when they are sent or never will be."""
 
-    @property
-    def blocks(self) -> Sequence[tuple[BlockHeader, memoryview] | None]: ...
-
-    def release(self) -> None: ...
+    blocks: Sequence[tuple[BlockHeader, memoryview] | None]
+    release: Callable[[], None]
+    from_disk: int = 0  # blocks that memory did not have
 
 
 class BlockStore(Protocol):
     """What a listener serves. Called on connection threads, many at once."""
 
-    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> Served:
+    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
         """`exact`: lossy blocks are not there. A request comes in several calls, a batch of its hashes each."""
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]: ...
@@ -259,7 +259,7 @@ class ServedConnection:
             self.tally.add(blocks_served=len(payloads))
             self._hits += len(payloads)
             self._nbytes += nbytes
-            self._from_disk += getattr(served, "from_disk", 0)
+            self._from_disk += served.from_disk
             at += len(hashes)
             sent += nbytes
             if payloads:

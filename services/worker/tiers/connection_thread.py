@@ -4,7 +4,7 @@
         │ cannot                     ▲
         └──▶ away, for a while ──────┘                       jobs are refused
 
-A connection serves one purpose (to look, to fetch, to write), so that what one of them waits for delays no other.
+A connection serves one purpose (to look, to fetch, to write), so that none of them delays another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_JOBS = 256
 FIRST_PAUSE_S = 0.1  # after a connect that failed; doubles
 LONGEST_PAUSE_S = 5.0
-SHORT_LIFE_S = 1.0  # of a connection: one that failed sooner is followed by a pause, too
+SHORT_LIFE_S = 1.0  # a connection that failed sooner is followed by a pause, too
 TICK_S = 0.5
 GONE = "gone"
 REASONS = ((PeerTimeout, "timeout"), (HandshakeRefused, "refused"), (ProtocolError, "protocol"), (DataPlaneError, GONE))
@@ -36,8 +36,8 @@ Use = Callable[[DataPlaneClient], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConnectionJob:
-    """`run` is called on the connection's thread; what it raises of KvfleetError ends in `fail`, with the reason, a
-    metric's label. So does what is not run, or not to its end. `fail` raises nothing."""
+    """`run` is called on the connection's thread. If it raises, or is not called after all, `fail` is called with the
+    reason, a metric's label, and raises nothing."""
 
     run: Use
     fail: Callable[[str], None]
@@ -45,8 +45,7 @@ class ConnectionJob:
 
 @dataclass(eq=False)
 class ConnectionThread:
-    """`maintain` is called once connected, and about every TICK_S while there is nothing to do; it raises as a job
-    does."""
+    """`maintain` is called once connected, and about every TICK_S while there is nothing to do; it may raise."""
 
     name: str
     connect: Connect
@@ -65,7 +64,7 @@ class ConnectionThread:
         self.thread.start()
 
     def submit(self, job: ConnectionJob) -> bool:
-        """False: it will not be run, nor `fail` be called: nobody is there, or too much waits."""
+        """False: neither `run` nor `fail` will be called, as the source is away, or too much waits."""
         with self._changed:
             if self._closed or self._away or len(self._jobs) >= MAX_JOBS:
                 return False
@@ -80,13 +79,13 @@ class ConnectionThread:
 
     @property
     def busy_since(self) -> float | None:
-        """When the oldest job came that is not over yet."""
+        """When the oldest job came that is not over."""
         with self._changed:
             oldest = self._running or (self._jobs[0] if self._jobs else None)
         return oldest and oldest[0]
 
     def cancel(self, job: ConnectionJob) -> None:
-        """End it now, at the price of the connection if it runs; it fails as gone. Nothing if it is over."""
+        """End a job now, as gone; if it runs, with the connection. Nothing if it is over."""
         with self._changed:
             waiting = next((entry for entry in self._jobs if entry[1] is job), None)
             if waiting is None:
@@ -97,7 +96,7 @@ class ConnectionThread:
         job.fail(GONE)
 
     def close(self) -> None:
-        """Waits for nothing: `thread` ends soon, and what it had to do has failed by then."""
+        """Returns at once: `thread` ends soon, and its jobs have failed by then."""
         with self._changed:
             self._closed = True
             if self._client is not None:
@@ -122,7 +121,7 @@ class ConnectionThread:
                 if in_order or time.monotonic() - began > SHORT_LIFE_S:
                     pause = FIRST_PAUSE_S
                     continue
-            # who cannot be reached, or lets everybody in and then ends it, is not asked to a thousand times a second
+            # also where a source accepts a connection and then ends it: else a thousand times a second
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, pause)
             self._away = False
@@ -158,8 +157,8 @@ class ConnectionThread:
         client.close()
 
     def _serve(self, client: DataPlaneClient) -> bool:
-        """Until the connection is of no further use; whether that was in order. One that ended while it was idle costs
-        no job anything."""
+        """Returns when the connection is of no further use, with whether it ended in order. No job fails because it
+        ended while idle."""
         while not self._closed and not client.has_ended():
             with self._changed:
                 if not self._jobs:

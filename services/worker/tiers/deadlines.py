@@ -1,7 +1,6 @@
 """Calls made at given times, from a thread of their own. Loop: owns that thread and the calls that wait.
 
-One for all that a worker asks others: a look that nobody answers is over in time, and what is known at once is still
-said from a transfer thread, never from the one that asked. Calls are short and raise nothing.
+A worker has one: looks without an answer end in time, and no callback runs on the thread that asked. Calls are short.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class Deadlines:
         self._thread.start()
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Once, `seconds` from now. What waits when this is closed is called then; after that only what is due at
-        once."""
+        """Call once, `seconds` from now. `close` makes the calls that wait; then only those due at once are made."""
         when = time.monotonic() + seconds
         with self._changed:
             if not self._closed:
