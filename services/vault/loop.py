@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvfleet.vault.store.block_table import StoredChange, net, pieces, tier_events
+from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, StoredChange, net, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.connection import Connection
@@ -131,9 +131,9 @@ class VaultLoop:
 
     async def _publish_changes(self, changes: Sequence[StoredChange]) -> None:
         """Numbers move on whether NATS takes an event or not: a reader that misses one sees the gap."""
-        events = []
-        for piece in pieces(net(changes)):
-            self.log.note(tier_events(piece))
+        events, different = [], net(changes)
+        for start in range(0, len(different), BLOCKS_PER_EVENT):
+            self.log.note(tier_events(different[start : start + BLOCKS_PER_EVENT]))
             event = self.log.flush(asyncio.get_running_loop().time())
             if event is not None:
                 events.append(codec.encode_events(event))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -156,9 +156,6 @@ class BlockTable:
         self._no_longer_continue(header.parent)
         return entry
 
-    def give_back(self, entry: BlockEntry) -> None:
-        self.memory.give(entry.raw)
-
     def insert(self, entry: BlockEntry) -> None:
         header = entry.header
         old = self.resident.get(header.hash)
@@ -201,7 +198,7 @@ class BlockTable:
         if not is_replaced and header.hash not in self.on_disk:
             self._disappeared(header)
         if not entry.pins:
-            self.give_back(entry)
+            self.memory.give(entry.raw)
 
     def add_on_disk(self, header: BlockHeader) -> None:
         if header.hash not in self.on_disk and header.hash not in self.resident:
@@ -248,7 +245,7 @@ class BlockTable:
             if entry.resident:
                 self._offer(entry.header.hash)
             else:
-                self.give_back(entry)
+                self.memory.give(entry.raw)
 
     def _no_longer_continue(self, parent: bytes) -> None:
         _count_down(self._continued_here, parent)
@@ -304,10 +301,6 @@ def net(changes: Iterable[StoredChange]) -> list[StoredChange]:
         last[change.hash] = change
     different = [change for change in last.values() if change.removed == first[change.hash]]
     return sorted(different, key=lambda change: not change.removed)  # stable
-
-
-def pieces(changes: Sequence[StoredChange], size: int = BLOCKS_PER_EVENT) -> Iterator[Sequence[StoredChange]]:
-    return (changes[start : start + size] for start in range(0, len(changes), size))
 
 
 def tier_events(changes: Iterable[StoredChange]) -> list[TierEvents]:

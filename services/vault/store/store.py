@@ -133,7 +133,7 @@ class VaultStore:
             why = "erased" if entry.doomed else "held" if self.table.has_as_good(header) else ""
             if why:
                 self.counters.refused[why] += 1
-                self.table.give_back(entry)
+                self.table.memory.give(entry.raw)
                 return False
             entry.checked_at = now
             self.counters.stored_total += 1
@@ -144,7 +144,7 @@ class VaultStore:
 
     def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
         with self._lock:
-            self.table.give_back(self.table.arrived(header, buffer))
+            self.table.memory.give(self.table.arrived(header, buffer).raw)
             self.counters.abandoned_total += 1
 
     def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
@@ -241,8 +241,6 @@ class VaultStore:
         with self._lock:
             self.table.check_integrity()
 
-    # ------------------------------------------------------------------ inside
-
     def _expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
         entry = self.table.expect(header, asked_for=asked_for)
         self._wake_disk()
@@ -303,13 +301,13 @@ class VaultStore:
             table.remove_on_disk(header.hash)
         entry = table.resident.get(header.hash)
         if entry is not None and entry.header.root == header.root and (header.lossy or not entry.header.lossy):
-            table.give_back(coming)
+            table.memory.give(coming.raw)
         elif readable and is_current and not coming.doomed:
             table.insert(coming)
             entry = coming
             self.counters.disk_hits_total += 1
         else:
-            table.give_back(coming)
+            table.memory.give(coming.raw)
             self.counters.misses["unreadable"] += 1
             return None
         table.pin(entry)

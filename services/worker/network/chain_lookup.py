@@ -9,6 +9,7 @@ import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, names_of
 from kvfleet.worker.engine.engine_thread import EngineThread
@@ -34,16 +35,12 @@ class ChainLookup:
         self, request: GenerateRequest, root: Root, ids: tuple[int, ...], hashed: Hashed, traceparent: str
     ) -> Callable[[int], ChainLocation | None]:
         """Locates each choice's chain. Fresh choices share their prompt, and so one look."""
-        shared: list[ChainLocation | None] = []
 
-        def of(choice: int) -> ChainLocation | None:
-            if outputs := request.continuation(choice).output_ids:
-                return self._look(request, root, ids + outputs, hashed.get(outputs), traceparent)
-            if not shared:
-                shared.append(self._look(request, root, ids, hashed.get(()), traceparent))
-            return shared[0]
+        @cache
+        def look(outputs: tuple[int, ...]) -> ChainLocation | None:
+            return self._look(request, root, ids + outputs, hashed.get(outputs), traceparent)
 
-        return of
+        return lambda choice: look(request.continuation(choice).output_ids)
 
     def would_look(self, request: GenerateRequest, tokens: int) -> bool:
         rate = self.engine.measured[1].prefill_tokens_per_s

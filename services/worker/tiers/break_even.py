@@ -86,10 +86,6 @@ def price_of_computing(location: ChainLocation | None, compute_s: ComputeSeconds
     return lambda start, end: compute_s(start, end) + HANDED_BLOCK_S * max(0, end - start)
 
 
-def look_worth_s(location: ChainLocation) -> float:
-    return FAR_WORTH_S if location.far else LOOK_WORTH_S
-
-
 def answer_limit_s(location: ChainLocation) -> float:
     return FAR_ANSWER_S if location.far else HANDED_ANSWER_S if location.handed_over else ANSWER_LIMIT_S
 

@@ -172,7 +172,7 @@ class ConnectionThread:
                 (job.run if job is not None else self.maintain)(client)
             except KvfleetError as error:
                 logger.info("%s: %s", self.name, error)
-                reason = reason_of(error)
+                reason = next((label for kind, label in REASONS if isinstance(error, kind)), "internal")
             except Exception:  # a loop's top: one job's fault is not the next one's
                 logger.exception("%s: a job failed", self.name)
                 reason = "internal"
@@ -192,7 +192,3 @@ class ConnectionThread:
             self._jobs.clear()
         for _, job in jobs:
             job.fail(GONE)
-
-
-def reason_of(error: KvfleetError) -> str:
-    return next((reason for kind, reason in REASONS if isinstance(error, kind)), "internal")

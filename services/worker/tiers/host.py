@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.content_index import Content
@@ -20,7 +21,7 @@ from kvproto.messages import Tier, TierEvents
 
 log = logging.getLogger(__name__)
 
-Moves = Sequence[Callable[[], None]]  # block copies, made in order
+Copy = Callable[[int, memoryview], None]  # of a block of the device, to or from a slot
 
 
 class HostTier:
@@ -40,6 +41,10 @@ class HostTier:
         """At most `count` slots, held by the caller."""
         self._note_changes()
         return self.pool.allocate(min(count, self.pool.available, self.blocks))
+
+    def copy_job(self, copy: Copy, blocks: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> CopyJob:
+        pairs = zip(blocks, slots, strict=True)
+        return CopyJob([partial(copy, block, self.view(slot)) for block, slot in pairs], self.block_bytes, on_end)
 
     def drop(self, block_hash: bytes) -> int:
         self._note_changes()
@@ -81,7 +86,7 @@ class HostTier:
 class CopyJob:
     """`on_end` is called on the copying thread when no more moves will be made. It can be stopped between two moves."""
 
-    moves: Moves
+    moves: Sequence[Callable[[], None]]  # block copies, made in order
     block_bytes: int
     on_end: Callable[[], None]
     ended: bool = False

@@ -125,8 +125,6 @@ class PeerStore(BlockStore):
             pool.release(chain)
         del self.tiers.lent[id(chains)]
 
-    # ------------------------------------------------------------------ what a peer cannot do
-
     def reserve(self, header: BlockHeader) -> memoryview | None:
         return None
 

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvfleet.worker.blocks.block_pool import BlockPool
@@ -242,9 +241,7 @@ class Offloader:
         self.pool.acquire(device)
         copy = None
         if slots:
-            pairs = zip(device[copied_from:], slots, strict=True)
-            moves = [partial(self.memory.read, block, self.host.view(slot)) for block, slot in pairs]
-            copy = CopyJob(moves, self.memory.block_bytes, self.wake)
+            copy = self.host.copy_job(self.memory.read, device[copied_from:], slots, self.wake)
             self.copier.offload(copy)
         else:
             self.wake()

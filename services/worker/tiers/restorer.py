@@ -163,7 +163,8 @@ class Restorer:
             else:
                 left = max((offer.end for offer in offers), default=start)
                 best = price(offers + break_even.remote_offers(self.remote, location, usable, usable, hopes=True))
-                is_worth = compute_s(left, usable) > break_even.look_worth_s(location)
+                worth_s = break_even.FAR_WORTH_S if location.far else break_even.LOOK_WORTH_S
+                is_worth = compute_s(left, usable) > worth_s
                 if is_worth and best and best[-1].tier is not Tier.HOST:
                     self._looking[id(sequence)] = sequence, self.clock() + break_even.answer_limit_s(location)
                     return True
@@ -213,7 +214,7 @@ class Restorer:
         if part.tier is Tier.HOST:  # its slots, and the chain before them, are held while they are read
             chain = self.host.pool.chain_to(job.hashes[: part.end])
             self.host.pool.acquire(chain)
-            copy = self._copy(blocks, chain[part.start :])
+            copy = self.host.copy_job(self.memory.write, blocks, chain[part.start :], self.wake)
             self._unstarted.append(partial(self.copier.bring, copy))
             return RunningPart(part, chain, copy)
         assert self.remote is not None
@@ -237,11 +238,6 @@ class Restorer:
         self._unstarted.append(fetch)
         return running
 
-    def _copy(self, blocks: Sequence[int], slots: Sequence[int]) -> CopyJob:
-        pairs = zip(blocks, slots, strict=True)
-        moves = [partial(self.memory.write, block, self.host.view(slot)) for block, slot in pairs]
-        return CopyJob(moves, self.memory.block_bytes, self.wake)
-
     @property
     def preloading(self) -> bool:
         return any(job.ahead for job in self._jobs)
@@ -250,7 +246,8 @@ class Restorer:
         if running.landing is None or not running.landing.ended or not running.slots or running.copy is not None:
             return
         first, landed = running.part.start - job.start, running.landing.close()
-        running.copy = self._copy(job.blocks[first : first + landed], running.slots[:landed])
+        blocks, slots = job.blocks[first : first + landed], running.slots[:landed]
+        running.copy = self.host.copy_job(self.memory.write, blocks, slots, self.wake)
         self.copier.bring(running.copy)
 
     def poll(self) -> list[EngineSequence]:

@@ -14,7 +14,7 @@ from kvfleet.worker.blocks.chain_location import BlockName, names_of
 from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier
+from kvfleet.worker.tiers.host import Copier, HostTier
 from kvfleet.worker.tiers.offloader import Offloader, ReuseWatch
 from kvfleet.worker.tiers.protection import Protector
 from kvfleet.worker.tiers.restorer import Restorer
@@ -61,10 +61,9 @@ class Tiers:
         """Measure copies, so that the first request can price them. The pool is empty: its blocks may be written."""
         blocks = self.pool.allocate(min(PROBE_BLOCKS, self.pool.available, self.host.blocks))
         slots = self.host.allocate(len(blocks))
-        pairs = list(zip(blocks, map(self.host.view, slots), strict=True))
         for _ in range(2):  # the first touches the memory
             for copy, speed in ((self.memory.read, self.copier.speed_out), (self.memory.write, self.copier.speed_in)):
-                job = CopyJob([partial(copy, *pair) for pair in pairs], self.host.block_bytes, lambda: None)
+                job = self.host.copy_job(copy, blocks, slots, lambda: None)
                 took = job.run()
                 speed.start(job.done * self.host.block_bytes, took)
         self.pool.release(blocks)

@@ -81,9 +81,7 @@ class OffloadQueue:
         return self._batch.copy()
 
     def done(self) -> None:
-        self._leave(self._batch)
-        self._batch = []
-        self._unwanted.clear()
+        self.put_back(float("inf"))
 
     def put_back(self, now: float) -> list[Offload]:
         """The batch did not get through: it is first again, except what expired or was dropped, which is returned."""
