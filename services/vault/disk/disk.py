@@ -18,22 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfleet.vault.disk.segments import (
-    MAGIC,
-    PREFIX_BYTES,
-    Kind,
-    RecordPrefix,
-    name_of,
-    number_of,
-    opened,
-    overwrite,
-    parents_first,
-    read,
-    read_header,
-    read_prefix,
-    record_start,
-    write,
-)
+from kvfleet.vault.disk import segments
+from kvfleet.vault.disk.segments import MAGIC, PREFIX_BYTES, Kind, RecordPrefix
 from kvproto.dataplane.block import BlockHeader
 
 SEGMENT_BYTES = 256 * 1024 * 1024
@@ -121,13 +107,13 @@ class DiskStore:
 
     def _scan_all(self) -> list[BlockHeader]:
         headers: dict[bytes, BlockHeader] = {}
-        numbers = sorted(number for entry in self.folder.iterdir() if (number := number_of(entry.name)) is not None)
-        for number in numbers:
+        numbers = map(segments.number_of, os.listdir(self.folder))
+        for number in sorted(number for number in numbers if number is not None):
             self._next = number + 1
-            segment = _Segment(self.folder / name_of(number))
+            segment = _Segment(self.folder / segments.name_of(number))
             self._segments.append(segment)
             try:
-                with opened(segment.path, os.O_RDWR) as file:
+                with segments.opened(segment.path, os.O_RDWR) as file:
                     headers.update(self._scan(segment, file))
             except OSError as error:
                 if error.errno != errno.EIO:
@@ -137,7 +123,7 @@ class DiskStore:
         self._drop_empty()
         self._make_room(0)
         self._lost.clear()  # they were never announced
-        return parents_first(headers[block] for block in self._places)
+        return segments.parents_first(headers[block] for block in self._places)
 
     def _scan(self, segment: _Segment, file: int) -> dict[bytes, BlockHeader]:
         found: dict[bytes, BlockHeader] = {}
@@ -153,7 +139,7 @@ class DiskStore:
         while segment.size < end:
             at = segment.size
             start = os.pread(file, _AT_ONCE, at)
-            prefix = read_prefix(start)
+            prefix = segments.read_prefix(start)
             if prefix is None or at + prefix.record_bytes > end:
                 self.counts.torn += 1
                 self.counts.torn_bytes += end - at
@@ -162,15 +148,15 @@ class DiskStore:
             self._grow(segment, prefix.record_bytes)
             place = _Place(segment, at, prefix)
             if prefix.kind is Kind.ERASING:
-                overwrite(file, place.offset, place.prefix)
+                segments.overwrite(file, place.offset, place.prefix)
             if prefix.kind is not Kind.BLOCK:
                 continue
             if len(start) < PREFIX_BYTES + prefix.header_bytes:
                 start = os.pread(file, PREFIX_BYTES + prefix.header_bytes, at)
-            header = read_header(prefix, start[PREFIX_BYTES : PREFIX_BYTES + prefix.header_bytes])
+            header = segments.read_header(prefix, start[PREFIX_BYTES : PREFIX_BYTES + prefix.header_bytes])
             if header is None:
                 self.counts.damaged += 1
-                overwrite(file, place.offset, place.prefix)  # no erase could name it
+                segments.overwrite(file, place.offset, place.prefix)  # no erase could name it
                 continue
             if header.hash in self._places:  # after a power cut an erased one may be back: the later counts
                 self._erase([header.hash])
@@ -191,13 +177,13 @@ class DiskStore:
             return
         if self._lock is None:
             raise OSError(errno.EBADF, "the disk tier is not open", str(self.folder))
-        start = record_start(header)
-        prefix = read_prefix(start)
+        start = segments.record_start(header)
+        prefix = segments.read_prefix(start)
         if prefix is None or len(MAGIC) + prefix.record_bytes > self.max_bytes:
             raise OSError(errno.EFBIG, "a block too large for the disk tier", str(self.folder))
         segment, file = self._segment_for(prefix.record_bytes)
         try:
-            write(file, segment.size, start, data)
+            segments.write(file, segment.size, start, data)
         except OSError:
             try:
                 os.ftruncate(file, segment.size)
@@ -258,11 +244,11 @@ class DiskStore:
 
     def _read_record(self, place: _Place, target: memoryview) -> BlockHeader | None:
         start = bytearray(PREFIX_BYTES + place.prefix.header_bytes)
-        with opened(place.segment.path, os.O_RDONLY) as file:
-            if read(file, place.offset, memoryview(start), target) < place.prefix.record_bytes:
+        with segments.opened(place.segment.path, os.O_RDONLY) as file:
+            if segments.read(file, place.offset, memoryview(start), target) < place.prefix.record_bytes:
                 return None
-        prefix = read_prefix(bytes(start[:PREFIX_BYTES]))
-        return read_header(prefix, bytes(start[PREFIX_BYTES:])) if prefix == place.prefix else None
+        prefix = segments.read_prefix(bytes(start[:PREFIX_BYTES]))
+        return segments.read_header(prefix, bytes(start[PREFIX_BYTES:])) if prefix == place.prefix else None
 
     def _erase(self, blocks: list[bytes]) -> None:
         """Mark all, so that they are gone from then on; then overwrite them, and wait for the disk."""
@@ -274,12 +260,12 @@ class DiskStore:
         failure: OSError | None = None
         for segment, there in places.items():
             try:
-                with opened(segment.path, os.O_RDWR) as file:
+                with segments.opened(segment.path, os.O_RDWR) as file:
                     for place in there:
-                        write(file, place.offset, place.prefix._replace(kind=Kind.ERASING).packed())
+                        segments.write(file, place.offset, place.prefix._replace(kind=Kind.ERASING).packed())
                     os.fdatasync(file)
                     for place in there:
-                        overwrite(file, place.offset, place.prefix)
+                        segments.overwrite(file, place.offset, place.prefix)
                     os.fdatasync(file)
             except OSError as error:
                 failure = error
@@ -299,10 +285,10 @@ class DiskStore:
 
     def _new_segment(self) -> tuple[_Segment, int]:
         number, self._next = self._next, self._next + 1
-        segment = _Segment(self.folder / name_of(number))
+        segment = _Segment(self.folder / segments.name_of(number))
         file = os.open(segment.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            write(file, 0, MAGIC)
+            segments.write(file, 0, MAGIC)
         except OSError:
             os.close(file)
             with suppress(OSError):

@@ -60,18 +60,9 @@ class PeerStore(BlockStore):
     def _sealed(self, block_hash: bytes, found: Found) -> tuple[BlockHeader, memoryview]:
         content, read = found
         payload = read().cast("B")
-        header = BlockHeader(
-            content.root,
-            block_hash,
-            content.parent,
-            pack_ids(content.ids),
-            self.tiers.memory.kv_format,
-            BlockCodec.RAW,
-            len(payload),
-            len(payload),
-            content.lossy,
-        )
-        return header.sealed(payload), payload
+        name = content.root, block_hash, content.parent, pack_ids(content.ids)
+        kv_format, size = self.tiers.memory.kv_format, len(payload)
+        return BlockHeader(*name, kv_format, BlockCodec.RAW, size, size, content.lossy).sealed(payload), payload
 
     def _ask(self, question: Callable[[], tuple[dict[bytes, Found], Chains]]) -> tuple[dict[bytes, Found], Chains]:
         """The answer of the engine's thread; nothing, and nothing held, if it has not begun in time."""

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
-from kvfleet.worker.tiers.connection_thread import GONE, ConnectionJob
-from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
 from kvfleet.worker.tiers.fetching import Fetch, Intake
 from kvfleet.worker.tiers.landing import Landing
@@ -28,6 +26,7 @@ from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggar
 from kvfleet.worker.tiers.looking import Look, SourceQuestion
 from kvfleet.worker.tiers.quarantine import WRONG, Quarantine
 from kvfleet.worker.tiers.source import Source, SourceAddress
+from kvfleet.worker.tiers.transfer_threads import GONE, ConnectionJob, Deadlines
 from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.client import DataPlaneClient

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from kvfleet.worker.blocks.chain_location import BlockName
@@ -74,15 +74,10 @@ def by_root(names: Sequence[BlockName]) -> list[RingShare]:
 def _pieces(names: Sequence[BlockName]) -> Iterator[tuple[int, int]]:
     """Start and end of names that follow one another and have one root and one run."""
     start = 0
-    last: tuple[bytes, bytes] | None = None
-    for at, (root, block, _, _, run) in enumerate(names):
-        piece = (root, run or block)
-        if piece != last:
-            if at:
-                yield start, at
-            start, last = at, piece
-    if names:
-        yield start, len(names)
+    for _, piece in groupby(names, key=lambda name: (name.root, name.run or name.hash)):
+        end = start + len(list(piece))
+        yield start, end
+        start = end
 
 
 def _add(

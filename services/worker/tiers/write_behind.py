@@ -16,9 +16,8 @@ from itertools import pairwise, takewhile
 
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers.block_codec import choose, encoded_bytes
-from kvfleet.worker.tiers.connection_thread import GONE, Connect, ConnectionJob, ConnectionThread
-from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
+from kvfleet.worker.tiers.transfer_threads import GONE, Connect, ConnectionJob, ConnectionThread, Deadlines
 from kvfleet.worker.tiers.vault_ring import by_root
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, PutStatus
@@ -240,7 +239,7 @@ class WriteBehind:
 
     def _encoded(self, offloads: Sequence[Offload]) -> list[tuple[BlockHeader, memoryview]]:
         """Sealed; encoded payloads lie in the scratch buffer."""
-        codec, shape = self.settings.codec, self.settings.shape
+        codec, shape, kv_format = self.settings.codec, self.settings.shape, self.settings.kv_format
         quantises = codec is not BlockCodec.RAW and shape.dtype != "int8"
         size = encoded_bytes(codec, shape) if quantises else 0
         if len(self._scratch) < size * len(offloads):
@@ -255,14 +254,9 @@ class WriteBehind:
                 self.counts.quantised(encoded.snr_db, shape.raw_bytes, encoded.length)
             elif quantises:
                 self.counts.stayed_raw()
+            lossy = offload.lossy or is_lossy
             header = BlockHeader(
-                *offload.name[:4],
-                self.settings.kv_format,
-                encoded.codec,
-                shape.raw_bytes,
-                encoded.length,
-                offload.lossy or is_lossy,
-                encoded.snr_db,
+                *offload.name[:4], kv_format, encoded.codec, shape.raw_bytes, encoded.length, lossy, encoded.snr_db
             )
             blocks.append((header.sealed(payload), payload))
         return blocks
