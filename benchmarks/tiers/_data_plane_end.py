@@ -22,6 +22,7 @@ from random import Random
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
+from kvproto.dataplane.serving import ServedBlocks
 
 BLOCK_BYTES = 2 * 1024 * 1024
 DISTINCT = 64
@@ -42,14 +43,6 @@ def made_blocks(seed: int) -> list[tuple[BlockHeader, memoryview]]:
     return blocks
 
 
-class _Served:
-    def __init__(self, blocks: list[tuple[BlockHeader, memoryview] | None]) -> None:
-        self.blocks = blocks
-
-    def release(self) -> None:
-        pass
-
-
 class MemoryStore:
     """What was made, to be fetched; what is put lands in buffers that are used again and again."""
 
@@ -58,8 +51,8 @@ class MemoryStore:
         self.landing = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(DISTINCT)]
         self._next = 0
 
-    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> _Served:
-        return _Served([self._blocks.get(each) for each in hashes])
+    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
+        return ServedBlocks([self._blocks.get(each) for each in hashes], lambda: None)
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
         return [False] * len(hashes)

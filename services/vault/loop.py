@@ -5,12 +5,12 @@
                                                                  ▼
                                   event loop: members record · events · snapshots · heartbeats
 
-Blocks move on threads of the data plane (`kvproto.dataplane.server`, one for each connection) and meet in the store.
-The event loop never touches bytes: it owns the lease, the event log and the subscriptions. The store keeps what changed
-in order and wakes the loop, which makes an event of it, at most every 50 ms.
+Blocks move on threads of the data plane (`kvproto.dataplane.server`, one for each connection). The event loop never
+touches bytes: it owns the lease, the event log and the subscriptions. The store keeps changes in order and wakes the
+loop, which makes an event of them, at most every 50 ms.
 
-A snapshot is complete up to an event: under the store's lock the changes so far and all that is held are taken
-together, the changes become events first, and the last of them is the one that the snapshot names.
+A snapshot is complete up to an event: the changes so far and all that is held are taken together under the store's
+lock, the changes become events first, and the snapshot names the last of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvfleet.vault.store.block_table import StoredChange, net, pieces, tier_events
+from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, StoredChange, net, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.connection import Connection
@@ -73,11 +73,11 @@ class VaultLoop:
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is told any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._changed.set)
 
         self.store.table.on_change = wake
-        self._changed.set()  # what a disk had is told as well
+        self._changed.set()  # for blocks of the disk
         blocks = self.subjects.blocks(self.record.id)
         self._subscription = await self.connection.subscribe(blocks, self._on_snapshot)
         await self.connection.synced()
@@ -109,7 +109,7 @@ class VaultLoop:
         await asyncio.get_running_loop().run_in_executor(None, self.server.close, CLOSE_S)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task of this loop. One that fails ends the process: a vault without its heartbeat only looks alive."""
+        """A task that fails ends the process: a vault without its heartbeat only looks alive."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -131,9 +131,9 @@ class VaultLoop:
 
     async def _publish_changes(self, changes: Sequence[StoredChange]) -> None:
         """Numbers move on whether NATS takes an event or not: a reader that misses one sees the gap."""
-        events = []
-        for piece in pieces(net(changes)):
-            self.log.note(tier_events(piece))
+        events, different = [], net(changes)
+        for start in range(0, len(different), BLOCKS_PER_EVENT):
+            self.log.note(tier_events(different[start : start + BLOCKS_PER_EVENT]))
             event = self.log.flush(asyncio.get_running_loop().time())
             if event is not None:
                 events.append(codec.encode_events(event))

@@ -31,11 +31,11 @@ from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 2.0  # for the disk to take what is in memory alone
+LAST_WORDS_S = 2.0  # for the disk to take blocks that only memory has
 
 
 async def open_store(settings: VaultSettings, life: lifecycle.Lifecycle) -> tuple[VaultStore, DiskThread | None]:
-    """With what its disk has from former lives. Raises Unavailable for a folder that cannot be used."""
+    """With the blocks that its disk kept. Raises Unavailable for a folder that cannot be used."""
     max_bytes = settings.max_bytes or default_max_bytes() // settings.vaults_on_host
     if settings.disk_dir is None:
         return VaultStore(max_bytes), None

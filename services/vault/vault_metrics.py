@@ -1,43 +1,55 @@
-"""What a vault shows to Prometheus: readings of counters that the store and the data plane keep anyway."""
+"""A vault's metrics: readings of counters of the store, the disk and the data plane."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.loop import VaultLoop
 from kvproto.connection import Connection
-from kvproto.dataplane.server import DataPlaneCounters
 from kvservice.data_plane import HANDSHAKE_REFUSALS
-from kvservice.metrics import LabelledReader, Reading
+from kvservice.metrics import Reader, Reading
 from kvservice.process_metrics import common_readings
 
-# Metrics, behind `kvfleet_vault_`, with their help, and the counter that they show.
-_STORE = (
-    ("stored_blocks_total", "blocks taken in", "stored_total"),
-    ("stored_bytes_total", "their bytes", "stored_bytes_total"),
-    ("replaced_blocks_total", "lossy blocks that gave way to exact ones", "replaced_total"),
-    ("abandoned_blocks_total", "blocks whose bytes did not come, or came wrong", "abandoned_total"),
-    ("hit_blocks_total", "blocks asked for and sent", "hits_total"),
-    ("hit_bytes_total", "their bytes", "hit_bytes_total"),
-    ("disk_hit_blocks_total", "of the blocks sent, those read from disk", "disk_hits_total"),
-    ("damaged_blocks_total", "blocks whose bytes memory did not keep", "damaged_total"),
-    ("erased_blocks_total", "blocks forgotten on request", "erased_total"),
-    ("evicted_blocks_total", "blocks evicted from memory", "evictions_total"),
-    ("dropped_blocks_total", "of those, the ones that the disk was too slow for", "dropped_total"),
-    ("spilled_blocks_total", "blocks written to disk", "spilled_total"),
-    ("disk_evicted_blocks_total", "blocks that the disk gave up for others", "disk_evictions_total"),
+# Metrics, behind `kvfleet_vault_`, their help, and the counter that they show, as a path from the loop or the disk.
+_VAULT = (
+    ("used_bytes", "memory of blocks and of what belongs to them", "store.table.memory.used_bytes"),
+    ("capacity_bytes", "most memory it takes", "store.table.memory.max_bytes"),
+    ("free_buffer_bytes", "of the memory used, buffers that wait for the next block", "store.table.memory.free_bytes"),
+    ("held_blocks", "blocks in memory or on disk", "store.table.held_blocks"),
+    ("stored_blocks_total", "blocks taken in", "store.counters.stored_total"),
+    ("stored_bytes_total", "their bytes", "store.counters.stored_bytes_total"),
+    ("replaced_blocks_total", "lossy blocks that gave way to exact ones", "store.counters.replaced_total"),
+    ("abandoned_blocks_total", "blocks whose bytes did not come, or came wrong", "store.counters.abandoned_total"),
+    ("hit_blocks_total", "blocks asked for and sent", "store.counters.hits_total"),
+    ("hit_bytes_total", "their bytes", "store.counters.hit_bytes_total"),
+    ("disk_hit_blocks_total", "of the blocks sent, those read from disk", "store.counters.disk_hits_total"),
+    ("damaged_blocks_total", "blocks whose bytes memory did not keep", "store.counters.damaged_total"),
+    ("erased_blocks_total", "blocks forgotten on request", "store.counters.erased_total"),
+    ("evicted_blocks_total", "blocks evicted from memory", "store.counters.evictions_total"),
+    ("dropped_blocks_total", "of those, the ones that the disk was too slow for", "store.counters.dropped_total"),
+    ("spilled_blocks_total", "blocks written to disk", "store.counters.spilled_total"),
+    ("disk_evicted_blocks_total", "blocks that the disk gave up for others", "store.counters.disk_evictions_total"),
+    ("open_connections", "authenticated data-plane connections", "server.counters.open_connections"),
+    ("connections_total", "data-plane connections authenticated", "server.counters.connections"),
+    ("received_bytes_total", "over the data plane", "server.counters.bytes_in"),
+    ("sent_bytes_total", "over the data plane", "server.counters.bytes_out"),
+    ("checksum_failures_total", "blocks that arrived damaged", "server.counters.checksum_failures"),
+    ("malformed_connections_total", "connections ended for what came over them", "server.counters.malformed"),
+    ("timed_out_connections_total", "connections ended in the middle of a request", "server.counters.timeouts"),
+    ("store_failures_total", "requests that failed in the store: faults of ours", "server.counters.store_failures"),
+    ("events_total", "block events told", "log.seq"),
+    ("snapshots_total", "snapshots sent", "snapshots_total"),
+    ("malformed_messages_total", "messages that could not be read", "malformed_total"),
+    ("unsent_messages_total", "messages NATS did not take", "unsent_total"),
 )
-_DATA_PLANE = (
-    ("open_connections", "authenticated data-plane connections", "open_connections"),
-    ("connections_total", "data-plane connections authenticated", "connections"),
-    ("received_bytes_total", "over the data plane", "bytes_in"),
-    ("sent_bytes_total", "over the data plane", "bytes_out"),
-    ("checksum_failures_total", "blocks that arrived damaged", "checksum_failures"),
-    ("malformed_connections_total", "connections ended for what came over them", "malformed"),
-    ("timed_out_connections_total", "connections ended in the middle of a request", "timeouts"),
-    ("store_failures_total", "requests that failed in the store: faults of ours", "store_failures"),
+_DISK = (
+    ("disk_used_bytes", "of the files", "used_bytes"),
+    ("disk_capacity_bytes", "most bytes of files", "disk.max_bytes"),
+    ("disk_damaged_blocks_total", "blocks that the disk did not keep", "disk.counts.damaged"),
+    ("disk_failures_total", "writes and erasures that the disk refused", "failures_total"),
 )
 
 
@@ -47,60 +59,31 @@ def readings(
     disk: DiskThread | None,
     certificates: Mapping[str, str | Path | None] = {},
 ) -> list[Reading]:
-    table, memory, counters, server = vault.store.table, vault.store.table.memory, vault.store.counters, vault.server
+    table, counters, server = vault.store.table, vault.store.counters, vault.server
 
-    def of_store(field: str) -> Callable[[], float]:
-        return lambda: float(getattr(counters, field))
+    def plain(name: str, text: str, read: Reader) -> Reading:
+        return Reading(f"kvfleet_vault_{name}", text, read)
 
-    def of_data_plane(field: str) -> Callable[[], float]:
-        return lambda: float(getattr(server.counters, field))
+    def path(root: object, field: str) -> Reader:
+        value = attrgetter(field)
+        return lambda: float(value(root)) if root is not None else 0.0
 
-    assert all(field in DataPlaneCounters.__slots__ for _, _, field in _DATA_PLANE)
-    rows: tuple[tuple[str, str, Callable[[], float]], ...] = (
-        ("used_bytes", "memory of blocks and of what belongs to them", lambda: memory.used_bytes),
-        ("capacity_bytes", "most memory it takes", lambda: memory.max_bytes),
-        ("free_buffer_bytes", "of the memory used, buffers that wait for the next block", lambda: memory.free_bytes),
-        ("memory_blocks", "blocks in memory", lambda: len(table.resident)),
-        ("disk_blocks", "blocks on disk", lambda: len(table.on_disk)),
-        ("held_blocks", "blocks in memory or on disk", lambda: table.held_blocks),
-        *((name, text, of_store(field)) for name, text, field in _STORE),
-        *((name, text, of_data_plane(field)) for name, text, field in _DATA_PLANE),
-        ("disk_used_bytes", "of the files", lambda: disk.used_bytes if disk else 0),
-        ("disk_capacity_bytes", "most bytes of files", lambda: disk.disk.max_bytes if disk else 0),
-        (
-            "disk_damaged_blocks_total",
-            "blocks that the disk did not keep",
-            lambda: disk.disk.counts.damaged if disk else 0,
-        ),
-        (
-            "disk_failures_total",
-            "writes and erasures that the disk refused",
-            lambda: disk.failures_total if disk else 0,
-        ),
-        ("events_total", "block events told", lambda: vault.log.seq),
-        ("snapshots_total", "snapshots sent", lambda: vault.snapshots_total),
-        ("malformed_messages_total", "messages that could not be read", lambda: vault.malformed_total),
-        ("unsent_messages_total", "messages NATS did not take", lambda: vault.unsent_total),
-    )
-    refused = "data-plane connections that were not let in"
-    by_reason: tuple[tuple[str, str, Callable[[], Mapping[str, int]]], ...] = (
-        ("missed_blocks_total", "blocks asked for and not sent", lambda: counters.misses),
-        ("refused_blocks_total", "blocks offered and not taken in", lambda: counters.refused),
-        (
-            "refused_handshakes_total",
-            refused,
-            lambda: dict.fromkeys(HANDSHAKE_REFUSALS, 0) | dict(server.counters.refused),
-        ),
-    )
+    def by_reason(name: str, text: str, read: Callable[[], Mapping[str, int]]) -> Reading:
+        def labelled() -> Mapping[tuple[str, ...], float]:
+            return {(reason,): float(count) for reason, count in read().items()}
 
-    def labelled(read: Callable[[], Mapping[str, int]]) -> LabelledReader:
-        return lambda: {(reason,): float(count) for reason, count in read().items()}
+        return Reading(f"kvfleet_vault_{name}", text, labels=("reason",), read_labelled=labelled)
+
+    def refused_handshakes() -> Mapping[str, int]:
+        return dict.fromkeys(HANDSHAKE_REFUSALS, 0) | dict(server.counters.refused)
 
     return [
-        *(Reading(f"kvfleet_vault_{name}", text, read) for name, text, read in rows),
-        *(
-            Reading(f"kvfleet_vault_{name}", text, labels=("reason",), read_labelled=labelled(read))
-            for name, text, read in by_reason
-        ),
+        *(plain(name, text, path(vault, field)) for name, text, field in _VAULT),
+        *(plain(name, text, path(disk, field)) for name, text, field in _DISK),
+        plain("memory_blocks", "blocks in memory", lambda: len(table.resident)),
+        plain("disk_blocks", "blocks on disk", lambda: len(table.on_disk)),
+        by_reason("missed_blocks_total", "blocks asked for and not sent", lambda: counters.misses),
+        by_reason("refused_blocks_total", "blocks offered and not taken in", lambda: counters.refused),
+        by_reason("refused_handshakes_total", "data-plane connections that were not let in", refused_handshakes),
         *common_readings("vault", connection, certificates),
     ]

@@ -82,21 +82,21 @@ class TracedRequest:
 OnTraced = Callable[[TracedRequest], None]
 
 
-class Served(Protocol):
-    """Blocks in the requested order; None: missing. `release` is called once, when their bytes are sent or never will
-    be. A store with a disk also has `from_disk`, the number of blocks that were not in memory."""
+@dataclass(frozen=True, slots=True)
+class ServedBlocks:
+    """A store's answer, in the order of the request; None: not there. The bytes stay as they are until `release`, which
+    is called once, on any thread, when they are sent or never will be."""
 
-    @property
-    def blocks(self) -> Sequence[tuple[BlockHeader, memoryview] | None]: ...
-
-    def release(self) -> None: ...
+    blocks: Sequence[tuple[BlockHeader, memoryview] | None]
+    release: Callable[[], None]
+    from_disk: int = 0  # blocks that memory did not have
 
 
 class BlockStore(Protocol):
     """Called on connection threads, many at once."""
 
-    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> Served:
-        """`exact`: lossy blocks count as missing. Called once per batch of a request's hashes."""
+    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
+        """`exact`: lossy blocks are not there. A request comes in several calls, a batch of its hashes each."""
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]: ...
 
@@ -221,7 +221,7 @@ class ServedConnection:
             self.tally.add(blocks_served=len(payloads))
             self._hits += len(payloads)
             self._nbytes += nbytes
-            self._from_disk += getattr(served, "from_disk", 0)
+            self._from_disk += served.from_disk
             at += len(hashes)
             sent += nbytes
             if payloads:

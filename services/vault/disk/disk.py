@@ -1,12 +1,10 @@
 """The vault's disk tier: blocks in append-only segment files. Adapter to the file system; owns a folder.
 
-Single-owner: one thread uses a store, because a disk makes it wait; and one process a folder, by a lock. Files are for
-their owner alone (0600).
+One thread uses a store, and one process a folder, by a lock. Files are for their owner alone (0600).
 
-It is a cache. Nothing waits for the disk when a block is stored: what a crash of the process leaves is whole but for a
-torn last record, which is cut off when the folder is opened again; what a power cut leaves is found out by checksums.
-Erasing waits, because what was deleted must stay so. Space is bounded by dropping the oldest segment whole; blocks are
-kept in the order in which they came, however often they are read.
+It is a cache. Writes are not synced: a crash of the process leaves at most a torn last record, which the next `open`
+cuts off; checksums find what a power cut leaves. Erasures are synced, because deleted blocks must stay deleted. When
+space runs out the oldest segment is dropped whole, however often its blocks are read.
 """
 
 from __future__ import annotations
@@ -20,29 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvfleet.vault.disk.segments import (
-    MAGIC,
-    PREFIX_BYTES,
-    Kind,
-    RecordPrefix,
-    name_of,
-    number_of,
-    opened,
-    overwrite,
-    parents_first,
-    read,
-    read_header,
-    read_prefix,
-    record_start,
-    write,
-)
+from kvfleet.vault.disk import segments
+from kvfleet.vault.disk.segments import MAGIC, PREFIX_BYTES, Kind, RecordPrefix
 from kvproto.dataplane.block import BlockHeader
 
 SEGMENT_BYTES = 256 * 1024 * 1024
 LEAST_SEGMENTS = 8  # of a full store: dropping one loses no more than an eighth
 LOCK = "lock"
 _AT_ONCE = 1024  # bytes that a scan reads of a record; a header seldom has more
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})  # errors that say nothing of a block
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})  # errors that are not a block's
 
 
 @dataclass(slots=True)
@@ -71,8 +55,8 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class DiskStore:
-    """Blocks by hash. `open` before anything else, `close` at the end. `max_bytes` bounds the files' sizes, erased
-    blocks included: their space comes back with their segment. Segments are smaller where fewer than 8 would fit."""
+    """Blocks by hash. `open` before anything else, `close` at the end. `max_bytes` bounds the files' sizes, with erased
+    blocks: their space comes back with their segment."""
 
     folder: Path
     max_bytes: int
@@ -95,9 +79,8 @@ class DiskStore:
         return len(self._places)
 
     def open(self) -> list[BlockHeader]:
-        """Make the folder if there is none, take it, and find out what is there: headers are read, payloads are not.
-        Returns the blocks, each behind the one that it continues. Raises OSError: BlockingIOError if another store has
-        the folder, others if it cannot be written."""
+        """Make the folder if there is none, lock it, and read the headers there. Returns the blocks, each behind the
+        one that it continues. Raises OSError, BlockingIOError if another store has the folder."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -115,7 +98,7 @@ class DiskStore:
             raise
 
     def close(self) -> None:
-        """Let go of the folder. A second call does nothing."""
+        """Release the folder. A second call does nothing."""
         self._leave_active()
         self._places, self._segments, self._lost, self.bytes_used = {}, [], [], 0
         if self._lock is not None:
@@ -124,13 +107,13 @@ class DiskStore:
 
     def _scan_all(self) -> list[BlockHeader]:
         headers: dict[bytes, BlockHeader] = {}
-        numbers = sorted(number for entry in self.folder.iterdir() if (number := number_of(entry.name)) is not None)
-        for number in numbers:
+        numbers = map(segments.number_of, os.listdir(self.folder))
+        for number in sorted(number for number in numbers if number is not None):
             self._next = number + 1
-            segment = _Segment(self.folder / name_of(number))
+            segment = _Segment(self.folder / segments.name_of(number))
             self._segments.append(segment)
             try:
-                with opened(segment.path, os.O_RDWR) as file:
+                with segments.opened(segment.path, os.O_RDWR) as file:
                     headers.update(self._scan(segment, file))
             except OSError as error:
                 if error.errno != errno.EIO:
@@ -139,8 +122,8 @@ class DiskStore:
                 self._drop(segment)
         self._drop_empty()
         self._make_room(0)
-        self._lost.clear()  # nobody was told that they were there
-        return parents_first(headers[block] for block in self._places)
+        self._lost.clear()  # they were never announced
+        return segments.parents_first(headers[block] for block in self._places)
 
     def _scan(self, segment: _Segment, file: int) -> dict[bytes, BlockHeader]:
         found: dict[bytes, BlockHeader] = {}
@@ -156,7 +139,7 @@ class DiskStore:
         while segment.size < end:
             at = segment.size
             start = os.pread(file, _AT_ONCE, at)
-            prefix = read_prefix(start)
+            prefix = segments.read_prefix(start)
             if prefix is None or at + prefix.record_bytes > end:
                 self.counts.torn += 1
                 self.counts.torn_bytes += end - at
@@ -165,15 +148,15 @@ class DiskStore:
             self._grow(segment, prefix.record_bytes)
             place = _Place(segment, at, prefix)
             if prefix.kind is Kind.ERASING:
-                overwrite(file, place.offset, place.prefix)
+                segments.overwrite(file, place.offset, place.prefix)
             if prefix.kind is not Kind.BLOCK:
                 continue
             if len(start) < PREFIX_BYTES + prefix.header_bytes:
                 start = os.pread(file, PREFIX_BYTES + prefix.header_bytes, at)
-            header = read_header(prefix, start[PREFIX_BYTES : PREFIX_BYTES + prefix.header_bytes])
+            header = segments.read_header(prefix, start[PREFIX_BYTES : PREFIX_BYTES + prefix.header_bytes])
             if header is None:
                 self.counts.damaged += 1
-                overwrite(file, place.offset, place.prefix)  # nobody could name it to have it erased
+                segments.overwrite(file, place.offset, place.prefix)  # no erase could name it
                 continue
             if header.hash in self._places:  # after a power cut an erased one may be back: the later counts
                 self._erase([header.hash])
@@ -185,9 +168,8 @@ class DiskStore:
         return block in self._places
 
     def append(self, header: BlockHeader, payload: memoryview | bytes | bytearray) -> None:
-        """Store a block; one that is there stays as it is. What had to go for it is told by `take_lost`. Raises OSError
-        where it cannot be stored: the disk is full, or the block is larger than the store; then nothing of it is left.
-        """
+        """Store a block; one that is there stays as it is. `take_lost` has the blocks that went for it. Raises OSError
+        where it cannot be stored, with nothing of it left: the disk is full, or the block larger than the store."""
         data = memoryview(payload).cast("B")
         if data.nbytes != header.length:
             raise ValueError(f"{header.length} bytes are announced, {data.nbytes} are there")
@@ -195,13 +177,13 @@ class DiskStore:
             return
         if self._lock is None:
             raise OSError(errno.EBADF, "the disk tier is not open", str(self.folder))
-        start = record_start(header)
-        prefix = read_prefix(start)
+        start = segments.record_start(header)
+        prefix = segments.read_prefix(start)
         if prefix is None or len(MAGIC) + prefix.record_bytes > self.max_bytes:
             raise OSError(errno.EFBIG, "a block too large for the disk tier", str(self.folder))
         segment, file = self._segment_for(prefix.record_bytes)
         try:
-            write(file, segment.size, start, data)
+            segments.write(file, segment.size, start, data)
         except OSError:
             try:
                 os.ftruncate(file, segment.size)
@@ -212,8 +194,8 @@ class DiskStore:
         self._grow(segment, prefix.record_bytes)
 
     def read(self, block: bytes, into: memoryview) -> BlockHeader | None:
-        """The block's bytes to the first `header.length` of `into`. None if it is not there, or is not what was stored:
-        then it is there no more. Raises ValueError if `into` is too small."""
+        """The block's bytes to the first `header.length` of `into`. None if it is not there, or was damaged: then it is
+        given up. Raises ValueError if `into` is too small."""
         place = self._places.get(block)
         if place is None:
             return None
@@ -237,20 +219,19 @@ class DiskStore:
         return header
 
     def forget(self, blocks: Iterable[bytes]) -> None:
-        """Erase blocks for good: their bytes are overwritten, and no restart brings them back, once this has returned.
-        Raises OSError if the disk does not let us; they are forgotten until a restart all the same."""
+        """Erase blocks for good: their bytes are overwritten and synced. Raises OSError if the disk fails; then a
+        restart may bring them back."""
         known = [block for block in dict.fromkeys(blocks) if block in self._places]
         self._erase(known)
         self.counts.erased += len(known)
         self._drop_empty()
 
     def take_lost(self) -> list[bytes]:
-        """Blocks that are there no more, though nobody had them forgotten: evicted or damaged. Each is told once."""
+        """Blocks that were evicted or damaged since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
     def check_integrity(self) -> None:
-        """What is counted is what is there. For tests."""
         assert {block for segment in self._segments for block in segment.hashes} == set(self._places)
         assert all(block in place.segment.hashes for block, place in self._places.items())
         assert self.bytes_used == sum(segment.size for segment in self._segments) <= self.max_bytes
@@ -263,11 +244,11 @@ class DiskStore:
 
     def _read_record(self, place: _Place, target: memoryview) -> BlockHeader | None:
         start = bytearray(PREFIX_BYTES + place.prefix.header_bytes)
-        with opened(place.segment.path, os.O_RDONLY) as file:
-            if read(file, place.offset, memoryview(start), target) < place.prefix.record_bytes:
+        with segments.opened(place.segment.path, os.O_RDONLY) as file:
+            if segments.read(file, place.offset, memoryview(start), target) < place.prefix.record_bytes:
                 return None
-        prefix = read_prefix(bytes(start[:PREFIX_BYTES]))
-        return read_header(prefix, bytes(start[PREFIX_BYTES:])) if prefix == place.prefix else None
+        prefix = segments.read_prefix(bytes(start[:PREFIX_BYTES]))
+        return segments.read_header(prefix, bytes(start[PREFIX_BYTES:])) if prefix == place.prefix else None
 
     def _erase(self, blocks: list[bytes]) -> None:
         """Mark all, so that they are gone from then on; then overwrite them, and wait for the disk."""
@@ -279,12 +260,12 @@ class DiskStore:
         failure: OSError | None = None
         for segment, there in places.items():
             try:
-                with opened(segment.path, os.O_RDWR) as file:
+                with segments.opened(segment.path, os.O_RDWR) as file:
                     for place in there:
-                        write(file, place.offset, place.prefix._replace(kind=Kind.ERASING).packed())
+                        segments.write(file, place.offset, place.prefix._replace(kind=Kind.ERASING).packed())
                     os.fdatasync(file)
                     for place in there:
-                        overwrite(file, place.offset, place.prefix)
+                        segments.overwrite(file, place.offset, place.prefix)
                     os.fdatasync(file)
             except OSError as error:
                 failure = error
@@ -304,10 +285,10 @@ class DiskStore:
 
     def _new_segment(self) -> tuple[_Segment, int]:
         number, self._next = self._next, self._next + 1
-        segment = _Segment(self.folder / name_of(number))
+        segment = _Segment(self.folder / segments.name_of(number))
         file = os.open(segment.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            write(file, 0, MAGIC)
+            segments.write(file, 0, MAGIC)
         except OSError:
             os.close(file)
             with suppress(OSError):

@@ -1,9 +1,9 @@
 """Loop: the one thread that touches a vault's disk. It owns the `DiskStore`; connections ask, and wait for its answer.
 
     ask (read, forget) ──▶ queue ──▶ done at once, in turn
-    wake: little room  ──▶ one block after another is written, whenever nobody asks
+    wake: little room  ──▶ one block after another is written while the queue is empty
 
-A disk that fails is a disk that holds less: what cannot be written stays in memory until its room is needed.
+Blocks that cannot be written stay in memory until their room is needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from kvproto.dataplane.block import BlockHeader
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0  # after a failure to write
-KEPT_FRACTION = 0.75  # of the disk, to be filled before the end: what is written first must not give way again
+KEPT_FRACTION = 0.75  # of the disk, to be filled before the end: the first blocks must not give way again
 
 
 @dataclass(eq=False)
 class DiskThread:
-    """Of an open disk, which nobody else uses any more. `start` with the store whose disk it is; `close` ends it. All
-    else may be called from any thread."""
+    """Sole user of an open disk. `start` with its store; `close` ends it. All else may be called from any thread."""
 
     disk: DiskStore
     failures_total: int = 0  # writes and erasures that the disk refused
@@ -52,7 +51,7 @@ class DiskThread:
         self._thread.start()
 
     def close(self, last_words_s: float) -> None:
-        """Answer who has asked, then write for so many seconds at most what a restart would lose. Waits for it."""
+        """Answer what waits, then write, for `last_words_s` at most, what a restart would lose. Waits for it."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -74,7 +73,7 @@ class DiskThread:
             self._asked.put(self._begin_spilling)
 
     def _ask(self, work: Callable[[], bool]) -> bool:
-        """Wait for it, however long: until then the target is not the caller's. False if the thread has ended."""
+        """Waits without a limit, as the disk owns the target meanwhile. False if the thread has ended."""
         answer: Future[bool] = Future()
 
         def do() -> None:
@@ -126,7 +125,7 @@ class DiskThread:
             self._pause()
 
     def _write(self, entry: BlockEntry) -> bool:
-        """A pinned block; it is pinned no more. Whether the disk took it."""
+        """Write a pinned block, and unpin it. Whether the disk took it."""
         header, written = entry.header, False
         try:
             if self.disk.has(header.hash):  # a lossy version, or one that is about to be forgotten

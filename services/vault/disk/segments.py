@@ -3,13 +3,11 @@
     segment := MAGIC record*                  record := prefix header payload
     prefix  := tag kind header_length payload_length header_crc prefix_crc          24 bytes, little-endian
 
-The prefix has a checksum of its own: while it is right, the next record is found, whatever happened to this one. The
-header is `BlockHeader.packed` in msgpack; its crc is all that a scan needs, the payload's checksum stands in the header
-and is verified when the block is read.
+The prefix has a checksum of its own: while it is right, the next record can be found, whatever happened to this one.
+The header is `BlockHeader.packed` in msgpack; it has the payload's checksum, which is verified when a block is read.
 
-A record is written once; only its kind is changed afterwards, where it lies: BLOCK -> ERASING -> ERASED. ERASING says
-that header and payload are about to be overwritten with zeros, so that an erasure which is cut short is finished later.
-What touches a file raises OSError.
+A record is written once; only its kind changes, in place: BLOCK -> ERASING -> ERASED. ERASING says that header and
+payload are about to be zeroed, so that the next scan finishes an erasure that was cut short. Functions raise OSError.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def record_start(header: BlockHeader) -> bytes:
 
 
 def read_prefix(data: bytes) -> RecordPrefix | None:
-    """Of a record's first bytes; None if they are not one, or too few."""
+    """From a record's first bytes; None if they are damaged, or too few."""
     if len(data) < PREFIX_BYTES:
         return None
     fields = data[: _FIELDS.size]
@@ -82,7 +80,7 @@ def read_prefix(data: bytes) -> RecordPrefix | None:
 
 
 def read_header(prefix: RecordPrefix, data: bytes) -> BlockHeader | None:
-    """Of the `header_bytes` behind a prefix; None if they are damaged."""
+    """From the `header_bytes` behind a prefix; None if they are damaged."""
     if len(data) != prefix.header_bytes or zlib.crc32(data) != prefix.header_crc:
         return None
     try:
@@ -102,7 +100,7 @@ def number_of(name: str) -> int | None:
 
 
 def parents_first(headers: Iterable[BlockHeader]) -> list[BlockHeader]:
-    """Every block behind the one that it continues, where that is there too: blocks are offloaded leaves first."""
+    """Each block behind the one that it continues, where that is among them."""
     waiting = {header.hash: header for header in headers}
     ordered: list[BlockHeader] = []
     while waiting:
@@ -125,7 +123,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write(file: int, offset: int, *parts: bytes | memoryview) -> None:
-    """All of it: a full disk first cuts a call short, and says what is wrong at the next one."""
+    """Writes all: a full disk first cuts a call short, and raises at the next one."""
     left = [memoryview(part) for part in parts if len(part)]
     while left:
         written = os.pwritev(file, left, offset)
@@ -143,7 +141,7 @@ def read(file: int, offset: int, *parts: memoryview) -> int:
 
 
 def overwrite(file: int, offset: int, prefix: RecordPrefix) -> None:
-    """The record's header and payload with zeros; then its prefix says so."""
+    """Zeros the record's header and payload, then marks it ERASED."""
     at, end = offset + PREFIX_BYTES, offset + prefix.record_bytes
     while at < end:
         count = min(end - at, len(_ZEROS))

@@ -1,18 +1,16 @@
-"""Which blocks a vault has, in memory and on disk, which go first, and what has changed. Pure; the store owns it.
+"""Which blocks a vault has in memory and on disk, their order of eviction, and what changed. Pure; the store owns it.
 
-    arriving ──insert──▶ resident ──remove──▶ gone          (a pinned block's buffer is free once it is unpinned)
-
-Three books must agree with each other, and `check_integrity` says whether they do: the memory (each buffer has one
-user), the order of eviction (all that may go, and nothing else), and what was told (`changes`: a block is held as long
-as it is in memory or on disk).
+arriving ──insert──▶ resident ──remove──▶ gone          (a pinned block's buffer is free once it is unpinned)
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvfleet.vault.store.memory import ENTRY_BYTES, Raw, VaultMemory, class_of
@@ -23,7 +21,7 @@ REFUSALS = (
     "not_genuine",  # the hash is not that of these tokens
     "malformed",  # sizes that cannot be
     "too_large",  # for the whole memory
-    "no_room",  # all is being sent or received
+    "no_room",  # all blocks are being sent or received
     "held",  # already here, no worse
     "erased",  # while its bytes arrived
 )
@@ -36,7 +34,7 @@ MISSES = (
 )
 
 SLACK = 64
-BLOCKS_PER_EVENT = 16_000  # some 650 KB where no two follow one another: below what one NATS message takes
+BLOCKS_PER_EVENT = 16_000  # 650 KB where no two continue one another: below the limit of a NATS message
 
 
 class StoredChange(NamedTuple):
@@ -47,8 +45,6 @@ class StoredChange(NamedTuple):
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Written under the store's lock, read by the loop and the metrics."""
-
     stored_total: int = 0
     stored_bytes_total: int = 0
     replaced_total: int = 0  # lossy blocks by exact ones
@@ -68,15 +64,13 @@ class StoreCounters:
 
 @dataclass(slots=True, eq=False)
 class BlockEntry:
-    """A block's place in memory. `tick` is when it was last used, `pins` how many are sending or writing it."""
-
     header: BlockHeader
     raw: Raw
     view: memoryview
     checked_at: float = 0.0
-    tick: int = 0
-    pins: int = 0
-    resident: bool = False  # others can find it
+    tick: int = 0  # of its last use
+    pins: int = 0  # connections that send it, and the disk's thread that writes it
+    resident: bool = False  # it can be found
     doomed: bool = False  # erased before it was there
 
     @property
@@ -90,18 +84,15 @@ def bytes_for(header: BlockHeader) -> int:
 
 @dataclass(eq=False, slots=True)
 class BlockTable:
-    """`on_change` is called when there are changes and were none.
-
-    `_order` has (tick, hash) of all blocks that may be evicted. A block is offered whenever it may go and could not
-    before, or was used; ticks are never used twice. What is no longer true of a block is found out as it comes up.
-    """
+    """`on_change` is called at the first change after the last were taken. `_order` has (tick, hash) of all blocks that
+    may be evicted, and stale pairs, which are skipped as they come up; ticks are never used twice."""
 
     memory: VaultMemory
     counters: StoreCounters
     has_disk: bool
     resident: dict[bytes, BlockEntry] = field(default_factory=dict)
     arriving: dict[int, BlockEntry] = field(default_factory=dict)  # by id of the buffer
-    on_disk: dict[bytes, BlockHeader] = field(default_factory=dict)  # as we know: the disk itself may have lost one
+    on_disk: dict[bytes, BlockHeader] = field(default_factory=dict)  # the disk itself may have lost one
     continued: Counter[bytes] = field(default_factory=Counter)  # hash -> blocks held anywhere that continue it
     changes: list[StoredChange] = field(default_factory=list)
     on_change: Callable[[], None] = lambda: None
@@ -136,10 +127,10 @@ class BlockTable:
         return self.memory.max_bytes - self.memory.used_bytes + self.memory.free_bytes
 
     def expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
-        """A place for a block's bytes, for which others may have to go. None if nothing may. The one that it continues
-        goes for it only where somebody asked for just this block."""
+        """A place for a block's bytes, for which others may be evicted; None without room. Its parent is evicted for it
+        only if a client asked for just this block."""
         if self.locked_bytes + bytes_for(header) > self.memory.max_bytes:
-            return None  # not even if all that may ever go went
+            return None  # evictions cannot help
         if not asked_for:
             self._continued_here[header.parent] += 1
         while (raw := self.memory.take(header.length)) is None:
@@ -156,7 +147,7 @@ class BlockTable:
         return entry
 
     def arrived(self, header: BlockHeader, buffer: memoryview) -> BlockEntry:
-        """The place with these bytes: to be inserted or given back. Raises ValueError for a buffer of another block."""
+        """The place of these bytes, to be inserted or given back. Raises ValueError for a buffer of another block."""
         entry = self.arriving.get(id(buffer.obj))
         if entry is None or entry.header != header:
             raise ValueError("this buffer was not reserved for this block")
@@ -164,9 +155,6 @@ class BlockTable:
         self.locked_bytes -= entry.bytes
         self._no_longer_continue(header.parent)
         return entry
-
-    def give_back(self, entry: BlockEntry) -> None:
-        self.memory.give(entry.raw)
 
     def insert(self, entry: BlockEntry) -> None:
         header = entry.header
@@ -182,8 +170,8 @@ class BlockTable:
         self.touch(entry)
 
     def pop_oldest(self) -> BlockEntry | None:
-        """The next to go: the least recently used, of blocks that nothing in memory continues. A chain goes from its
-        end, as a block whose parent is missing is no use to anybody. It must then be evicted, or pinned."""
+        """The least recently used block that none in memory continues, as a block without its parent is useless. The
+        caller evicts or pins it."""
         while self._order:
             tick, block_hash = heapq.heappop(self._order)
             if self._tick_if_evictable(block_hash) == tick:
@@ -191,7 +179,7 @@ class BlockTable:
         return None
 
     def _continued_by_one_in_use(self, *, arriving: bool) -> BlockEntry | None:
-        """Where no end of a chain may go, since it is being sent: the last block before it that is not."""
+        """If all ends of chains are being sent: the last block before one of them that is not."""
         in_use = [*self._pinned, *(self.arriving.values() if arriving else ())]
         parents = (self.resident.get(entry.header.parent) for entry in in_use)
         return min((one for one in parents if one is not None and not one.pins), key=lambda one: one.tick, default=None)
@@ -202,7 +190,7 @@ class BlockTable:
         self.remove(entry)
 
     def remove(self, entry: BlockEntry, *, is_replaced: bool = False) -> None:
-        """From memory. `is_replaced`: by another version."""
+        """Remove from memory. `is_replaced`: by another version."""
         header = entry.header
         entry.resident = False
         del self.resident[header.hash]
@@ -210,7 +198,7 @@ class BlockTable:
         if not is_replaced and header.hash not in self.on_disk:
             self._disappeared(header)
         if not entry.pins:
-            self.give_back(entry)
+            self.memory.give(entry.raw)
 
     def add_on_disk(self, header: BlockHeader) -> None:
         if header.hash not in self.on_disk and header.hash not in self.resident:
@@ -257,14 +245,13 @@ class BlockTable:
             if entry.resident:
                 self._offer(entry.header.hash)
             else:
-                self.give_back(entry)
+                self.memory.give(entry.raw)
 
     def _no_longer_continue(self, parent: bytes) -> None:
         _count_down(self._continued_here, parent)
         self._offer(parent)
 
     def _offer(self, block_hash: bytes) -> None:
-        """It goes in its turn, if it may go now."""
         tick = self._tick_if_evictable(block_hash)
         if tick is None:
             return
@@ -305,8 +292,7 @@ def _count_down(counts: Counter[bytes], key: bytes) -> None:
 
 
 def net(changes: Iterable[StoredChange]) -> list[StoredChange]:
-    """What is different after all of them: a block that came and went meanwhile is not told of. Removals first. Of one
-    block, stored and removed take turns."""
+    """The changes without blocks that came and went meanwhile; removals first. A block's own changes alternate."""
     first: dict[bytes, bool] = {}
     last: dict[bytes, StoredChange] = {}
     for change in changes:
@@ -317,34 +303,16 @@ def net(changes: Iterable[StoredChange]) -> list[StoredChange]:
     return sorted(different, key=lambda change: not change.removed)  # stable
 
 
-def pieces(changes: Sequence[StoredChange], size: int = BLOCKS_PER_EVENT) -> Iterator[Sequence[StoredChange]]:
-    return (changes[start : start + size] for start in range(0, len(changes), size))
-
-
 def tier_events(changes: Iterable[StoredChange]) -> list[TierEvents]:
-    """In their order; blocks that follow one another make one run."""
-    events: list[TierEvents] = []
-    runs: list[tuple[bytes, list[bytes]]] = []
-    removed = False
-
-    def close() -> None:
-        if runs:
-            told = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in runs)
-            events.append(TierEvents(Tier.VAULT, removed, told))
-            runs.clear()
-
-    for change in changes:
-        if change.removed != removed:
-            close()
-            removed = change.removed
-        if removed:  # as workers write it: one run without a parent
-            if runs:
-                runs[0][1].append(change.hash)
+    """In the order of the changes. Blocks that continue one another make one run; removed ones one without a parent."""
+    events = []
+    for removed, group in groupby(changes, key=attrgetter("removed")):
+        runs: list[tuple[bytes, list[bytes]]] = []
+        for change in group:
+            if runs and (removed or runs[-1][1][-1] == change.parent):
+                runs[-1][1].append(change.hash)
             else:
-                runs.append((b"", [change.hash]))
-        elif runs and runs[-1][1][-1] == change.parent:
-            runs[-1][1].append(change.hash)
-        else:
-            runs.append((change.parent, [change.hash]))
-    close()
+                runs.append((b"" if removed else change.parent, [change.hash]))
+        told = tuple(BlockRun(parent, tuple(hashes)) for parent, hashes in runs)
+        events.append(TierEvents(Tier.VAULT, removed, told))
     return events

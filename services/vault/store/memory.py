@@ -3,9 +3,8 @@
     allocated ──take──▶ in use ──give──▶ free ──take──▶ in use
                                           └── another size needs the room ──▶ returned to the system
 
-A fresh buffer's pages are zeroed by the kernel as they are first written, which takes as long as filling them; so
-buffers are kept and used again, for any block of their size class. Free ones count as used memory until they are
-returned.
+The kernel zeroes a fresh buffer's pages as they are first written, which takes as long as filling them; so buffers are
+used again, for any block of their size class. Free ones count as used memory until they are returned.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-MAPPED_BYTES = 256 * 1024  # from here on a mapping of its own: when it is let go the system has its memory again
+MAPPED_BYTES = 256 * 1024  # from here on a buffer is a mapping, whose memory goes back to the system at once
 CLASSES_PER_DOUBLING = 16  # so that at most a sixteenth of a buffer is unused
 SMALLEST_STEP = 64
 ENTRY_BYTES = 1100  # of a block beside its bytes: header, hashes, ids of 16 tokens, places in tables
 
-Raw = Any  # bytearray or mmap.mmap: what a buffer really is
+Raw = Any  # a buffer: bytearray or mmap.mmap
 
 
 def class_of(length: int) -> int:
@@ -45,7 +44,7 @@ def allocate(size: int) -> Raw:
 @dataclass(eq=False, slots=True)
 class VaultMemory:
     max_bytes: int
-    used_bytes: int = 0  # of all buffers, free ones too, and what is needed beside those in use
+    used_bytes: int = 0  # of all buffers, free ones too, and ENTRY_BYTES for each in use
     free_bytes: int = 0  # of buffers that are free
     _free: dict[int, list[Raw]] = field(default_factory=dict)  # by size
 
@@ -66,7 +65,7 @@ class VaultMemory:
         return own if own is not None else allocate(size)
 
     def give(self, raw: Raw) -> None:
-        """The buffer is free again. Nobody may use a view of it any more."""
+        """The buffer is free again: no view of it may be used any more."""
         self.used_bytes -= ENTRY_BYTES
         self.free_bytes += len(raw)
         self._free.setdefault(len(raw), []).append(raw)

@@ -1,19 +1,17 @@
-"""A vault's blocks as connections, disk and loop use them: one lock around the table, and never around bytes.
-
-Owned by nobody: connection threads, the disk's thread and the loop call it. The lock is held for dictionary work only.
-What the bytes mean it does not know; state of another kind would get a store, and memory, of its own.
+"""A vault's blocks, thread-safe: connection threads, the disk's thread and the loop call it. The lock is held for
+dictionary work only, never while bytes are copied or checked.
 
     reserve ──▶ reserved ──commit──▶ held ──evict, erase──▶ gone
                    └──abandon──▶ free        (bytes that are being sent stay until `release`)
 
-* Nobody sees a block before its commit. Of two commits of one hash the first wins; but an exact block takes the place
-  of a lossy one.
-* Least recently used first, and of a chain its end first: a block stays while another one in memory, or on its way
-  there, continues it. Of what is used together the first of the chain is the youngest. What is being sent stays; if
-  all ends of chains are, the last block before one of them goes.
-* Bytes that have lain for a minute are checked before they are sent: memory errs, too. Damaged, the block is gone.
-* With a disk, blocks that are about to be evicted are written to it beforehand, while there is still some room
-  (`next_spill`): `put` never waits for it. If writing cannot keep pace, blocks are evicted unwritten (`dropped`).
+* A block is visible from its commit on. Of two commits of one hash the first wins; but an exact block replaces a lossy
+  one.
+* The least recently used block is evicted first, and a chain from its end: a block stays while another one in memory,
+  or on its way there, continues it, and while it is being sent. If all ends of chains are being sent, the last block
+  before one of them goes.
+* Bytes that have lain for a minute are checked before they are sent, as memory errs; a damaged block is dropped.
+* Blocks are written to the disk before they are evicted, while there is still some room (`next_spill`), so that `put`
+  never waits for it. If writing cannot keep pace, blocks are evicted unwritten (`dropped`).
 """
 
 from __future__ import annotations
@@ -21,45 +19,35 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from kvfleet.vault.store.block_table import BlockEntry, BlockTable, StoreCounters, StoredChange, bytes_for
 from kvfleet.vault.store.memory import VaultMemory
 from kvproto.dataplane.block import BlockCodec, BlockHeader
+from kvproto.dataplane.serving import ServedBlocks
 
-SPARE_FRACTION = 8  # of the memory, one part in so many is kept free by writing to disk ahead
+SPARE_FRACTION = 8  # one part in so many of the memory is kept free by writing to disk ahead
 MOST_SPARE_BYTES = 256 * 1024 * 1024
 CHECK_AFTER_S = 60.0
 
 
 class Disk(Protocol):
-    """What the store asks of a disk. `read` and `forget` take as long as disks do: never under the lock."""
+    """`read` and `forget` take as long as disks do: they are never called under the lock."""
 
     def read(self, header: BlockHeader, target: memoryview) -> bool:
         """Bring the bytes of just this block, verified, to `target`. False if it is damaged or gone."""
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """They are not to come back, not even after a restart. Never raises."""
+        """Erase them, for restarts too. Never raises."""
 
     def wake(self) -> None:
-        """There is little room: ask for `next_spill`. Returns at once."""
-
-
-@dataclass(slots=True)
-class ServedBlocks:
-    """Blocks that are being sent, in the order asked for, None where there is none. Nobody looks at these bytes any
-    more after `release`, which may be called again."""
-
-    blocks: list[tuple[BlockHeader, memoryview] | None]
-    release: Callable[[], None]
-    from_disk: int  # memory missed so many of them
+        """There is little room: call `next_spill`. Returns at once."""
 
 
 class VaultStore:
-    """At most `max_bytes` of memory, and what a disk has, of which `on_disk` is known at the start. The table's
-    `on_change` is called on any thread and under the lock, so it only passes that on."""
+    """At most `max_bytes` of memory, and a disk, with the blocks `on_disk` at the start. The table's `on_change` is
+    called on any thread and under the lock."""
 
     def __init__(
         self,
@@ -83,7 +71,7 @@ class VaultStore:
     # ------------------------------------------------------------------ what connection threads call
 
     def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
-        """Blocks of a chain in its order. What memory misses is read from disk, on the calling thread."""
+        """Blocks that memory misses are read from disk, on the calling thread."""
         found: list[BlockEntry | None] = []
         with self._lock:
             for block_hash in hashes:
@@ -114,7 +102,7 @@ class VaultStore:
         return ServedBlocks(blocks, partial(self._release, pinned), brought)
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
-        """Whether `get` would find them. That is a use: who asks is about to fetch it, or had it just now to store."""
+        """Whether `get` would find them. It counts as a use: the client is about to fetch or to store them."""
         with self._lock:
             for block_hash in reversed(hashes):
                 entry = self.table.resident.get(block_hash)
@@ -126,7 +114,6 @@ class VaultStore:
             ]
 
     def reserve(self, header: BlockHeader) -> memoryview | None:
-        """Room for a block's bytes, `header.length` of them; None if it is not wanted."""
         why = _why_wrong(header)
         with self._lock:
             if not why and self.table.has_as_good(header):
@@ -146,22 +133,22 @@ class VaultStore:
             why = "erased" if entry.doomed else "held" if self.table.has_as_good(header) else ""
             if why:
                 self.counters.refused[why] += 1
-                self.table.give_back(entry)
+                self.table.memory.give(entry.raw)
                 return False
             entry.checked_at = now
             self.counters.stored_total += 1
             self.counters.stored_bytes_total += header.length
             self.table.insert(entry)
-            self._wake_disk()  # when it was reserved there may have been nothing that could be written
+            self._wake_disk()  # `reserve` may have found nothing to be written
             return True
 
     def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
         with self._lock:
-            self.table.give_back(self.table.arrived(header, buffer))
+            self.table.memory.give(self.table.arrived(header, buffer).raw)
             self.counters.abandoned_total += 1
 
     def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
-        """Forget those of these blocks that no other block continues, in memory and on disk. How many that were."""
+        """Forget those of these blocks that no other block continues, in memory and on disk. Returns how many."""
         named = set(hashes)
         on_disk: list[bytes] = []
         erased = 0
@@ -196,8 +183,8 @@ class VaultStore:
     # ------------------------------------------------------------------ what the disk's thread calls
 
     def next_spill(self) -> BlockEntry | None:
-        """The next block to be written to disk, pinned, while there is little room; None if there is nothing to do.
-        What is on disk already is evicted on the way: also what was given last, unless it was used meanwhile."""
+        """While there is little room, the next block to be written to disk, pinned. Blocks that are on disk already are
+        evicted on the way."""
         with self._lock:
             while self.table.room < self._spare_bytes:
                 entry = self.table.pop_oldest()
@@ -210,7 +197,7 @@ class VaultStore:
             return None
 
     def spilled(self, entry: BlockEntry, written: bool) -> bool:
-        """What `next_spill` or `pin_unwritten` gave has been written, or cannot be. False: the disk is to forget it."""
+        """A block of `next_spill` or `pin_unwritten` was written, or cannot be. False: the disk is to forget it."""
         with self._lock:
             wanted = entry.resident  # else it was erased, or replaced by a better one, while it was written
             if written and wanted:
@@ -220,19 +207,18 @@ class VaultStore:
             return wanted
 
     def lost_on_disk(self, hashes: Sequence[bytes]) -> None:
-        """The disk gave these up: for others, or because they were damaged."""
         with self._lock:
             for block_hash in hashes:
                 self.counters.disk_evictions_total += self.table.remove_on_disk(block_hash)
 
     def unwritten(self) -> list[BlockEntry]:
-        """What a restart would lose, the most recently used first, and of what was used together the parents first."""
+        """Blocks that a restart would lose, the most recently used first, parents before their children."""
         with self._lock:
             entries = [one for one in self.table.resident.values() if not self.table.is_on_disk(one.header)]
             return sorted(entries, key=lambda entry: -entry.tick)
 
     def pin_unwritten(self, entry: BlockEntry) -> bool:
-        """Whether one of those is still there; then it is pinned, for `spilled`."""
+        """Pin one of those, for `spilled`, if it is still there."""
         with self._lock:
             if entry.resident:
                 self.table.pin(entry)
@@ -246,7 +232,7 @@ class VaultStore:
             return changes
 
     def holdings(self) -> tuple[list[StoredChange], list[bytes]]:
-        """What happened since the last `take_changes`, and all that is held after exactly that."""
+        """The changes since the last `take_changes`, and all hashes that are held after exactly those."""
         with self._lock:
             changes, self.table.changes = self.table.changes, []
             return changes, list(self.table.held())
@@ -255,20 +241,18 @@ class VaultStore:
         with self._lock:
             self.table.check_integrity()
 
-    # ------------------------------------------------------------------ inside
-
     def _expect(self, header: BlockHeader, *, asked_for: bool = False) -> BlockEntry | None:
         entry = self.table.expect(header, asked_for=asked_for)
         self._wake_disk()
         return entry
 
     def _wake_disk(self) -> None:
-        """Under the lock: a word to the disk if there is little room left."""
+        """Under the lock."""
         if self._disk is not None and self.table.room < self._spare_bytes:
             self._disk.wake()
 
     def _is_whole(self, entry: BlockEntry) -> bool:
-        """Of a pinned block. If it is not, it is let go of, and gone from memory."""
+        """Checks a pinned block. A damaged one is unpinned and dropped from memory."""
         now = self._clock()
         if now - entry.checked_at < self._check_after_s:
             return True
@@ -283,7 +267,7 @@ class VaultStore:
         return False
 
     def _bring(self, root: bytes, block_hash: bytes, exact: bool) -> BlockEntry | None:
-        """A block that memory could not serve, from disk into memory, pinned. Else None, and why is counted."""
+        """Read a block from disk into memory, pinned. If it cannot be, count why."""
         with self._lock:
             versions = self.table.versions(block_hash)
             header = next((one for one in versions if not _why_not(one, root, exact)), None)
@@ -309,7 +293,7 @@ class VaultStore:
             return self._take_in(coming, readable)
 
     def _take_in(self, coming: BlockEntry, readable: bool) -> BlockEntry | None:
-        """Under the lock: what was read from disk, pinned; or what came another way meanwhile, if it is as good."""
+        """Under the lock: the block that was read, pinned, or one that came meanwhile and is as good."""
         table, header = self.table, coming.header
         table.arrived(header, coming.view)
         is_current = table.on_disk.get(header.hash) is header
@@ -317,13 +301,13 @@ class VaultStore:
             table.remove_on_disk(header.hash)
         entry = table.resident.get(header.hash)
         if entry is not None and entry.header.root == header.root and (header.lossy or not entry.header.lossy):
-            table.give_back(coming)
+            table.memory.give(coming.raw)
         elif readable and is_current and not coming.doomed:
             table.insert(coming)
             entry = coming
             self.counters.disk_hits_total += 1
         else:
-            table.give_back(coming)
+            table.memory.give(coming.raw)
             self.counters.misses["unreadable"] += 1
             return None
         table.pin(entry)

@@ -1,6 +1,6 @@
-"""Loop: what vaults, and the peer that placement named, have of a request's chain: asked before the engine has it.
+"""Loop: asks vaults, and the peer that placement named, for a request's chain before the engine has the request.
 
-Owned by the worker's event loop, but that chains may be hashed on any thread.
+The worker's event loop owns it; chains may be hashed on any thread.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, names_of
 from kvfleet.worker.engine.engine_thread import EngineThread
@@ -20,7 +21,7 @@ from kvproto.regions import seal, split
 
 log = logging.getLogger(__name__)
 
-Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # chains of a request, by what was generated of a choice before
+Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # a request's chains, by the output of a choice so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +34,22 @@ class ChainLookup:
     def of(
         self, request: GenerateRequest, root: Root, ids: tuple[int, ...], hashed: Hashed, traceparent: str
     ) -> Callable[[int], ChainLocation | None]:
-        """What can be had of each choice. Fresh ones share their prompt, and so what is found of it."""
-        shared: list[ChainLocation | None] = []
+        """Locates each choice's chain. Fresh choices share their prompt, and so one look."""
 
-        def of(choice: int) -> ChainLocation | None:
-            if outputs := request.continuation(choice).output_ids:
-                return self._look(request, root, ids + outputs, hashed.get(outputs), traceparent)
-            if not shared:
-                shared.append(self._look(request, root, ids, hashed.get(()), traceparent))
-            return shared[0]
+        @cache
+        def look(outputs: tuple[int, ...]) -> ChainLocation | None:
+            return self._look(request, root, ids + outputs, hashed.get(outputs), traceparent)
 
-        return of
+        return lambda choice: look(request.continuation(choice).output_ids)
 
     def would_look(self, request: GenerateRequest, tokens: int) -> bool:
-        """Whether asking is worth it, for a sequence of so many known tokens."""
         rate = self.engine.measured[1].prefill_tokens_per_s
         if self.remote is None or tokens <= self.block_size:
             return False
         return not rate or tokens >= LOOK_WORTH_S * rate or request.handed_over
 
     def hash(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Hashed:
-        """The chains of a request, which takes long for a long one: on any thread."""
+        """Takes long for a long request. Called on any thread."""
         size = self.block_size
         outputs = {request.continuation(choice).output_ids for choice in range(request.sampling.n)}
         return {one: names_of(root, chain(root, ids + one, size), ids + one, size) for one in outputs}
@@ -86,7 +82,7 @@ class ChainLookup:
         return ChainLocation(names, finding, source, request.handed_over, is_far, traceparent)
 
     def _is_vouched_for(self, request: GenerateRequest) -> bool:
-        """Its source is a worker of another region: whether who says so has the fleet's key."""
+        """Whether the sender of a source in another region has the fleet's key."""
         sealed = seal(self.fleet_key, request.source, request.source_addresses)
         if self.fleet_key and hmac.compare_digest(sealed, request.source_seal):
             return True

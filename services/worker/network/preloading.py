@@ -1,7 +1,6 @@
-"""Loop: what a new worker brings to its device before it says that it is ready, so that it does not begin cold.
+"""Loop: a new worker brings prefixes that placement names to its device before it says that it is ready.
 
-Placement names the prefixes in demand and who has them; they are fetched as any restore is, one chain after the other,
-for a bounded time. Whatever goes wrong, the worker is ready all the same.
+They are fetched like restores, one chain after the other, for a bounded time. A failure does not keep it from ready.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ async def preload(
     limit_s: float,
     meet: Meet = lambda worker: None,
 ) -> int:
-    """Bring at most so many blocks within so many seconds. Returns how many came. Raises EngineFailure."""
+    """Bring at most `blocks` within `limit_s`. Returns how many came. Raises EngineFailure."""
     if not blocks or limit_s <= 0:
         return 0
     ask = PreloadRequest(me.id, me.model, me.model_revision, me.block_size, blocks)

@@ -1,4 +1,4 @@
-"""Loop: the worker's part of the data plane. Owns its listener, its keys, and who the vaults and peers are.
+"""Loop: the worker's part of the data plane. Owns its listener, its keys, and the addresses of vaults and peers.
 
 vaults' records, watched ──every quarter second──▶ RemoteTiers (set_vaults)
 a peer's record, when a request names it ──Peers──▶ RemoteTiers (set_peers)
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 REFRESH_PERIOD_S = 0.25
 LINK_KEY = "between-regions"  # no id of the bucket: those are random, or `first`
-FRESH_S = 5.0  # after which who is named again is looked up again: it may have begun a new life
-ASK_S = 0.02  # a request that names a peer waits no longer for its address
+FRESH_S = 5.0  # after which an address is looked up again: the peer may have begun a new life
+ASK_S = 0.02  # for a peer's address
 MOST_PEERS = 64
 
 Meet = Callable[[str], Awaitable[None] | None]
@@ -54,19 +54,18 @@ Meet = Callable[[str], Awaitable[None] | None]
 
 @dataclass(eq=False, slots=True)
 class Peers:
-    """Where other workers serve their blocks, read from the members bucket when a request names one. A worker that
-    watched all of them would be sent every record of the fleet each second: of a thousand workers, a million records a
-    second from NATS. `tell` hears of all that are known, whenever that changes."""
+    """Where other workers serve their blocks, read from the members bucket when a request names one: if each of a
+    thousand workers watched all, NATS would send a million records a second. `tell` gets all addresses when they
+    change."""
 
     bucket: Bucket
     me: WorkerRecord
     tell: Callable[[list[SourceAddress]], None]
-    # asked for last comes last
-    _known: OrderedDict[str, tuple[float, SourceAddress | None]] = field(default_factory=OrderedDict)
+    _known: OrderedDict[str, tuple[float, SourceAddress | None]] = field(default_factory=OrderedDict)  # newest last
 
     def meet(self, worker: str) -> Awaitable[None] | None:
-        """What to await before `worker` is asked for blocks; None: nothing."""
-        if not is_token(worker) or worker == self.me.id:  # those of other regions bring their addresses along
+        """To be awaited before `worker` is asked for blocks; None if its address is known."""
+        if not is_token(worker) or worker == self.me.id:  # requests bring addresses of other regions along
             return None
         known = self._known.get(worker)
         if known is not None and asyncio.get_running_loop().time() - known[0] < FRESH_S:
@@ -96,14 +95,13 @@ class Peers:
 
 @dataclass(eq=False)
 class TierNetwork:
-    """Made before the model is loaded, as the engine is built around `remote`; `listen` once there is an engine,
-    `follow` once NATS is to be asked. `stop` from the loop that started it. `folder` is for the Unix socket. Raises
-    InvalidRequest or Unavailable for TLS files of no use."""
+    """Made before the model is loaded, as the engine is built around `remote`; then `listen`, `follow`, and `stop` on
+    the same loop. Raises InvalidRequest or Unavailable for TLS files of no use."""
 
     settings: WorkerSettings
     worker: str
     host: str
-    folder: Path
+    folder: Path  # for the Unix socket
     tracer: Tracer = tracing.NULL
     remote: RemoteTiers | None = None
     _server: DataPlaneServer | None = None
@@ -130,7 +128,7 @@ class TierNetwork:
         return self.remote
 
     def listen(self, tiers: Tiers, thread: EngineThread) -> tuple[str, ...]:
-        """Serve peers from now on; returns the addresses for the worker's record. Raises Unavailable."""
+        """Serve peers. Returns the addresses for the worker's record. Raises Unavailable."""
         self._server = DataPlaneServer(
             PeerStore(tiers, thread.post),
             self.ring,
@@ -145,7 +143,7 @@ class TierNetwork:
         return reachable(self._server.addresses, self.settings)
 
     async def follow(self, connection: Connection, subjects: Subjects, me: WorkerRecord) -> None:
-        """Learn keys and addresses, and go on doing so. Raises Unavailable."""
+        """Follow keys and addresses. Raises Unavailable."""
         self._keys = await follow_keys(connection, subjects, self.ring)
         self._model = me.model
         self._vaults = Members(connection, subjects, hears=False, role=Role.VAULT)
@@ -164,8 +162,8 @@ class TierNetwork:
         return DataPlaneCounters() if self._server is None else self._server.counters
 
     def somebody_is_ready(self) -> bool | None:
-        """Whether another worker of this model takes new work; None: not known yet. Who asks is about to go: from then
-        on all workers are watched."""
+        """Whether another worker of this model takes new work; None: not known yet. From the first call on, when this
+        worker is about to go, all workers are watched."""
         if self._workers is None or self._model is None:
             return False
         if self._watching is None:
@@ -198,13 +196,9 @@ class TierNetwork:
 
     async def stop(self) -> None:
         await end(task for task in (self._refreshing, self._watching) if task is not None)
-        for members in (self._vaults, self._workers):
-            if members is not None:
-                await members.stop()
-        if self._keys is not None:
-            await self._keys.stop()
-        loop = asyncio.get_running_loop()
-        if self._server is not None:
-            await loop.run_in_executor(None, self._server.close)
-        if self.remote is not None:
-            await loop.run_in_executor(None, self.remote.close)
+        for followed in (self._vaults, self._workers, self._keys):
+            if followed is not None:
+                await followed.stop()
+        for owner in (self._server, self.remote):
+            if owner is not None:
+                await asyncio.get_running_loop().run_in_executor(None, owner.close)

@@ -1,8 +1,7 @@
-"""Blocks as vaults and peers get them: as they are, or as int8. Adapter to the compiled kernels; holds no state.
+"""Blocks as vaults and peers get them: raw, or as int8. Adapter to the compiled kernels; holds no state.
 
-int8: first all numbers, `[runs, head_dim]`, then all scales, `[runs]` fp32 in the machine's byte order. Called by
-transfer threads, several at once; a call lets go of the interpreter. Memory is the caller's: a memoryview must stay as
-it is until the call is back.
+int8: first all numbers, `[runs, head_dim]`, then all scales, `[runs]` fp32 in the machine's byte order. Thread-safe; a
+call releases the interpreter. The caller's buffers must stay as they are until it returns.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvproto.errors import CodecError
 KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": INT8}
 
 SNR_GATE_DB = 35.0
-LOSSLESS_DB = 200.0  # what a block is said to have of which nothing was lost
+LOSSLESS_DB = 200.0  # of a block that lost nothing
 
 KERNELS = "kvcpu.codec"
 _Kernel = Callable[[Any], None]
@@ -62,7 +61,7 @@ class BlockShape:
 
 
 def encoded_bytes(codec: BlockCodec, shape: BlockShape) -> int:
-    """Length of every block of this shape. Raises ValueError for what is never written: int8 of int8."""
+    """Length of every block of this shape. Raises ValueError for int8 of int8, which is never written."""
     if codec is BlockCodec.RAW:
         return shape.raw_bytes
     if shape.kind == INT8:
@@ -78,13 +77,13 @@ class Encoded:
 
 
 class NotEncodable(ValueError):
-    """The block holds a NaN or an infinity, which int8 has no level for. Its target holds nothing of use."""
+    """The block holds a NaN or an infinity, for which int8 has no level."""
 
 
 def encode(codec: BlockCodec, shape: BlockShape, source: memoryview, target: memoryview) -> Encoded:
-    """Write a block to `target`, which must not overlap it. The signal-to-noise ratio is of the block's numbers and
-    what rounding to levels cost them; bfloat16 loses about 0.3 dB more when it is read back. Raises NotEncodable, and
-    ValueError where a buffer has not exactly the size that `shape` says."""
+    """Write a block to `target`, which must not overlap it. The signal-to-noise ratio is that of rounding to levels;
+    bfloat16 loses about 0.3 dB more when it is read back. Raises NotEncodable, and ValueError for buffers of a wrong
+    size."""
     length = encoded_bytes(codec, shape)
     _check("source", source, shape.raw_bytes)
     _check("target", target, length, written=True)
@@ -98,8 +97,7 @@ def encode(codec: BlockCodec, shape: BlockShape, source: memoryview, target: mem
 
 
 def decode(codec: BlockCodec, shape: BlockShape, source: memoryview, target: memoryview) -> None:
-    """Inverse of `encode`. Raises ValueError for buffers of a wrong size, and CodecError for scales that no block was
-    written with; then `target` holds nothing of use."""
+    """Inverse of `encode`. Raises ValueError for buffers of a wrong size, and CodecError for impossible scales."""
     _check("source", source, encoded_bytes(codec, shape))
     _check("target", target, shape.raw_bytes, written=True)
     if codec is BlockCodec.RAW:
@@ -111,8 +109,7 @@ def decode(codec: BlockCodec, shape: BlockShape, source: memoryview, target: mem
 
 
 def choose(codec: BlockCodec, shape: BlockShape, source: memoryview, target: memoryview) -> Encoded:
-    """As `codec` where the block allows it, else raw; then `source` itself is what is to be stored, and `target`, of
-    `encoded_bytes(codec, shape)` bytes, is not looked at. A block that is int8 in the pool is always raw."""
+    """Encode a block to `target` where it would lose little, else return RAW: `source` itself is to be stored."""
     raw = Encoded(BlockCodec.RAW, shape.raw_bytes, 0.0)
     if codec is BlockCodec.RAW or shape.kind == INT8:
         return raw
@@ -131,8 +128,8 @@ def snr_db(signal: float, noise: float) -> float:
 
 @cache
 def warm_up() -> None:
-    """Compile, or load what an earlier process compiled: seconds the first time on a machine. To be called before the
-    worker says that it is ready, not in an event loop; a second call does nothing."""
+    """Compile, or load what an earlier process compiled, which takes seconds the first time on a machine: not to be
+    called in an event loop, but before the worker says that it is ready."""
     for dtype, kind in KINDS.items():
         if kind == INT8:
             continue
@@ -148,7 +145,7 @@ def _kernel(name: str) -> _Kernel:
 
 
 def _call(kernel: _Kernel, shape: BlockShape, raw: memoryview, small: memoryview) -> tuple[float, float, float]:
-    """Its fields stand in `kernels`, in this order."""
+    """The order of the fields is that of `KERNELS`."""
     numbers, sums = _address(small), _Sums()
     scales = numbers + shape.numbers
     kernel(_Fields(shape.kind, _address(raw), numbers, scales, shape.runs, shape.head_dim, ctypes.addressof(sums)))

@@ -5,8 +5,7 @@
 
 Restoring k more blocks and computing the rest costs `latency + k * bytes / rate + what the rest takes to compute`.
 Within one tier that grows or falls all the way, so the ends of tiers are the only candidates. The same reasoning prices
-workers in placement (`price_kernel`), from the same measurements, which heartbeats carry. Tiers are asked what they
-have and how fast they are; nothing is changed.
+workers in placement (`price_kernel`), from the same measurements, which heartbeats carry.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from kvproto.messages import Tier
 if TYPE_CHECKING:
     from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
 
-SURE = 1.5  # predictions are taken for so much too good,
-HANDLING_S = 0.002  # and a restore takes so long beside: a step of few tokens takes hardly less than one of some more
-LOOK_WORTH_S = 0.02  # what takes no longer to compute is not worth a question to anybody
+SURE = 1.5  # times the predicted seconds of a restore, before it counts as quicker
+HANDLING_S = 0.002  # of a restore, beside the transfer
+LOOK_WORTH_S = 0.02  # of computing: less is not worth a question
 ANSWER_LIMIT_S = 0.03
-HANDED_LOOK_S = 2.0  # what was handed over is worth waiting for: a source may have to be connected to first,
-HANDED_ANSWER_S = 2.2  # which a busy host does late; a source that refuses or does not connect ends the look sooner
-FAR_LOOK_S = 1.0  # a peer in another region may have to be connected to, and measured, first;
-FAR_ANSWER_S = 1.2
-FAR_WORTH_S = 0.3  # so only for what takes so long to compute
-HANDED_BLOCK_S = 0.25  # and each of its blocks counts as if it took so long to compute
+HANDED_LOOK_S = 2.0  # long, as a busy source may have to be connected to first; one that refuses ends the look sooner
+HANDED_ANSWER_S = 2.2
+HANDED_BLOCK_S = 0.25  # of computing, that each block of what was handed over counts as more
 HANDED_SPEED = LinkSpeed(0.01, 1e9)  # of a peer, or vaults, that were never measured
+FAR_LOOK_S = 1.0  # a peer in another region may have to be connected to, and measured, first
+FAR_ANSWER_S = 1.2
+FAR_WORTH_S = 0.3  # of computing: less is not worth a question to another region
 
 ComputeSeconds = Callable[[int, int], float]  # to compute blocks from the first number to the second
 
@@ -52,8 +51,8 @@ class RestoredPart(NamedTuple):
 
 
 def cheapest(offers: Sequence[Offer], start: int, *, block_bytes: int, compute_s: ComputeSeconds) -> list[RestoredPart]:
-    """Parts to restore, in the order of the chain; empty if computing everything costs less. `start`: blocks that are
-    on the device. `offers`: fastest tier first."""
+    """Parts to restore, in the order of the chain; empty if computing everything costs less. `start`: blocks on the
+    device. `offers`: fastest tier first."""
     parts: list[RestoredPart] = []
     best, saved, best_saved, at = 0, -HANDLING_S, 0.0, start
     for tier, end, (latency_s, bytes_per_s) in offers:
@@ -69,8 +68,7 @@ def cheapest(offers: Sequence[Offer], start: int, *, block_bytes: int, compute_s
 
 
 def is_worth_going_on(missing: int, arrived: int, elapsed_s: float, *, block_s: float) -> bool:
-    """Whether a restore that takes longer than predicted is better waited for: at the pace it showed, the blocks it
-    still has to bring come well before they could be computed."""
+    """Whether a late restore brings its missing blocks, at the pace so far, well before they could be computed."""
     return arrived > 0 and 2 * elapsed_s / arrived < block_s and missing > 0
 
 
@@ -82,15 +80,10 @@ def location_of(sequence: EngineSequence) -> ChainLocation | None:
 
 
 def price_of_computing(location: ChainLocation | None, compute_s: ComputeSeconds) -> ComputeSeconds:
-    """What was handed over is dear to compute, however quickly it could be."""
+    """What was handed over counts as dear to compute."""
     if location is None or not location.handed_over:
         return compute_s
     return lambda start, end: compute_s(start, end) + HANDED_BLOCK_S * max(0, end - start)
-
-
-def look_worth_s(location: ChainLocation) -> float:
-    """What takes no longer to compute is not waited for."""
-    return FAR_WORTH_S if location.far else LOOK_WORTH_S
 
 
 def answer_limit_s(location: ChainLocation) -> float:
@@ -107,7 +100,7 @@ def host_offers(host: HostTier, bytes_per_s: float, sequence: EngineSequence, st
 def remote_offers(
     remote: RemoteTiers, location: ChainLocation, vault: int, peer: int, *, hopes: bool = False
 ) -> list[Offer]:
-    """If they have so many blocks. `hopes`: a peer that is being measured may turn out to be fast."""
+    """`vault`, `peer`: how many blocks they have. `hopes`: a peer that is being measured may turn out to be fast."""
     offers = []
     for tier, depth in ((Tier.VAULT, vault), (Tier.PEER, peer if location.peer else 0)):
         far = location.far and tier is Tier.PEER

@@ -1,5 +1,4 @@
-"""What a worker exchanges with vaults and peers: which blocks, how, and how much it was. Counts are
-thread-safe."""
+"""What a worker exchanges with vaults and peers: the settings of it, and thread-safe counts."""
 
 from __future__ import annotations
 
@@ -20,15 +19,12 @@ SNR_DB = (35.0, 38.0, 40.0, 41.0, 42.0, 43.0, 44.0, 45.0, 46.0, 48.0, 50.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """`kv_format` and `shape` are of the worker's pool; `codec` is how it writes to vaults. `max_queued_bytes` is what
-    may wait for one vault, `look_limit_s` how long an engine waits to hear who has what."""
-
     worker: str
     host: str
-    kv_format: bytes
+    kv_format: bytes  # of the worker's pool, as is the shape
     shape: BlockShape
-    codec: BlockCodec = BlockCodec.RAW
-    max_queued_bytes: int = 256 * 1024 * 1024
+    codec: BlockCodec = BlockCodec.RAW  # of what it writes to vaults
+    max_queued_bytes: int = 256 * 1024 * 1024  # for one vault
     look_limit_s: float = LOOK_LIMIT_S
 
 
@@ -37,7 +33,7 @@ class RemoteCounts:
     snr_db: Distribution = field(default_factory=lambda: Distribution(SNR_DB))  # of blocks that were quantised
     quantised_raw_bytes: int = 0
     quantised_bytes: int = 0
-    kept_raw: int = 0  # that were to be quantised, and would have lost too much, or held what is no number
+    kept_raw: int = 0  # that would have lost too much, or held what is no number
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _offloaded: int = 0
     _failures: dict[Tier, Counter[str]] = field(default_factory=lambda: {tier: Counter() for tier in TIERS})
@@ -66,7 +62,7 @@ class RemoteCounts:
             self._open.append((tier, connection))
 
     def transfers(self) -> dict[Tier, tuple[int, int]]:
-        """Bytes received and sent over connections that this worker made, whatever they said."""
+        """Bytes received and sent."""
         with self._lock:
             self._count_ended()
             received, sent = self._received.copy(), self._sent.copy()
@@ -88,7 +84,7 @@ class RemoteCounts:
 
     @property
     def not_offloaded(self) -> int:
-        """Blocks that were given to be written to a vault, and were not."""
+        """Blocks that were to be written to a vault, and were not."""
         with self._lock:
             reasons = self._failures[Tier.VAULT].items()
             return sum(count for reason, count in reasons if reason.startswith(("put_", "offload_")))

@@ -2,10 +2,8 @@
 
     receive ──▶ staging, checksum ──▶ is it what was asked for? ──▶ decode to its place, if the landing is still open
 
-A block that is missing or bad cuts the chain there: what lies behind it is of no use, and no longer asked for. A part
-runs on its source's fetch connection and ends exactly once; the fetch ends with its last part, or as soon as nothing
-can land any more. Bytes land in device blocks that only the restore holds, and only while its `Landing` is open, so
-the engine can give up at any time and have its blocks back at once.
+A block that is missing or bad cuts the chain there: no later block is requested. A part runs on its source's fetch
+connection and ends exactly once; the fetch ends with its last part, or once its landing is closed.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ from dataclasses import dataclass, field
 
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers.block_codec import decode, encoded_bytes
-from kvfleet.worker.tiers.connection_thread import GONE, ConnectionJob
-from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
 from kvfleet.worker.tiers.landing import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
 from kvfleet.worker.tiers.looking import asking
 from kvfleet.worker.tiers.source import Source
+from kvfleet.worker.tiers.transfer_threads import GONE, ConnectionJob, Deadlines
 from kvfleet.worker.tiers.vault_ring import RingShare
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus
@@ -32,19 +29,18 @@ from kvproto.errors import CodecError
 from kvproto.messages import Tier
 from kvservice.tracing import Tracer
 
-FOREIGN = "foreign"  # of a pool of another layout or dtype: workers of one model may differ in that
+FOREIGN = "foreign"  # of a pool of another layout or dtype, in which workers of one model may differ
 
 WATCH_S = 0.02  # how soon a closed landing is noticed while nothing arrives
-GRACE_S = 0.3  # for a part nobody wants any more to end in good order, keeping its connection
+GRACE_S = 0.3  # for an unwanted part to end in good order, keeping its connection
 SLACK_S = 2.0
-TIMEOUT_FACTOR = 4.0  # times what was predicted, and the slack: then a part has failed, for those that wait too
+TIMEOUT_FACTOR = 4.0  # times the predicted seconds, and the slack: then a part has failed
 LONGEST_S = 60.0
 
 
 def fault_of(header: BlockHeader, name: BlockName, settings: RemoteSettings, *, exact: bool) -> str:
-    """ "" if there is none, else a metric's label. The checksum is the data plane's to check. The hash of `name` is
-    that of its ids after its parent, so a header with the same fields is genuine. A name without ids is of a block
-    whose tokens are not known here: then the header has to prove them."""
+    """A metric's label, or "". The data plane checks the checksum. The hash of `name` is that of its ids after its
+    parent, so a header with the same fields is genuine; where its ids are not known here the header must prove them."""
     if (header.root, header.hash, header.parent) != (name.root, name.hash, name.parent):
         return "other"
     if header.ids != name.ids and (name.ids or not header.is_genuine()):
@@ -64,14 +60,13 @@ def fault_of(header: BlockHeader, name: BlockName, settings: RemoteSettings, *, 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What all fetches of a worker share. `fault(source, reason)` hears of each block that failed its checks;
-    `missing(source id, block hash)` of each that was not there."""
+    """What all fetches of a worker share."""
 
     settings: RemoteSettings
     counts: RemoteCounts
     deadlines: Deadlines
-    fault: Callable[[Source, str], None]
-    missing: Callable[[str, bytes], None]
+    fault: Callable[[Source, str], None]  # a block failed its checks: its source, the reason
+    missing: Callable[[str, bytes], None]  # a block was not there: the source's id, its hash
     tracer: Tracer
 
 
@@ -90,14 +85,12 @@ class Fetch:
     _failure: str = ""
     _landed: int = 0
     _ended: bool = False
-    _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self._gap = len(self.names)
         self._parts: list[FetchPart] = []
 
     def start(self, shares: Sequence[tuple[Source, list[RingShare]]]) -> None:
-        """Called once; with nobody to ask it ends at once."""
         self._parts = [FetchPart(self, source, share) for source, share in shares]
         self._open = len(self._parts)
         if not self._parts:
@@ -198,7 +191,7 @@ class FetchPart:
             self.source.measured(LinkSpeedMeter.doubt)
 
     def refused(self) -> None:
-        """Nobody is there, or too much waits."""
+        """The source is away, or too much waits for it."""
         self.fetch.cut(self._next, GONE)
         self.fetch.part_ended()
 
@@ -220,7 +213,7 @@ class FetchPart:
 
         def sink(index: int, header: BlockHeader) -> memoryview | None:
             if index != reached:
-                fetch.cut(at[reached])  # why, its status will say
+                fetch.cut(at[reached])  # its status will say why
             fault = fault_of(header, names[at[index]], self._intake.settings, exact=fetch.exact)
             if fault == FOREIGN:  # honest, and of no use here
                 fetch.cut(at[index], fault)

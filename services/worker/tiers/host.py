@@ -1,9 +1,6 @@
-"""The host tier: a second block pool whose blocks lie in host memory, and the thread that copies to it and from it.
+"""The host tier: a second block pool in host memory, and the thread that copies to it and from it.
 
-It is the same pool as the device's, with the same rules: whole chains, leaves evicted first, found by hash. Holding a
-block means holding the chain up to it; what is held is being copied from or to. The engine's thread owns the tier; the
-copier owns its own thread (loop). A copy job can be stopped between any two blocks, so a caller that gives up has its
-blocks back at once.
+The pool has the device pool's rules. The engine's thread owns the tier; the copier owns its own thread (loop).
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.content_index import Content
@@ -23,15 +21,15 @@ from kvproto.messages import Tier, TierEvents
 
 log = logging.getLogger(__name__)
 
-Moves = Sequence[Callable[[], None]]  # block copies, made in order
+Copy = Callable[[int, memoryview], None]  # of a block of the device, to or from a slot
 
 
 class HostTier:
-    """`memory` has room for whole blocks of `block_bytes`; how many that is, is the tier's size. It may be none."""
+    """As many blocks of `block_bytes` as `memory` has room for, which may be none."""
 
     def __init__(self, memory: memoryview, block_bytes: int, block_size: int) -> None:
         self.blocks = len(memory) // block_bytes
-        self.pool = BlockPool(max(1, self.blocks), block_size)  # the smallest there is: of no blocks it is never asked
+        self.pool = BlockPool(max(1, self.blocks), block_size)  # a pool has one block at least
         self.block_bytes = block_bytes
         self._memory = memory
         self._changes: list[TierEvents] = []
@@ -40,9 +38,13 @@ class HostTier:
         return self._memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def allocate(self, count: int) -> list[int]:
-        """At most so many slots, fewer if there are not as many; held by the caller."""
+        """At most `count` slots, held by the caller."""
         self._note_changes()
         return self.pool.allocate(min(count, self.pool.available, self.blocks))
+
+    def copy_job(self, copy: Copy, blocks: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> CopyJob:
+        pairs = zip(blocks, slots, strict=True)
+        return CopyJob([partial(copy, block, self.view(slot)) for block, slot in pairs], self.block_bytes, on_end)
 
     def drop(self, block_hash: bytes) -> int:
         self._note_changes()
@@ -53,14 +55,14 @@ class HostTier:
         return self.pool.erase(root, hashes, ids, keep)
 
     def depth(self, hashes: Sequence[bytes], start: int, end: int, *, exact: bool = False) -> int:
-        """How far the chain is here without a gap, from `start` on, to `end` at most; `exact`: nothing lossy."""
+        """How far the chain is here without a gap, between `start` and `end`; `exact`: nothing lossy."""
         return max(len(self.pool.chain_to(hashes[:end], exact=exact)), start)
 
     def fill(
         self, slots: Sequence[int], root: Root, hashes: Sequence[bytes], start: int, contents: Sequence[Content]
     ) -> list[int]:
-        """Blocks `start` and on of a chain have been copied to `slots`, which the caller holds and goes on holding.
-        Returns the slots to hold from now on: where a block is here already, that one."""
+        """Blocks from `start` on of a chain lie in `slots`, which the caller holds. Returns the slots to hold from now
+        on: where a block is here already, that one."""
         before = self.pool.find(hashes[start - 1]) if start else None
         after_lossy = before is not None and self.pool.content(before).lossy
         filled = []
@@ -76,25 +78,24 @@ class HostTier:
         return changes
 
     def _note_changes(self) -> None:
-        """The pool tells removals before stores: before blocks are taken again, what was stored is to be noted."""
+        """Called before blocks are taken: the pool tells removals before stores, so earlier stores are noted first."""
         self._changes += self.pool.take_changes(Tier.HOST)
 
 
 @dataclass(eq=False, slots=True)
 class CopyJob:
-    """`on_end` is called on the copying thread when no more moves will be made."""
+    """`on_end` is called on the copying thread when no more moves will be made. It can be stopped between two moves."""
 
-    moves: Moves
+    moves: Sequence[Callable[[], None]]  # block copies, made in order
     block_bytes: int
     on_end: Callable[[], None]
     ended: bool = False
     done: int = 0  # moves that were made
-    failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
 
     def close(self) -> int:
-        """No further copy begins, and none is under way. Returns how many were made."""
+        """No move begins any more, and none is under way. Returns how many were made."""
         with self._lock:
             self._closed = True
         return self.done
@@ -108,9 +109,8 @@ class CopyJob:
                         break
                     move()
                     self.done += 1
-        except Exception as error:  # a device's: this job has failed, the thread goes on
+        except Exception:  # a device's: this job has failed, the thread goes on
             log.exception("a block could not be copied")
-            self.failure = type(error).__name__
         took = time.perf_counter() - began
         self.ended = True
         self.moves = ()
@@ -118,20 +118,22 @@ class CopyJob:
         return took
 
 
+@dataclass(eq=False)
 class Copier:
-    """Jobs come from one thread; `close` when it brings no more."""
+    """Jobs come from one thread, and no more after `close`."""
 
-    def __init__(self) -> None:
-        self.speed_in = CopySpeed()  # to the device
-        self.speed_out = CopySpeed()
-        self._urgent: deque[CopyJob] = deque()
-        self._behind: deque[CopyJob] = deque()
-        self._wake = threading.Semaphore(0)
-        self._closing = False
+    speed_in: CopySpeed = field(default_factory=CopySpeed)  # to the device
+    speed_out: CopySpeed = field(default_factory=CopySpeed)
+    _urgent: deque[CopyJob] = field(default_factory=deque)
+    _behind: deque[CopyJob] = field(default_factory=deque)
+    _wake: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    _closing: bool = False
+
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="copier", daemon=True)  # starts with the first job
 
     def bring(self, job: CopyJob) -> None:
-        """To the device. Such jobs go first: somebody waits for them."""
+        """To the device. Such jobs go first: sequences wait for them."""
         self._urgent.append(job)
         self._begin()
 

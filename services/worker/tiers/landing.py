@@ -1,8 +1,4 @@
-"""Where a fetch's blocks land. The engine's thread decides and never waits; transfer threads carry out.
-
-Bytes of a restore land in device blocks that only the restore holds, and only while its `Landing` is open, so the
-engine can give up at any time and have its blocks back at once.
-"""
+"""Where a fetch's blocks land, while the engine wants them. Apart from `fetching`, as the engine needs no sockets."""
 
 from __future__ import annotations
 
@@ -15,22 +11,19 @@ from kvproto.dataplane.block import BlockHeader
 
 @dataclass(slots=True)
 class Landing:
-    """One fetch's meeting point of engine and transfer threads.
+    """One fetch's meeting point of engine and transfer threads. The engine closes it to have its blocks back at once:
+    from then on nothing is written to them."""
 
-    `headers[i]` is set when block i has landed. A landing that is closed takes nothing any more. `ended` is set once
-    the fetch will bring no more, closed or not; `failure` is its reason where it brought less than asked for.
-    """
-
-    headers: list[BlockHeader | None]
+    headers: list[BlockHeader | None]  # each is set when its block has landed
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
-    ended: bool = False
-    failure: str = ""  # timeout, gone, checksum, format, missing, ... : a metric's label
+    ended: bool = False  # the fetch brings no more
+    failure: str = ""  # why it brought less than all of them: a metric's label
     sources: dict[int, str] = field(default_factory=dict)  # ids of the vaults or peers that blocks came from
     traceparent: str = ""  # of a traced request
 
     def land(self, at: int, header: BlockHeader, write: Callable[[], None]) -> bool:
-        """Called by a transfer thread: `write` the block to its place, unless nobody wants it any more."""
+        """Called by a transfer thread: `write` the block to its place, unless the landing is closed."""
         with self.lock:
             if self.closed:
                 return False
@@ -39,7 +32,7 @@ class Landing:
             return True
 
     def close(self) -> int:
-        """Called by the engine: how many blocks have landed without a gap; from now on nothing lands."""
+        """Called by the engine. Returns how many blocks have landed without a gap."""
         with self.lock:
             self.closed = True
         return next((at for at, header in enumerate(self.headers) if header is None), len(self.headers))

@@ -1,8 +1,7 @@
-"""What this worker serves to its peers: blocks of its device and host, lent for as long as they are sent.
+"""What a worker serves to its peers: blocks of its device and host, lent while they are sent. It stores none of theirs.
 
-Called on the connections' threads of the worker's own listener: the engine's thread looks blocks up and holds them
-where they are, and a connection waits for it a short time at most. So there are only so many leases at a time. A block
-is lent under the root of its chain alone. Nothing is taken from peers.
+Connection threads call it. The engine's thread finds and holds the blocks; a connection waits for it a short time.
+A block is lent under the root of its chain alone.
 """
 
 from __future__ import annotations
@@ -18,24 +17,15 @@ from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import pack_ids
 from kvproto.dataplane.block import BlockCodec, BlockHeader
-from kvproto.dataplane.serving import BlockStore
+from kvproto.dataplane.serving import BlockStore, ServedBlocks
 
-LEASES = 4  # each of a listener's batch at most
-LEASE_TIMEOUT_S = 0.5  # of a peer's connection for a lease to become free; then it is told that nothing is there
-ANSWER_TIMEOUT_S = 0.25  # of a connection for the engine's thread; likewise
+LEASES = 4  # at a time, each of one batch of a listener
+LEASE_TIMEOUT_S = 0.5  # for a lease to become free; then the peer is told that nothing is there
+ANSWER_TIMEOUT_S = 0.25  # for the engine's thread; likewise
 
 Post = Callable[[Callable[[object], None]], None]  # work for the engine's thread, from any thread
 Chains = list[tuple[BlockPool, list[int]]]
 Found = tuple[Content, Callable[[], memoryview]]  # a block that is here, and what reads it while it is held
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLease:
-    """What one request gets, in the order asked for; None: not there. The bytes stay as they are until `release`, which
-    is called once, on any thread."""
-
-    blocks: Sequence[tuple[BlockHeader, memoryview] | None]
-    release: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -44,9 +34,9 @@ class PeerStore(BlockStore):
     post: Post
     _free: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(LEASES))
 
-    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> BlockLease:
+    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
         if not self._free.acquire(timeout=LEASE_TIMEOUT_S):
-            return BlockLease([None] * len(hashes), lambda: None)
+            return ServedBlocks([None] * len(hashes), lambda: None)
         chains: Chains = []
 
         def release() -> None:
@@ -58,7 +48,7 @@ class PeerStore(BlockStore):
 
         try:
             found, chains = self._ask(lambda: self._hold(root, hashes, exact))
-            return BlockLease([self._sealed(one, found[one]) if one in found else None for one in hashes], release)
+            return ServedBlocks([self._sealed(one, found[one]) if one in found else None for one in hashes], release)
         except BaseException:
             release()
             raise
@@ -70,21 +60,12 @@ class PeerStore(BlockStore):
     def _sealed(self, block_hash: bytes, found: Found) -> tuple[BlockHeader, memoryview]:
         content, read = found
         payload = read().cast("B")
-        header = BlockHeader(
-            content.root,
-            block_hash,
-            content.parent,
-            pack_ids(content.ids),
-            self.tiers.memory.kv_format,
-            BlockCodec.RAW,
-            len(payload),
-            len(payload),
-            content.lossy,
-        )
-        return header.sealed(payload), payload
+        name = content.root, block_hash, content.parent, pack_ids(content.ids)
+        kv_format, size = self.tiers.memory.kv_format, len(payload)
+        return BlockHeader(*name, kv_format, BlockCodec.RAW, size, size, content.lossy).sealed(payload), payload
 
     def _ask(self, question: Callable[[], tuple[dict[bytes, Found], Chains]]) -> tuple[dict[bytes, Found], Chains]:
-        """The answer of the engine's thread; nothing, and nothing held, if that has not begun with it in time."""
+        """The answer of the engine's thread; nothing, and nothing held, if it has not begun in time."""
         answer: Future[tuple[dict[bytes, Found], Chains]] = Future()
 
         def work(_: object) -> None:
@@ -105,8 +86,7 @@ class PeerStore(BlockStore):
     # ------------------------------------------------------------------ on the engine's thread
 
     def _find(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> tuple[dict[bytes, Found], Chains]:
-        """Where each block is, and the chains that hold them. Deepest first: the holder of a chain's last block holds
-        all of it."""
+        """Blocks that are here, and the chains that hold them. Deepest first: holding a block holds its chain."""
         found: dict[bytes, Found] = {}
         chains: Chains = []
         for pool, read in self.tiers.readable():
@@ -135,8 +115,6 @@ class PeerStore(BlockStore):
         for pool, chain in chains:
             pool.release(chain)
         del self.tiers.lent[id(chains)]
-
-    # ------------------------------------------------------------------ what a peer cannot do
 
     def reserve(self, header: BlockHeader) -> memoryview | None:
         return None

@@ -3,8 +3,8 @@
     seconds of a fetch  =  latency  +  bytes x seconds per byte      (bytes as they lie in the pool)
 
 A regression that forgets: each measurement weighs KEPT of the next one, and less the longer it took, so that a single
-bad one moves little and a change that lasts is followed. What a fetch that was given up says is believed at once, as
-the next one would be given up too, and the first probe after it likewise.
+bad one moves little and a change that lasts is followed. A fetch that was given up is believed at once, as the next one
+would be given up too; so is the first probe after it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class CopySpeed:
     bytes_total: int = 0
 
     def start(self, count: int, seconds: float) -> None:
-        """The first measurement, whatever its size."""
         if count and seconds > 0:
             self.bytes_per_s = count / seconds
 
@@ -80,11 +79,10 @@ class LinkSpeedMeter:
         return LinkSpeed(self._latency, 1 / self._per_byte) if self._per_byte else None
 
     def due(self, now: float) -> bool:
-        """Whether a probe should say how things are."""
         return now - self._measured_at >= self._probe_after
 
     def fetched(self, nbytes: int, seconds: float, now: float, wire_bytes: int) -> None:
-        """All that was asked for came: blocks of `nbytes`, that travelled as `wire_bytes`."""
+        """A fetch brought all its blocks: `nbytes`, that travelled as `wire_bytes`."""
         if nbytes <= 0:
             return
         self._measured_at = now
@@ -95,8 +93,7 @@ class LinkSpeedMeter:
         self._set(*self._fitted())
 
     def given_up(self, nbytes: int, seconds: float, now: float) -> None:
-        """A fetch failed, or nobody wanted to wait any longer: so much it had brought by then. Says nothing if no more
-        could be expected."""
+        """A fetch failed, or took too long: it had brought `nbytes` by then. Ignored if no more could be expected."""
         known = self.speed
         if known is None or seconds <= WORSE * seconds_of(known, nbytes):
             return
@@ -109,7 +106,7 @@ class LinkSpeedMeter:
         self._measured_at = now
 
     def probed(self, small_s: float, nbytes: int, seconds: float, now: float) -> None:
-        """An echo of next to nothing took `small_s`, one of `nbytes` `seconds`."""
+        """An empty echo took `small_s`, one of `nbytes` `seconds`."""
         blocks = nbytes / self._shrunk  # what would have travelled as that many bytes
         if self._suspect or not self._per_byte:
             self._believe(small_s, max(seconds - small_s, LEAST_SHARE * seconds, LEAST_S) / blocks)
@@ -121,7 +118,7 @@ class LinkSpeedMeter:
         self._measured_at = now
 
     def doubt(self) -> None:
-        """It failed, or seems too slow to be asked: a probe is to tell soon, and is believed."""
+        """The source failed, or seems too slow to be asked: a probe comes soon, and is believed."""
         if not self._suspect:
             self._suspect = True
             self._probe_after = PROBE_SOON_S
@@ -163,8 +160,7 @@ def seconds_of(speed: LinkSpeed, nbytes: int) -> float:
 
 
 def is_laggard(speed: LinkSpeed, others: Iterable[LinkSpeed]) -> bool:
-    """Whether one is so much slower than the fastest that its blocks count as absent: a fetch is as slow as the
-    slowest of those it comes from."""
+    """Whether a source is so much slower than the fastest that its blocks count as absent."""
     fastest = min((seconds_of(other, COMPARED_BYTES) for other in others), default=float("inf"))
     return seconds_of(speed, COMPARED_BYTES) > max(TOLERATED * fastest, fastest + TOLERATED_S)
 

@@ -1,5 +1,6 @@
-"""One question to several holders at once: who has what of these blocks? Complete with the last answer, with all that
-could be hoped for, or when its time is up. Owns its answers; any thread may bring one.
+"""One question to several vaults and a peer at once: which of these blocks do they have? Owns the answers.
+
+It is complete with the last answer, when vaults have all blocks, or when its time is up. Thread-safe.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from kvproto.messages import Tier
 from kvservice import tracing
 from kvservice.tracing import Span, Tracer
 
-ANSWER_S = 2.0  # of a look whose time is long over: it tells when its source answers again
+ANSWER_S = 2.0  # a late answer is read too: it says that the source answers again
 MEASURE_S = 0.01  # between looks at whether a far peer has been measured
 
 
 @dataclass(eq=False)
 class Look:
-    """One answer of each holder is awaited; `expect` says whose before any can come. `on_strays` is told, just before
-    the finding is ready, which vault has blocks of it that are not at their owner, by hash."""
+    """`expect` is called before any answer can come. `on_strays` gets, just before the finding is ready, the vaults of
+    blocks that their owner does not have, by hash."""
 
     names: Sequence[BlockName]
     finding: Finding
@@ -59,7 +60,6 @@ class Look:
                     self._elsewhere[index] = source
 
     def answered(self, tier: Tier) -> None:
-        """One holder has said all it will, be it nothing."""
         with self._lock:
             self._expected[tier] -= 1
             vaults = self._expected[Tier.VAULT] <= 0 or self._vault_depth() == len(self.names)
@@ -68,7 +68,7 @@ class Look:
             self.end()
 
     def end(self) -> None:
-        """What is known by now is the finding. Only the first call counts."""
+        """Only the first call counts."""
         with self._lock:
             if self.is_over:
                 return
@@ -100,8 +100,7 @@ def _depth(present: bytearray) -> int:
 
 @contextlib.contextmanager
 def asking(tracer: Tracer, parent: str, name: str, source: Source) -> Iterator[Span | None]:
-    """The span of one question to a vault or peer, on the transfer thread that asks it; None where nothing is recorded,
-    or the question is not `parent`'s."""
+    """The span of one question to a vault or peer; None where nothing is recorded, or without a `parent`."""
     fields = {"kvfleet.tier": source.tier.value, "kvfleet.source.id": source.id}
     span = tracer.begin(name, parent, fields, kind="client") if parent else None
     error: str | None = None
@@ -135,7 +134,7 @@ class SourceQuestion:
                     present = [index for index, has in zip(at, held, strict=True) if has]
                     look.has(source.tier, source.id, present, owned=share.owned)
             source.answered(time.monotonic() - began)
-            if source.tier is Tier.PEER:  # of which nothing is fetched before it is measured
+            if source.tier is Tier.PEER:  # nothing is fetched before it is measured
                 while source.own_speed() is None and not look.is_over:
                     time.sleep(MEASURE_S)
             look.answered(source.tier)

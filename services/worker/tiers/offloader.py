@@ -1,10 +1,9 @@
-"""Takes blocks down: device to host, host to vault, behind the engine's back. The engine's thread owns it.
+"""Takes blocks down, device to host and host to vault, beside the engine's steps. The engine's thread owns it.
 
     offer ──worth it──▶ queue ──maintain──▶ batch: copied to host slots ──maintain──▶ listed there ──▶ vault's writer
 
-A chain goes down from its start, so that what a tier lists always has all blocks before it there. While a batch is
-copied the device's chain is held, while the vault's writer has it the host's is. A block is only lost if it is evicted
-before its turn comes; then it is computed again, and asked for again, which is what makes it worth keeping.
+A chain goes down from its start, so that a tier that lists a block has all blocks before it. The device's chain is held
+while a batch is copied, the host's while the vault's writer has it. A block evicted before its turn is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvfleet.worker.blocks.block_pool import BlockPool
@@ -34,7 +32,7 @@ MOST_QUEUED = 1024  # chains
 KEPT_VAULTED = 131_072
 MOST_LATER = 256
 VAULT_SHARE = 4  # a quarter of the host's blocks at most wait for vaults
-SAVE_LIMIT_S = 0.03  # a step is held up by no more than this for sequences that give their blocks away
+SAVE_LIMIT_S = 0.03  # the longest that `save` holds up a step
 KEPT_NAMES = 131_072  # of blocks: two million tokens of prompts
 KEPT_ROOTS = 1024
 MEMORY_BLOCKS = 4096.0  # asked blocks after which old experience counts half
@@ -54,17 +52,15 @@ class _Share:
 
 @dataclass(eq=False)
 class ReuseWatch:
-    """Whose blocks are asked for again: per root, that is per model and tenant, as tenants differ in what they do.
-
-    A workload without reuse must not pay for tiers. Experience needs no copies: the names of the chains asked for
-    lately are enough, also of those that were evicted before anybody came back for them."""
+    """How much is asked for again, by root, that is by model and tenant. A workload without reuse must not pay for
+    tiers. The names of chains asked for lately are enough, also of those that were evicted."""
 
     kept_names: int = KEPT_NAMES
     _names: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _shares: OrderedDict[bytes, _Share] = field(default_factory=OrderedDict)
 
     def ask(self, root: bytes, hashes: Sequence[bytes]) -> int:
-        """A request came with this chain. Returns how many of its blocks were asked for before."""
+        """Note a request's chain. Returns how many of its blocks were asked for before."""
         seen = self.extend(hashes)
         if hashes:
             share = self._shares.setdefault(root, _Share())
@@ -123,7 +119,7 @@ class _Batch:
 
 @dataclass(eq=False, slots=True)
 class _VaultHold:
-    """Slots held until the vault's writer has done with all blocks of a batch of the chain that ends with `last`."""
+    """Slots held until the vault's writer is done with all blocks of a batch of the chain that ends with `last`."""
 
     last: bytes
     slots: list[int]
@@ -156,12 +152,10 @@ class Offloader:
     _holds: set[_VaultHold] = field(default_factory=set)
     _save_s: float = SAVE_LIMIT_S  # left in this step
     _holding: int = 0  # host blocks that wait for vaults
-    # what goes to vaults when they have taken what they have
-    _later: deque[Chain] = field(default_factory=lambda: deque(maxlen=MOST_LATER))
+    _later: deque[Chain] = field(default_factory=lambda: deque(maxlen=MOST_LATER))  # offered again without holds
 
     def offer(self, sequence: EngineSequence, prefill_tokens_per_s: float, *, reused: bool = False) -> None:
-        """The sequence's computed blocks may go down, if experience says that they will be asked for again, or if they
-        were just now (`reused`)."""
+        """Take the sequence's computed blocks down, if they are likely to be asked for again, or were (`reused`)."""
         end = 0 if sequence.private else min(sequence.filled, len(sequence.hashes))
         if not end:
             return
@@ -171,7 +165,6 @@ class Offloader:
             self.offer_chain(Chain(sequence.root, sequence.hashes, end))
 
     def offer_chain(self, chain: Chain) -> None:
-        """What is on the device of it goes down when its turn comes."""
         if not self.host.blocks:
             return
         if (known := self._queue.get(chain.last)) is not None:
@@ -182,8 +175,7 @@ class Offloader:
             self._queue.popitem(last=False)
 
     def save(self, sequence: EngineSequence) -> None:
-        """It is about to give its blocks away and will come back: copy now what is not on the host, for a bounded
-        time, as nobody keeps these blocks from being overwritten in this very step."""
+        """Copy now, for a bounded time, what is not on the host: this very step may overwrite the blocks."""
         end = 0 if sequence.private else sequence.filled
         device = self.pool.chain_to(sequence.hashes[:end])
         host = self.host.pool.chain_to(sequence.hashes[: len(device)])
@@ -208,11 +200,11 @@ class Offloader:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the host has all that was offered, and vaults have said what they take of it."""
+        """Whether the host has all that was offered, and vaults have answered for it."""
         return not (self.has_work or self._holds or self._later)
 
     def maintain(self) -> None:
-        """Before each step: take what has been done and begin what is next; at most one batch is being copied."""
+        """Called before each step: take what is done and begin what is next; at most one batch is being copied."""
         self._save_s = SAVE_LIMIT_S
         for hold in [hold for hold in self._holds if not hold.left]:
             self._holds.remove(hold)
@@ -237,7 +229,7 @@ class Offloader:
             start = next((at for at in range(chain.done, start) if hashes[at] not in self._vaulted), start)
         most = max(1, BATCH_BYTES // self.memory.block_bytes)
         end = min(max(len(device), len(host)), start + most)
-        if end <= max(start, chain.done):  # a host too small for all that goes down must not copy it round and round
+        if end <= max(start, chain.done):  # a host too small for a chain must not copy it round and round
             return None
         self.host.pool.acquire(host)
         slots = self.host.allocate(max(0, end - copied_from))
@@ -249,9 +241,7 @@ class Offloader:
         self.pool.acquire(device)
         copy = None
         if slots:
-            pairs = zip(device[copied_from:], slots, strict=True)
-            moves = [partial(self.memory.read, block, self.host.view(slot)) for block, slot in pairs]
-            copy = CopyJob(moves, self.memory.block_bytes, self.wake)
+            copy = self.host.copy_job(self.memory.read, device[copied_from:], slots, self.wake)
             self.copier.offload(copy)
         else:
             self.wake()
@@ -275,7 +265,7 @@ class Offloader:
     def _list(
         self, root: Root, hashes: Sequence[bytes], start: int, blocks: Sequence[int], slots: Sequence[int]
     ) -> list[int]:
-        """What was copied from `blocks` to `slots` is on the host now. Returns the slots to hold."""
+        """List what was copied from `blocks` to `slots`. Returns the slots to hold."""
         listed = next((at for at, block in enumerate(blocks) if not self.pool.lists_block(block)), len(blocks))
         if start and not self.host.pool.lists(hashes[start - 1]):
             listed = 0  # thrown away meanwhile
@@ -284,7 +274,7 @@ class Offloader:
         return [*self.host.fill(slots[:listed], root, hashes, start, contents), *slots[listed:]]
 
     def _to_vault(self, batch: _Batch) -> None:
-        """Hand what vaults have not been given yet to their writer; the host's chain is held until it is through."""
+        """Hand what vaults were not given yet to their writer; the host's chain is held until it is through."""
         chain = batch.chain
         if self.remote is None or not all(map(self.host.pool.lists_block, batch.host[: batch.end])):
             self.host.pool.release(batch.host)
@@ -305,7 +295,7 @@ class Offloader:
             name = BlockName(root_at(chain.root, at), chain.hashes[at], parent, pack_ids(content.ids), run)
             view = self.host.view(batch.host[at])
             taking = taking and self.remote.offload(name, view, lossy=content.lossy, on_done=hold.one_done)
-            if not taking:  # and no later block without its parents
+            if not taking:  # no later block goes without its parents
                 hold.one_done()
                 continue
             self._vaulted[name.hash] = None
@@ -313,16 +303,16 @@ class Offloader:
                 self._vaulted.popitem(last=False)
 
     def missed(self, hashes: Sequence[bytes]) -> None:
-        """Vaults do not have these, whatever they were given: they are offered again when their chain is."""
+        """Vaults do not have these: they are offered again when their chain is."""
         for block_hash in hashes:
             self._vaulted.pop(block_hash, None)
 
     def doubt(self) -> None:
-        """Nobody knows what vaults have of what they were given: all of it is offered again when its chain is."""
+        """Vaults may have lost what they were given: all of it is offered again when its chain is."""
         self._vaulted.clear()
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """These were erased: nothing of chains goes down any more from the first of them on."""
+        """These were erased: chains go down only up to the first of them."""
         gone = set(hashes)
 
         def left(chain: Chain) -> Chain:
@@ -340,7 +330,7 @@ class Offloader:
         return depth_of(hashes, self._vaulted.__contains__)
 
     def carries(self, last: bytes) -> bool:
-        """Whether some of the chain that ends with this block is on its way down, or waits for its turn."""
+        """Whether some of the chain that ends with this block is on its way down, or waits."""
         return (
             last in self._queue
             or (self._batch is not None and self._batch.chain.last == last)
@@ -349,14 +339,13 @@ class Offloader:
         )
 
     def carried(self) -> list[bytes]:
-        """Last blocks of chains on their way down, and so held."""
+        """Last blocks of chains that are held on their way down."""
         ends = (hold.slots[-1] for hold in self._holds if self.host.pool.lists_block(hold.slots[-1]))
         on_host = (self.host.pool.content(end).hash for end in ends)
         batch = [self._batch.chain.last] if self._batch is not None else []
         return batch + [end for end in on_host if end]
 
     def held(self) -> list[list[int]]:
-        """Blocks of the device that are being copied, by holder."""
         return [self._batch.device] if self._batch is not None and self._batch.device else []
 
     def held_on_host(self) -> list[list[int]]:

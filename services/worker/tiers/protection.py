@@ -1,11 +1,10 @@
-"""What of running sequences goes to vaults while they run, so that a crash computes little again.
+"""Blocks of running sequences that go to vaults while they run, so that after a crash little is computed again.
 
-    about once a second:  the sequence that would take longest to compute again, for what no vault has of it
+    about once a second:  the sequence whose blocks that no vault has would take longest to compute again
                               ├─ PROTECT_S or less ──▶ nothing: computing that is cheaper than carrying it
                               └─ longer ──▶ as many of its blocks as SHARE of the time since then copies
 
-Whatever the reuse watch thinks of them: a crash is reuse that nobody could have seen coming. `choose` is pure; the
-`Protector` carries it out. The engine's thread owns it, and nothing here waits.
+`choose` is pure; the `Protector` carries it out. The engine's thread owns it, and nothing here waits.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 
 PERIOD_S = 1.0
 PROTECT_S = 0.25  # of computing
-SHARE = 0.05  # of the time is spent on copies for this, at most
-SAVED_UP_S = 10.0  # of time without any that count for later ones
-DOUBT_S = 10.0  # between two times that everything is carried again because a vault may have lost it
+SHARE = 0.05  # of the time that may be spent on these copies
+SAVED_UP_S = 10.0  # of time without copies that count for later ones
+DOUBT_S = 10.0  # between two times that everything is offered again because a vault may have lost it
 
 
 class Exposed(NamedTuple):
-    """A chain of `end` computed blocks, of which leading ones are on the host, and in vaults."""
+    """A chain of `end` computed blocks; `on_host` and `vaulted` count its leading blocks there."""
 
     sequence: Sequence
     end: int
@@ -43,12 +42,12 @@ class Exposed(NamedTuple):
 def choose(
     chains: Iterable[Exposed], budget_s: float, *, compute_s: float, copy_s: float, carry_s: float
 ) -> tuple[Exposed, int, float] | None:
-    """The chain to be protected next, up to which block, and the seconds that this takes; None if there is none. For
-    one block: `compute_s` to compute it, `copy_s` to copy it to the host, `carry_s` from there to a vault or back."""
+    """The chain to protect next, up to which block, and the seconds that this takes. For one block: `compute_s` to
+    compute it, `copy_s` to copy it to the host, `carry_s` from there to a vault or back."""
     worst = max(chains, key=lambda chain: chain.end - chain.vaulted, default=None)
     if worst is None or (worst.end - worst.vaulted) * compute_s <= PROTECT_S:
         return None
-    if SURE * carry_s >= compute_s:  # nobody would bring it back
+    if SURE * carry_s >= compute_s:  # it would not be brought back
         return None
     again_s = max(0, worst.vaulted - worst.on_host) * copy_s  # the host must have what comes before
     each_s = copy_s + carry_s
@@ -61,7 +60,7 @@ def choose(
 
 @dataclass(eq=False, slots=True)
 class Protector:
-    """One chain at a time: the next one is chosen when vaults have said what they take of the last."""
+    """One chain at a time: the next one is chosen when vaults have answered for the last."""
 
     pool: BlockPool
     host: HostTier
@@ -79,7 +78,6 @@ class Protector:
         self._losses = self.remote.losses
 
     def maintain(self, now: float, sequences: Iterable[Sequence], prefill_tokens_per_s: float) -> None:
-        """Called between steps, as often as there are any."""
         since = now - self._maintained_at
         if since < PERIOD_S:
             return
@@ -118,12 +116,11 @@ class Protector:
         hashes = sequence.hashes
         end = min(sequence.filled, len(hashes))
         on_host = self.host.pool.depth(hashes)
-        if sequence.state is not SequenceState.RUNNING:  # what it has computed is nobody's now, but not yet gone
+        if sequence.state is not SequenceState.RUNNING:  # its blocks are released, but not yet gone
             end = max(self.pool.depth(hashes), on_host)
         return Exposed(sequence, end, min(on_host, end), min(self.offloader.vaulted(hashes), end))
 
     def _doubt(self, now: float) -> None:
-        """Vaults may not have what they were given: one began anew, or a block did not get through."""
         losses = self.remote.losses
         if losses != self._losses and now - self._doubted_at >= DOUBT_S:
             self._losses, self._doubted_at = losses, now

@@ -4,7 +4,7 @@
     engine ──▶ look, fetch, offload, erase, speed, distrust, loads
     each vault, peer: a Source, which has threads; each vault: a WriteBehind, which has another
 
-It owns who is there, whom not to ask, and where blocks were seen that are not where they belong.
+It owns the sources, their quarantine, and where blocks were seen that are not at their owner.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
-from kvfleet.worker.tiers.connection_thread import GONE, ConnectionJob
-from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
 from kvfleet.worker.tiers.fetching import Fetch, Intake
 from kvfleet.worker.tiers.landing import Landing
@@ -28,6 +26,7 @@ from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggar
 from kvfleet.worker.tiers.looking import Look, SourceQuestion
 from kvfleet.worker.tiers.quarantine import WRONG, Quarantine
 from kvfleet.worker.tiers.source import Source, SourceAddress
+from kvfleet.worker.tiers.transfer_threads import GONE, ConnectionJob, Deadlines
 from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.client import DataPlaneClient
@@ -40,7 +39,7 @@ from kvservice.tracing import Tracer
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
-IDLE_S = 60.0  # after which a peer's connections end
+IDLE_S = 60.0  # then a peer's connections end
 MAX_STRAYS = 65_536
 CLOSE_S = 3.0
 MAX_FAR = 64  # peers of other regions that are remembered
@@ -49,8 +48,7 @@ FAR_LOOK_LIMIT_S = 1.0
 
 @dataclass(eq=False)
 class RemoteTiers:
-    """The engine's thread calls it. Callbacks run on transfer threads: they hand over to that thread and return.
-    Without `far_keys` nobody of another region is asked."""
+    """The engine's thread calls it; callbacks run on transfer threads. Without `far_keys` it asks no other region."""
 
     settings: RemoteSettings
     keyring: KeyRing
@@ -74,7 +72,7 @@ class RemoteTiers:
         self._intake = Intake(self.settings, self.counts, self._deadlines, self._fault, self._missing, self.tracer)
         self._deadlines.after(IDLE_S, self._rest_idle)
 
-    # ------------------------------------------------------------------ who is there: the worker's loop
+    # ------------------------------------------------------------------ the worker's loop
 
     def set_vaults(self, addresses: Iterable[SourceAddress]) -> None:
         with self._lock:
@@ -89,7 +87,6 @@ class RemoteTiers:
         self._end(leaving)
 
     def set_peers(self, addresses: Iterable[SourceAddress]) -> None:
-        """Other workers that are known and whose blocks can be used here."""
         with self._lock:
             if self._closed:
                 return
@@ -113,14 +110,13 @@ class RemoteTiers:
         return leaving
 
     def _end(self, leaving: Iterable[Source]) -> None:
-        """Not under the lock: what waits there is given back to the engine, which may be calling just now."""
+        """Not under the lock: it gives back what waits to the engine, which may be calling just now."""
         ending = [thread for one in leaving for thread in one.close()]
         with self._lock:
             self._ending = [thread for thread in [*self._ending, *ending] if thread.is_alive()]
 
     def introduce(self, source: str, addresses: Sequence[str]) -> None:
-        """A worker of another region, called `<region>.<id>`: it can be named as `peer` from now on, and its link is
-        being measured."""
+        """`source`, a worker of another region, `<region>.<id>`, may be a `peer` from now on; its link is measured."""
         if self.far_keys is None:
             return
         address = SourceAddress(source, "", "", tuple(addresses))
@@ -142,7 +138,6 @@ class RemoteTiers:
         self._end(leaving)
 
     def speed_of(self, source: str) -> LinkSpeed | None:
-        """Of one that was introduced; None until measured."""
         with self._lock:
             far = self._far.get(source)
         return far.speed() if far is not None else None
@@ -174,8 +169,7 @@ class RemoteTiers:
         self._deadlines.after(IDLE_S, self._rest_idle)
 
     def close(self) -> None:
-        """Ends everything: no thread is left, and every callback has been called. Takes at most CLOSE_S and what a
-        connection that is just being made needs."""
+        """No thread is left afterwards, and every callback has been called. Takes at most CLOSE_S and CONNECT_S."""
         with self._lock:
             if self._closed:
                 return
@@ -199,8 +193,8 @@ class RemoteTiers:
         limit_s: float | None = None,
         traceparent: str = "",
     ) -> Finding:
-        """Ask all vaults concerned, and `peer` if it is not "", what they have of a chain's rest. The finding is
-        ready, with what is known by then, after at most `limit_s`, by default LOOK_LIMIT_S."""
+        """Ask the vaults concerned, and `peer` if it is not "", what they have of a chain. The finding is ready after
+        at most `limit_s`, by default LOOK_LIMIT_S."""
         finding = Finding()
         look = Look(names, finding, on_ready, self._noticed, exact, self.tracer, traceparent)
         now = time.monotonic()
@@ -215,7 +209,7 @@ class RemoteTiers:
                 questions.append(SourceQuestion(look, source, by_root(names)))
         look.expect([question.source.tier for question in questions])
         for question in questions:
-            own_limit = question.source.id in self._far  # which is long, and pauses where it is missed
+            own_limit = question.source.id in self._far  # a long one; a source that misses it is not asked for a while
             job = ConnectionJob(question.run, question.fail)
             if not question.source.look(job, None if own_limit else limit_s):
                 self._deadlines.after(0.0, partial(look.answered, question.source.tier))
@@ -234,8 +228,8 @@ class RemoteTiers:
         peer: str,
         on_progress: Callable[[], None],
     ) -> None:
-        """Bring blocks to `targets` (raw pool bytes, writable), in order as far as that is possible. `on_progress` is
-        called when the fetch has ended, at least. What fails is data in `landing`, never an exception."""
+        """Bring blocks to `targets` (raw pool bytes, writable). `on_progress` is called when the fetch has ended. A
+        failure is data in `landing`, never an exception."""
         fetch = Fetch(tier, names, targets, landing, self._intake, exact, on_progress)
         now = time.monotonic()
         parts = []
@@ -259,9 +253,8 @@ class RemoteTiers:
         fetch.start(parts)
 
     def offload(self, name: BlockName, payload: memoryview, *, lossy: bool, on_done: Callable[[], None]) -> bool:
-        """Write-behind to the vault that keeps this block, unless it has it. `payload` must stay as it is until
-        `on_done`, which is called in any case. False, and nothing happens, if the queue is full or there is no
-        vault."""
+        """Write to the vault that keeps this block, unless it has it. `payload` must stay as it is until `on_done`,
+        which is called in any case. False, and nothing happens, if the queue is full or there is no vault."""
         with self._lock:
             owner = self._ring.owner(name)
             vault = self._vaults.get(owner) if owner is not None else None
@@ -272,19 +265,18 @@ class RemoteTiers:
 
     @property
     def losses(self) -> int:
-        """Grows whenever vaults may not have what they were given: a vault came, went or began anew, or blocks did not
-        get through to one."""
+        """Grows whenever a vault came, went or began anew, or blocks did not get through to one."""
         return self._vault_changes + self.counts.not_offloaded
 
     def erase(self, names: Sequence[BlockName]) -> None:
-        """Have vaults forget these blocks, those excepted that others continue; also what waits to be offloaded."""
+        """Have vaults forget these blocks, except those that others continue, and drop what waits to be offloaded."""
         with self._lock:
             writes = [vault.writes for vault in self._vaults.values() if vault.writes is not None]
         for write_behind in writes:
             write_behind.erase(names)
 
     def speed(self, tier: Tier) -> LinkSpeed | None:
-        """Of VAULT or PEER; None until measured, and while there is nobody to ask."""
+        """Of VAULT or PEER; None until measured, and while there is none to ask."""
         now = time.monotonic()
         with self._lock:
             sources = self._peers if tier is Tier.PEER else self._vaults
@@ -293,7 +285,7 @@ class RemoteTiers:
         return slowest(speed for speed in (source.speed() for source in asked) if speed is not None)
 
     def distrust(self, source: str) -> None:
-        """A block that came from this vault or peer was wrong although its checksum was right."""
+        """A block from this vault or peer was wrong although its checksum was right."""
         with self._lock:
             tier = Tier.PEER if self._peer(source) is not None else Tier.VAULT
             out = self._quarantine.fault(source, WRONG, time.monotonic())
@@ -308,7 +300,7 @@ class RemoteTiers:
 
     @staticmethod
     def _laggards(sources: dict[str, Source]) -> set[str]:
-        """Those so much slower than others that their blocks count as absent."""
+        """Sources so much slower than others that their blocks count as absent."""
         if len(sources) < 2:
             return set()
         speeds = {name: speed for name, source in sources.items() if (speed := source.own_speed()) is not None}

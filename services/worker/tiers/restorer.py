@@ -6,8 +6,7 @@
                                                                    └ poll: they are listed, its turn again
 
 Nothing here waits. A job holds the chain that is on the device already and the blocks that its parts land in; when it
-ends, blocks that arrived without a gap are listed like computed ones, and the sequence, back in the queue, finds them.
-A job that takes longer than it may ends with what has arrived by then.
+ends, at its deadline at the latest, blocks that arrived without a gap are listed like computed ones.
 """
 
 from __future__ import annotations
@@ -36,18 +35,17 @@ if TYPE_CHECKING:
 SAMPLED = 32  # one restore in so many is checked by computing
 MOST_SAMPLES = 16
 MOST_RESTORES = 2  # for one sequence before it runs
-LATE = 1.5  # times the predicted seconds, and as much more as does not hurt:
-SLACK = 0.2  # of what computing would take
-GRACE_S = 0.005
-
+LATE = 1.5  # a job's deadline: times its predicted seconds,
+SLACK = 0.2  # and that part of the seconds of computing,
+GRACE_S = 0.005  # or this, if that is more
 
 Arrived = tuple[bool, tuple[int, ...]]  # whether a block is lossy, and its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreSample:
-    """A restored chain of which the last block is to be computed again and compared. Blocks from `start` on came from
-    `source`: a vault's or peer's id, "" the host."""
+    """A restored chain, to compute its last block again. `source`: the vault or peer of blocks from `start` on, "" the
+    host."""
 
     root: Root
     hashes: Sequence[bytes]
@@ -68,7 +66,7 @@ class RunningPart:
 
     @property
     def arrived(self) -> int:
-        """Blocks so far, gaps or not; of those staged on the host, once that copy has begun, those it has made."""
+        """Blocks so far, gaps or not; once the copy of blocks staged on the host has begun, those that it made."""
         if self.copy is not None:
             return self.copy.done
         return 0 if self.landing is None else sum(header is not None for header in self.landing.headers)
@@ -84,21 +82,25 @@ class RunningPart:
 class RestoreJob:
     root: Root
     hashes: Sequence[bytes]
-    ids: list[tuple[int, ...]]  # of each block; empty where it is not known
-    start: int
-    end: int
+    held: Sequence[int]  # the chain before the job's blocks, on the device
+    ids: list[tuple[int, ...]]  # of each block; empty where they are not known
     exact: bool
-    held: Sequence[int]  # the chain before them, on the device
     began: float
     deadline: float
     compute_s: float  # what computing them would take
     blocks: list[int] = field(default_factory=list)  # where they go
     running: list[RunningPart] = field(default_factory=list)
     waiting: list[EngineSequence] = field(default_factory=list)
-    ahead: bool = False  # nobody waits: it is brought for those to come
+    ahead: bool = False  # for sequences to come
+    start: int = field(init=False)
+    end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = len(self.held)
+        self.end = self.start + len(self.ids)
 
     def came_short(self, tier: Tier, depth: int) -> None:
-        """More than `depth` blocks were found there, and are not to be had: that is not tried again."""
+        """Only `depth` of the blocks that were found in `tier` can be had: the rest is not tried again."""
         for location in [sequence.spec.location for sequence in self.waiting]:
             if location is not None and tier is Tier.VAULT:
                 location.finding.vault = min(location.finding.vault, depth)
@@ -136,8 +138,7 @@ class Restorer:
     _unstarted: list[Callable[[], None]] = field(default_factory=list)
 
     def claims(self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: ComputeSeconds) -> bool:
-        """Whether the sequence, whose turn it is, is to wait for blocks that are on their way now. `spare` blocks are
-        left to those who run."""
+        """Whether the sequence, whose turn it is, has to wait for blocks. `spare` blocks are left to running ones."""
         size = self.pool.block_size
         start, usable = len(match.blocks), (len(sequence.ids) - 1) // size
         if sequence.restores >= MOST_RESTORES or start >= usable:
@@ -162,7 +163,8 @@ class Restorer:
             else:
                 left = max((offer.end for offer in offers), default=start)
                 best = price(offers + break_even.remote_offers(self.remote, location, usable, usable, hopes=True))
-                is_worth = compute_s(left, usable) > break_even.look_worth_s(location)
+                worth_s = break_even.FAR_WORTH_S if location.far else break_even.LOOK_WORTH_S
+                is_worth = compute_s(left, usable) > worth_s
                 if is_worth and best and best[-1].tier is not Tier.HOST:
                     self._looking[id(sequence)] = sequence, self.clock() + break_even.answer_limit_s(location)
                     return True
@@ -172,45 +174,24 @@ class Restorer:
         if not parts:
             return False
         sequence.restores += 1
-        start, end = parts[0].start, parts[-1].end
-        saved_s, now = compute_s(start, end), self.clock()
-        job = RestoreJob(
-            root=sequence.root,
-            hashes=sequence.hashes,
-            ids=[tuple(sequence.ids[at * size : (at + 1) * size]) for at in range(start, end)],
-            start=start,
-            end=end,
-            exact=exact,
-            held=match.blocks,
-            began=now,
-            deadline=now + LATE * max(part.seconds for part in parts) + max(GRACE_S, SLACK * saved_s),
-            compute_s=saved_s,
-            waiting=[sequence],
-        )
+        end, now = parts[-1].end, self.clock()
+        saved_s = compute_s(start, end)
+        deadline = now + LATE * max(part.seconds for part in parts) + max(GRACE_S, SLACK * saved_s)
+        ids = [tuple(sequence.ids[at * size : (at + 1) * size]) for at in range(start, end)]
+        job = RestoreJob(sequence.root, sequence.hashes, match.blocks, ids, exact, now, deadline, saved_s)
+        job.waiting.append(sequence)
         self._begin(job, parts, location)
         return True
 
     def preload(self, root: Root, hashes: Sequence[bytes], tier: Tier, peer: str, limit_s: float) -> int:
-        """Bring a chain from vaults or a peer before anybody asks for it. Returns how many blocks are on their way."""
+        """Bring a chain from vaults or a peer ahead of requests. Returns how many blocks are on their way."""
         held = self.pool.chain_to(hashes)
         start = len(held)
         count = min(len(hashes) - start, self.pool.available - self.pool.idle_among(held))
         if self.remote is None or count <= 0:
             return 0
         hashes, now = list(hashes[: start + count]), self.clock()
-        job = RestoreJob(
-            root=root,
-            hashes=hashes,
-            ids=[()] * count,
-            start=start,
-            end=start + count,
-            exact=False,
-            held=held,
-            began=now,
-            deadline=now + limit_s,
-            compute_s=limit_s,
-            ahead=True,
-        )
+        job = RestoreJob(root, hashes, held, [()] * count, False, now, now + limit_s, compute_s=limit_s, ahead=True)
         location = ChainLocation(names_of(root, hashes, (), self.pool.block_size), Finding(True), peer)
         self._begin(job, [RestoredPart(tier, start, start + count, limit_s)], location)
         return count
@@ -222,8 +203,8 @@ class Restorer:
         job.running = [self._prepare(job, part, location) for part in parts]
 
     def start(self) -> None:
-        """Begin to write to the blocks that jobs took from the pool. Not sooner than the step in which they were taken
-        has made its copies: one of them may be what another sequence's first block is copied from."""
+        """Begin to write to the blocks that jobs took from the pool: only after that step has made its copies, as one
+        of them may be the source of a copy."""
         unstarted, self._unstarted = self._unstarted, []
         for start in unstarted:
             start()
@@ -233,7 +214,7 @@ class Restorer:
         if part.tier is Tier.HOST:  # its slots, and the chain before them, are held while they are read
             chain = self.host.pool.chain_to(job.hashes[: part.end])
             self.host.pool.acquire(chain)
-            copy = self._copy(blocks, chain[part.start :])
+            copy = self.host.copy_job(self.memory.write, blocks, chain[part.start :], self.wake)
             self._unstarted.append(partial(self.copier.bring, copy))
             return RunningPart(part, chain, copy)
         assert self.remote is not None
@@ -257,25 +238,20 @@ class Restorer:
         self._unstarted.append(fetch)
         return running
 
-    def _copy(self, blocks: Sequence[int], slots: Sequence[int]) -> CopyJob:
-        pairs = zip(blocks, slots, strict=True)
-        moves = [partial(self.memory.write, block, self.host.view(slot)) for block, slot in pairs]
-        return CopyJob(moves, self.memory.block_bytes, self.wake)
-
     @property
     def preloading(self) -> bool:
         return any(job.ahead for job in self._jobs)
 
     def _bring_staged(self, job: RestoreJob, running: RunningPart) -> None:
-        """What has landed on the host goes on to the device."""
         if running.landing is None or not running.landing.ended or not running.slots or running.copy is not None:
             return
         first, landed = running.part.start - job.start, running.landing.close()
-        running.copy = self._copy(job.blocks[first : first + landed], running.slots[:landed])
+        blocks, slots = job.blocks[first : first + landed], running.slots[:landed]
+        running.copy = self.host.copy_job(self.memory.write, blocks, slots, self.wake)
         self.copier.bring(running.copy)
 
     def poll(self) -> list[EngineSequence]:
-        """Sequences whose turn may come again."""
+        """Returns sequences whose turn may come again."""
         self.start()
         if not self._jobs and not self._looking:
             return []
@@ -285,7 +261,7 @@ class Restorer:
             location = sequence.spec.location
             assert location is not None
             if location.finding.ready or now >= deadline:
-                location.finding.ready = True  # what is not known by now is not waited for
+                location.finding.ready = True  # later answers are not waited for
                 back.append(sequence)
                 del self._looking[key]
         for job in list(self._jobs):
@@ -309,7 +285,7 @@ class Restorer:
         return back
 
     def due_in(self) -> float | None:
-        """Seconds until `poll` has to be called though nothing woke the engine; None: no need."""
+        """Seconds until `poll` has to be called even if nothing wakes the engine."""
         due = [job.deadline for job in self._jobs] + [deadline for _, deadline in self._looking.values()]
         return max(0.0, min(due) - self.clock()) if due else None
 
@@ -331,7 +307,7 @@ class Restorer:
                 tokens = len(arrived) * pool.block_size
                 self.restores_total[tier] += bool(arrived)
                 self.tokens_total[tier] += tokens
-                for sequence in job.waiting[: bool(arrived)]:  # who came later found them
+                for sequence in job.waiting[: bool(arrived)]:  # the first; others found them
                     sequence.restored[tier] = sequence.restored.get(tier, 0) + tokens
             if len(arrived) < wanted:
                 job.came_short(tier, running.part.start + len(arrived))
@@ -344,12 +320,12 @@ class Restorer:
                     trace.restores.append(Restored(tier, job.began, now, wanted, len(arrived), nbytes, failure))
         self.memory.landed(job.blocks[: len(came)])
         if job.held and not pool.lists_block(job.held[-1]):
-            came = []  # what comes before them was thrown away meanwhile
+            came = []  # the chain before them was thrown away meanwhile
         is_lossy = bool(came and job.held) and pool.content(job.held[-1]).lossy
         for at, (lossy, ids) in enumerate(came):
             block_hash = job.hashes[job.start + at]
             if job.exact and pool.is_lossy(block_hash):
-                break  # somebody computed it on lossy ones meanwhile: exact ones are not listed beside them
+                break  # it was computed on lossy ones meanwhile: exact ones are not listed beside them
             is_lossy = is_lossy or lossy
             job.ids[at] = job.ids[at] or ids
             job.blocks[at] = pool.fill(
@@ -382,7 +358,7 @@ class Restorer:
         return [[*job.held, *job.blocks] for job in self._jobs]
 
     def carried(self) -> list[bytes]:
-        """Last blocks of chains on their way up, and so held."""
+        """Last blocks of chains that are held on their way up."""
         return [job.hashes[job.end - 1] for job in self._jobs]
 
     def held_on_host(self) -> list[list[int]]:

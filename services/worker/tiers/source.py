@@ -1,7 +1,7 @@
 """One vault or peer, in one life of it: its connections, and how fast it is. Thread-safe; waits for nothing.
 
-To look and to fetch are two connections: a look must be answered within milliseconds, a fetch may last. Connections
-begin when they are needed, a vault's at once.
+It has two connections: a look must be answered within milliseconds, a fetch may last. A vault's begin at once, a peer's
+when they are needed.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvfleet.worker.tiers.connection_thread import Connect, ConnectionJob, ConnectionThread
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter
+from kvfleet.worker.tiers.transfer_threads import Connect, ConnectionJob, ConnectionThread
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.messages import MemberRecord, Role, State, Tier, WorkerRecord
 
-LATE_LOOKS = 3  # in a row, before there is a pause: one alone says that somebody's cores were busy
-FIRST_PAUSE_S = 0.5  # without looks; doubles with each late one that follows
+LATE_LOOKS = 3  # in a row, before a pause: a single one only says that cores were busy
+FIRST_PAUSE_S = 0.5  # without looks; doubles with each late one
 LONGEST_PAUSE_S = 15.0
 KEEP_ALIVE_S = 30.0
 PROBE_BYTES = 1024 * 1024
 PROBE_LIMIT_S = 2.0
-PROBES = 3  # the quickest counts: a thread that waits for a core measures that
+PROBES = 3  # the quickest counts: others may have waited for a core
 
 
 @dataclass(frozen=True, slots=True)
 class SourceAddress:
-    """A vault or another worker, in one life of it. `host` decides whether its Unix socket can be reached."""
+    """Of a vault or worker, in one life of it. `host` decides whether its Unix socket can be reached."""
 
     id: str
     epoch: str
@@ -38,7 +38,7 @@ class SourceAddress:
 
 
 def vaults_of(members: Iterable[MemberRecord]) -> list[SourceAddress]:
-    """Those that take and give blocks: one that drains keeps its part of the ring until it is gone."""
+    """Vaults that take and give blocks; one that drains keeps its part of the ring until it is gone."""
     return [
         SourceAddress(member.id, member.epoch, member.host, member.data_plane)
         for member in members
@@ -47,7 +47,6 @@ def vaults_of(members: Iterable[MemberRecord]) -> list[SourceAddress]:
 
 
 def peers_of(workers: Iterable[WorkerRecord], me: WorkerRecord) -> list[SourceAddress]:
-    """Workers whose blocks mean the same as this one's: same weights, same layout."""
     return [
         SourceAddress(worker.id, worker.epoch, worker.host, worker.data_plane)
         for worker in workers
@@ -90,13 +89,13 @@ class Source:
             self._fetches = ConnectionThread(f"{name}-fetch", self.connect, self._probe)
 
     def close(self) -> list[threading.Thread]:
-        """Ends its connections, without waiting: the threads that will end."""
+        """Ends connections for good, without waiting. Returns the threads that will end."""
         with self._lock:
             self._closed = True
         return self.rest() + ([self.writes.close()] if self.writes is not None else [])
 
     def rest(self) -> list[threading.Thread]:
-        """Ends its connections until they are needed again."""
+        """Ends connections until they are needed again."""
         with self._lock:
             ending = [one for one in (self._looks, self._fetches) if one is not None]
             self._looks = self._fetches = None
@@ -110,8 +109,7 @@ class Source:
         return bool(threads) and all(one.used_at < since and one.busy_since is None for one in threads)
 
     def look(self, job: ConnectionJob, limit_s: float | None = None) -> bool:
-        """False: it would not be answered in time, or at all. Who has more time than usual, `limit_s`, asks it however
-        late it was with others."""
+        """False: it would not be answered in time. A caller with more time than usual, `limit_s`, ignores a pause."""
         self.start()
         looks = self._looks
         now = time.monotonic()
@@ -124,8 +122,7 @@ class Source:
         return looks.submit(job)
 
     def answered(self, seconds: float) -> None:
-        """A look took so long: who is late again and again is left alone for a while, so that not each look waits in
-        vain."""
+        """A look took `seconds`. A source that is late again and again is not asked for a while."""
         with self._lock:
             self._late = 0 if seconds <= self.look_limit_s else self._late + 1
             if self._late >= LATE_LOOKS:
@@ -139,7 +136,7 @@ class Source:
             client.echo(0, now + PROBE_LIMIT_S)
 
     def fetch(self, job: ConnectionJob, nbytes: int) -> bool:
-        """`ended` follows in any case, unless this is False."""
+        """Unless this is False, the caller calls `ended` in any case."""
         self.start()
         fetches = self._fetches
         with self._lock:
@@ -158,7 +155,7 @@ class Source:
             fetches.cancel(job)
 
     def staging(self, nbytes: int) -> memoryview:
-        """Room for a block that is being received. On the fetch connection's thread alone."""
+        """Room for a block that is being received; for the fetch connection's thread alone."""
         if len(self._staging) < nbytes:
             self._staging = bytearray(nbytes)
         return memoryview(self._staging)[:nbytes]
@@ -168,8 +165,7 @@ class Source:
             note(self._meter)
 
     def speed(self) -> LinkSpeed | None:
-        """Of a fetch that begins now: what waits before it counts as latency. None until measured, and of one that is
-        not there."""
+        """Of a fetch that begins now: what waits before it counts as latency. None: unmeasured, or a vault away."""
         fetches = self._fetches
         if self.tier is Tier.VAULT and (fetches is None or not fetches.is_connected):
             return None
@@ -179,7 +175,7 @@ class Source:
         return speed and LinkSpeed(speed.latency_s + waiting / speed.bytes_per_s, speed.bytes_per_s)
 
     def own_speed(self) -> LinkSpeed | None:
-        """Of a fetch that waits for no other."""
+        """Of a fetch that waits for no other; None until measured."""
         with self._lock:
             return self._meter.speed
 

@@ -1,7 +1,4 @@
-"""All tiers below the device, as the engine sees them. The engine's thread owns it.
-
-The engine tells what happens to sequences, asks when one's turn comes, and has copies maintained between steps.
-"""
+"""All tiers below the device, as the engine sees them. The engine's thread owns it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from kvfleet.worker.blocks.chain_location import BlockName, names_of
 from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
 from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
-from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier
+from kvfleet.worker.tiers.host import Copier, HostTier
 from kvfleet.worker.tiers.offloader import Offloader, ReuseWatch
 from kvfleet.worker.tiers.protection import Protector
 from kvfleet.worker.tiers.restorer import Restorer
@@ -46,7 +43,7 @@ class Tiers:
     reuse: ReuseWatch = field(default_factory=ReuseWatch)
     lent: dict[int, list[tuple[BlockPool, list[int]]]] = field(default_factory=dict)  # chains for peers, by lending
     protector: Protector | None = None
-    # what is to be forgotten once it is no longer on its way: its hashes, and what forgets it
+    # hashes that are on their way and are to be forgotten afterwards, and what forgets them
     _erasing: deque[tuple[frozenset[bytes], Callable[[], int]]] = field(
         default_factory=lambda: deque(maxlen=MOST_ERASING)
     )
@@ -61,13 +58,12 @@ class Tiers:
         self._probe()
 
     def _probe(self) -> None:
-        """Copies in memory are priced from the first request on. The pool is empty: blocks are free to be written."""
+        """Measure copies, so that the first request can price them. The pool is empty: its blocks may be written."""
         blocks = self.pool.allocate(min(PROBE_BLOCKS, self.pool.available, self.host.blocks))
         slots = self.host.allocate(len(blocks))
-        pairs = list(zip(blocks, map(self.host.view, slots), strict=True))
         for _ in range(2):  # the first touches the memory
             for copy, speed in ((self.memory.read, self.copier.speed_out), (self.memory.write, self.copier.speed_in)):
-                job = CopyJob([partial(copy, *pair) for pair in pairs], self.host.block_bytes, lambda: None)
+                job = self.host.copy_job(copy, blocks, slots, lambda: None)
                 took = job.run()
                 speed.start(job.done * self.host.block_bytes, took)
         self.pool.release(blocks)
@@ -80,11 +76,9 @@ class Tiers:
         self.reuse.ask(own_root(sequence.root), sequence.hashes)
 
     def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
-        """Its prompt is computed: the part that was found was of use again, the rest may be."""
         self.offloader.offer(sequence, prefill_tokens_per_s)
 
     def leaves(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
-        """It is about to let go of its blocks for good."""
         self.restorer.drop(sequence)
         if sequence.filled:
             self.reuse.extend(sequence.hashes[: sequence.filled])
@@ -94,28 +88,27 @@ class Tiers:
             self.offloader.offer(sequence, prefill_tokens_per_s)
 
     def paused(self, sequence: EngineSequence) -> None:
-        """It is about to let go of its blocks until somebody reads on."""
+        """The sequence is about to release its blocks until its client reads on."""
         self.restorer.drop(sequence)
         if sequence.filled:
             self.offloader.offer(sequence, 0.0, reused=True)
 
     def preempted(self, sequence: EngineSequence) -> None:
-        """It is about to give its blocks to others, and wants them back."""
         if sequence.filled:
             self.offloader.save(sequence)
 
     def claims(
         self, sequence: EngineSequence, match: Match, spare: int, compute_s: Callable[[int, int], float]
     ) -> bool:
-        """Whether it has to wait, out of the queue, for blocks from below: `maintain` gives it back. `compute_s`:
-        seconds for tokens from a position on, so many."""
+        """Whether the sequence has to wait, out of the queue, until `maintain` returns it. `compute_s`: seconds to
+        compute tokens, by position and count."""
         size = self.pool.block_size
         return self.restorer.claims(
             sequence, match, spare=spare, compute_s=lambda start, end: compute_s(start * size, (end - start) * size)
         )
 
     def maintain(self) -> list[EngineSequence]:
-        """Between steps. Returns sequences that go back to the queue."""
+        """Called between steps. Returns sequences that go back to the queue."""
         self.offloader.maintain()
         for _ in range(len(self._erasing)):
             known, erase = self._erasing.popleft()
@@ -126,12 +119,12 @@ class Tiers:
         return self.restorer.poll()
 
     def copied(self) -> None:
-        """What this step copies between blocks is copied: blocks that were taken from the pool may be written."""
+        """This step's copies between blocks are made: blocks taken from the pool may be written."""
         self.restorer.start()
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
-        """Forget what only this token sequence has behind its first `keep` tokens, in every tier; what is on its way
-        down or to a peer, when it is there. Returns how many blocks went at once."""
+        """Forget, in every tier, the blocks that only this token sequence has behind its first `keep` tokens; those on
+        their way, when they have arrived. Returns how many went at once."""
         known = frozenset(hashes)
         if not known.isdisjoint(self._carried()):
             self._erasing.append((known, partial(self.erase, root, hashes, ids, keep)))
@@ -144,8 +137,7 @@ class Tiers:
         return gone
 
     def discard(self, root: Root, hashes: Sequence[bytes]) -> None:
-        """The last block's content is wrong: it and all that continues it go, here and in vaults, and what of it is on
-        its way goes nowhere."""
+        """The last block's content is wrong: drop it and all that continues it, here, in vaults and on the way."""
         first = hashes[-1]
         gone = {first: root_at(root, len(hashes) - 1)} | self.pool.continuations(first)
         gone |= self.host.pool.continuations(first)
@@ -156,7 +148,7 @@ class Tiers:
             self.remote.erase([BlockName(kept_under, block_hash, b"", b"") for block_hash, kept_under in gone.items()])
 
     def _carried(self) -> list[bytes]:
-        """Last blocks of chains that are held here, by no sequence."""
+        """Last blocks of chains that tiers or peers hold, not sequences."""
         lent = [(pool, chain[-1]) for held in self.lent.values() for pool, chain in held]
         ends = [pool.content(last).hash for pool, last in lent if pool.lists_block(last)]
         return [end for end in ends if end] + self.offloader.carried() + self.restorer.carried()
@@ -202,7 +194,6 @@ class Tiers:
         return loads
 
     def readable(self) -> list[tuple[BlockPool, Callable[[int], memoryview]]]:
-        """The pools with this worker's blocks, fastest first, and how a block's bytes are had."""
         return [(self.pool, self._read_device), (self.host.pool, self.host.view)]
 
     def _read_device(self, block: int) -> memoryview:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from kvfleet.worker.blocks.chain_location import BlockName
@@ -18,8 +18,7 @@ KEEPERS = 2
 
 
 class RingShare(NamedTuple):
-    """What one holder is asked for under one root: positions in the list of names, in its order. `owned`: it is the
-    one that should keep them."""
+    """A question to one vault or peer: positions in a list of names, in its order. `owned`: it should keep them."""
 
     root: bytes
     at: list[int]
@@ -31,19 +30,17 @@ class RingShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VaultRing:
-    """Immutable: who joins or leaves makes a new one."""
-
     ring: HashRing = field(default_factory=HashRing)
 
     def keepers(self, name: BlockName) -> tuple[str, ...]:
-        """The one that a block is written to, then the one that kept it before that one joined."""
+        """The owner, which a block is written to, then the vault that kept it before the owner joined."""
         return tuple(islice(self.ring.walk((name.run or name.hash).hex()), KEEPERS))
 
     def owner(self, name: BlockName) -> str | None:
         return self.ring.owner((name.run or name.hash).hex())
 
     def shares(self, names: Sequence[BlockName]) -> dict[str, list[RingShare]]:
-        """By vault: all that it may hold of `names`."""
+        """By vault: the blocks that it may have."""
         shares: dict[str, list[RingShare]] = {}
         for start, end in _pieces(names):
             for rank, vault in enumerate(self.keepers(names[start])):
@@ -51,8 +48,7 @@ class VaultRing:
         return shares
 
     def homes(self, names: Sequence[BlockName], strays: Mapping[bytes, str]) -> dict[str, list[RingShare]]:
-        """By vault: the blocks to fetch from it, each from one; `strays` are hashes that were seen elsewhere than at
-        their owner."""
+        """By vault: the blocks to fetch from it, each from one; `strays`: vaults of hashes not seen at their owner."""
         homes: dict[str, list[RingShare]] = {}
         for start, end in _pieces(names):
             root, owner = names[start].root, self.owner(names[start])
@@ -68,7 +64,7 @@ class VaultRing:
 
 
 def by_root(names: Sequence[BlockName]) -> list[RingShare]:
-    """All of `names`, as one holder is asked for them: a forked chain has two roots."""
+    """All of `names`: a forked chain has two roots."""
     shares: dict[str, list[RingShare]] = {}
     for start, end in _pieces(names):
         _add(shares, "", names[start].root, range(start, end))
@@ -76,17 +72,12 @@ def by_root(names: Sequence[BlockName]) -> list[RingShare]:
 
 
 def _pieces(names: Sequence[BlockName]) -> Iterator[tuple[int, int]]:
-    """Where names follow one another that are of one run and kept under one root: start and end."""
+    """Start and end of names that follow one another and have one root and one run."""
     start = 0
-    last: tuple[bytes, bytes] | None = None
-    for at, (root, block, _, _, run) in enumerate(names):
-        piece = (root, run or block)
-        if piece != last:
-            if at:
-                yield start, at
-            start, last = at, piece
-    if names:
-        yield start, len(names)
+    for _, piece in groupby(names, key=lambda name: (name.root, name.run or name.hash)):
+        end = start + len(list(piece))
+        yield start, end
+        start = end
 
 
 def _add(

@@ -1,12 +1,7 @@
-"""Computes restored blocks again and compares: whether what comes from below is what this model would have computed.
+"""Computes restored blocks again, while the engine is idle, and compares. The engine's thread owns it.
 
-A checksum says that bytes are those that were stored, not that they were right. So now and then, when there is nothing
-else to do, the last block of a restored chain is run through the model on the blocks before it. What differs by more
-than rounding is thrown away with all that continues it, and its source is not trusted. The engine's thread
-owns it.
-
-It happens while no sequence runs or waits, so nothing has to be taken from anybody. What is being copied or lent at
-that moment stays with those who copy it, and is found by nobody any more.
+A checksum says that bytes are those that were stored, not that they were right. So the last block of a sampled chain
+is run through the model on the blocks before it.
 """
 
 from __future__ import annotations
@@ -33,8 +28,7 @@ class Verifier:
         return bool(self.tiers.restorer.samples) and not self.tiers.restorer.waiting
 
     def check_one(self) -> None:
-        """Takes a step of one block. What is wrong goes with all that came with it and what continues it, on device and
-        host and in vaults."""
+        """Takes a step of one block. A wrong block is discarded with all blocks that came with it."""
         sample, tiers = self.tiers.restorer.samples.popleft(), self.tiers
         difference = self._difference(sample)
         if difference is None or difference <= self.runner.tolerance:
@@ -47,8 +41,7 @@ class Verifier:
             tiers.remote.distrust(sample.source)
 
     def _difference(self, sample: RestoreSample) -> float | None:
-        """Of the block and what this model computes, as a part of its largest number; None if it was evicted meanwhile,
-        or there is no room."""
+        """Relative to the largest number; None if the block was evicted meanwhile, or there is no room."""
         pool = self.tiers.pool
         at, size = len(sample.hashes) - 1, pool.block_size
         chain = pool.chain_to(sample.hashes)

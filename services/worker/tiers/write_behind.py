@@ -1,12 +1,8 @@
-"""Blocks on their way to one vault, and what it is to forget. Thread-safe; owns their queue, bounded in bytes, and a
-connection of its own.
+"""Blocks on their way to one vault, and those that it is to forget. Thread-safe; owns their queue and a connection.
 
-    offer ──▶ queue ──a batch──▶ has it? ──▶ encode ──▶ put ──▶ done
-                ▲──────────── it did not get through ─────│
-    erase: what waits is dropped; the vault forgets after the batch that is under way
-
-The caller is told at once when the queue is full, and `on_done` is called in any case, at the latest some seconds
-after OFFLOAD_LIMIT_S: then the memory is its owner's again.
+offer ──▶ queue ──a batch──▶ has it? ──▶ encode ──▶ put ──▶ done
+            ▲──────────── it did not get through ─────│
+erase: what waits is dropped; the vault forgets after the batch that is under way
 """
 
 from __future__ import annotations
@@ -20,9 +16,8 @@ from itertools import pairwise, takewhile
 
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers.block_codec import choose, encoded_bytes
-from kvfleet.worker.tiers.connection_thread import GONE, Connect, ConnectionJob, ConnectionThread
-from kvfleet.worker.tiers.deadlines import Deadlines
 from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
+from kvfleet.worker.tiers.transfer_threads import GONE, Connect, ConnectionJob, ConnectionThread, Deadlines
 from kvfleet.worker.tiers.vault_ring import by_root
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, PutStatus
@@ -38,7 +33,7 @@ AGAIN_S = 2.0  # from an erase that failed, or that a broken put may have outliv
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offload:
-    """`payload` stays as it is until `on_done` is called; nothing is done with it after `expires`."""
+    """`payload` stays as it is until `on_done`, which is called some seconds after `expires` at the latest."""
 
     name: BlockName
     payload: memoryview
@@ -49,8 +44,8 @@ class Offload:
 
 @dataclass(eq=False, slots=True)
 class OffloadQueue:
-    """What waits for one vault, oldest first. Parents come before their children and are written before them: order is
-    never changed. Guarded by the lock of its `WriteBehind`."""
+    """What waits for one vault, oldest first. The order never changes, as parents come, and are written, before their
+    children. Guarded by the lock of its `WriteBehind`."""
 
     max_bytes: int
     nbytes: int = 0  # of what waits and of the batch that is under way
@@ -85,14 +80,10 @@ class OffloadQueue:
         return self._batch.copy()
 
     def done(self) -> None:
-        """The batch under way has come to its end, whichever."""
-        self._leave(self._batch)
-        self._batch = []
-        self._unwanted.clear()
+        self.put_back(float("inf"))
 
     def put_back(self, now: float) -> list[Offload]:
-        """The batch under way did not get through: it is first again, but for what has expired or was dropped
-        meanwhile, which is returned."""
+        """The batch did not get through: it is first again, except what expired or was dropped, which is returned."""
         ended = [one for one in self._batch if one.expires <= now or one.name.hash in self._unwanted]
         self._waiting.extendleft(reversed([one for one in self._batch if one not in ended]))
         self._leave(ended)
@@ -101,7 +92,6 @@ class OffloadQueue:
         return ended
 
     def expired(self, now: float) -> list[Offload]:
-        """Takes out what has waited too long."""
         expired = list(takewhile(lambda offload: offload.expires <= now, self._waiting))
         for _ in expired:
             self._waiting.popleft()
@@ -109,18 +99,12 @@ class OffloadQueue:
         return expired
 
     def drop(self, hashes: Collection[bytes]) -> list[Offload]:
-        """Takes out what waits of these blocks; those under way do not come back."""
+        """Take out those of these blocks that wait; those under way do not come back."""
         self._unwanted.update(one.name.hash for one in self._batch if one.name.hash in hashes)
         dropped = [offload for offload in self._waiting if offload.name.hash in hashes]
         if dropped:
             self._waiting = deque(offload for offload in self._waiting if offload.name.hash not in hashes)
             self._leave(dropped)
-        return dropped
-
-    def drop_all(self) -> list[Offload]:
-        dropped = list(self._waiting)
-        self._waiting.clear()
-        self._leave(dropped)
         return dropped
 
     def _leave(self, offloads: Collection[Offload]) -> None:
@@ -142,7 +126,7 @@ class WriteBehind:
     _asked_to_drain: bool = False
     _watched: bool = False
     _closed: bool = False
-    _broke_at: float = float("-inf")  # when a put ended of which nobody knows what became of it
+    _broke_at: float = float("-inf")  # when a put last ended without an answer
     _scratch: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
@@ -164,7 +148,7 @@ class WriteBehind:
         return True
 
     def erase(self, names: Sequence[BlockName]) -> None:
-        """Nothing of these blocks is written that is not under way already, and the vault forgets them."""
+        """No more of these blocks is written, except what is under way, and the vault forgets them."""
         with self._lock:
             dropped = self._queue.drop({name.hash for name in names})
         self._give_back(dropped, "erased")
@@ -174,10 +158,10 @@ class WriteBehind:
             self.deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
 
     def close(self) -> threading.Thread:
-        """Waits for nothing: the thread that will end. What waits is given back now, what is under way with it."""
+        """Returns at once, with the thread that will end. What waits is given back now, what is under way with it."""
         with self._lock:
             self._closed = True
-            dropped = self._queue.drop_all()
+            dropped = self._queue.expired(float("inf"))
         self._connection.close()
         self._give_back(dropped, GONE)
         return self._connection.thread
@@ -214,12 +198,11 @@ class WriteBehind:
     # ------------------------------------------------------------------ the connection's thread
 
     def _maintain(self, client: DataPlaneClient) -> None:
-        """Connected, or nothing to do: what waits since there was no connection goes now."""
-        if len(self._queue):
+        if len(self._queue):  # it came while there was no connection
             self._drain_soon()
 
     def _drain(self, client: DataPlaneClient) -> None:
-        """One batch; then whatever else was asked for has its turn."""
+        """One batch; then other jobs have their turn."""
         now = time.monotonic()
         with self._lock:
             expired = self._queue.expired(now)
@@ -239,7 +222,6 @@ class WriteBehind:
         self._maintain(client)
 
     def _broke(self, reason: str) -> None:
-        """The batch did not get through, if there was one."""
         now = time.monotonic()
         with self._lock:
             ended = self._queue.put_back(float("inf") if self._closed else now)
@@ -248,16 +230,16 @@ class WriteBehind:
         self._give_back(ended, "expired")
 
     def _written(self, client: DataPlaneClient, batch: Sequence[Offload], deadline: float) -> list[PutStatus]:
-        """What became of those that the vault did not have."""
+        """The fate of those that the vault did not have."""
         root = batch[0].name.root
-        if self.settings.codec is not BlockCodec.RAW:  # encoding costs more than to ask
+        if self.settings.codec is not BlockCodec.RAW:  # encoding costs more than a question
             held = client.has(root, [offload.name.hash for offload in batch], False, deadline)
             batch = [offload for offload, has in zip(batch, held, strict=True) if not has]
         return client.put(root, self._encoded(batch), deadline) if batch else []
 
     def _encoded(self, offloads: Sequence[Offload]) -> list[tuple[BlockHeader, memoryview]]:
-        """Sealed; payloads lie in the scratch buffer, or where they were where a block stays raw."""
-        codec, shape = self.settings.codec, self.settings.shape
+        """Sealed; encoded payloads lie in the scratch buffer."""
+        codec, shape, kv_format = self.settings.codec, self.settings.shape, self.settings.kv_format
         quantises = codec is not BlockCodec.RAW and shape.dtype != "int8"
         size = encoded_bytes(codec, shape) if quantises else 0
         if len(self._scratch) < size * len(offloads):
@@ -272,14 +254,9 @@ class WriteBehind:
                 self.counts.quantised(encoded.snr_db, shape.raw_bytes, encoded.length)
             elif quantises:
                 self.counts.stayed_raw()
+            lossy = offload.lossy or is_lossy
             header = BlockHeader(
-                *offload.name[:4],
-                self.settings.kv_format,
-                encoded.codec,
-                shape.raw_bytes,
-                encoded.length,
-                offload.lossy or is_lossy,
-                encoded.snr_db,
+                *offload.name[:4], kv_format, encoded.codec, shape.raw_bytes, encoded.length, lossy, encoded.snr_db
             )
             blocks.append((header.sealed(payload), payload))
         return blocks
@@ -287,7 +264,7 @@ class WriteBehind:
     # ------------------------------------------------------------------ the deadlines' thread
 
     def _expire(self) -> None:
-        """What is under way expires with its put."""
+        """What is under way expires with its put instead."""
         with self._lock:
             expired = self._queue.expired(time.monotonic())
             watch = self._watched = bool(len(self._queue))

@@ -10,6 +10,7 @@ from random import Random
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
+from kvproto.dataplane.serving import ServedBlocks
 
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
 IDENTITY = "vault-1"
@@ -32,16 +33,6 @@ def hashes_of(blocks: Sequence[Block]) -> list[bytes]:
     return [header.hash for header, _ in blocks]
 
 
-class Lent:
-    def __init__(self, store: MemoryStore, blocks: list[Block | None]) -> None:
-        self.blocks = blocks
-        self._store = store
-
-    def release(self) -> None:
-        with self._store.lock:
-            self._store.lent -= 1
-
-
 class MemoryStore:
     """Thread-safe. `lent` and `reserved` are 0 when nobody uses it."""
 
@@ -56,13 +47,17 @@ class MemoryStore:
     def fill(self, blocks: Sequence[Block]) -> None:
         self.blocks |= {(header.root, header.hash): (header, payload) for header, payload in blocks}
 
-    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> Lent:
+    def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
         found = [self.finds(root, name) for name in hashes]
         found = [None if block and exact and block[0].lossy else block for block in found]
         with self.lock:
             self.lent += 1
             self.most_blocks_lent = max(self.most_blocks_lent, sum(block is not None for block in found))
-        return Lent(self, found)
+        return ServedBlocks(found, self._release)
+
+    def _release(self) -> None:
+        with self.lock:
+            self.lent -= 1
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
         found = [self.blocks.get((root, name)) for name in hashes]

