@@ -19,9 +19,12 @@ from typing import Any, TypeVar, cast
 import uvloop
 
 from kvproto.errors import KvfleetError
+from kvservice import logs
+from kvservice.settings import ServiceSettings, load
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", bound=ServiceSettings)
 
 CLOSE_TIMEOUT_S = 5.0
 BEAT_S = 1.0
@@ -120,6 +123,14 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run_it, name="loading", daemon=True).start()
     return await future
+
+
+def run_service(role: str, kind: type[S], serve: Callable[[S, Lifecycle], Awaitable[None]]) -> None:
+    """A service's `main`: its settings, its logs, and `serve` until it stops."""
+    program = f"kvfleet {role}"
+    settings = load(kind, sys.argv[1:], program)
+    logs.set_up(f"{role}-{settings.member}", settings)
+    run(program, lambda life: serve(settings, life), parent_pid=settings.parent_pid)
 
 
 Main = Callable[[Lifecycle], Awaitable[None]]

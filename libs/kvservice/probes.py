@@ -11,7 +11,7 @@ It is open from the start, so that an orchestrator sees a process that loads a m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -29,25 +29,31 @@ class Probes:
 
     def __init__(self, settings: ServiceSettings, life: Lifecycle) -> None:
         """Raises Unavailable for a port that is taken."""
-        self._life = life
-        self._registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._registry = registry
         self._ready = False
-        self.port: int | None = None
-        if settings.metrics_port is None:
-            return
-        ProcessCollector(registry=self._registry)
-        server = MetricsServer(
-            self._registry, settings.host, settings.metrics_port, self._is_ready, lambda: life.idle_s < STUCK_S
-        )
-        self.port = server.port
-        life.closing("metrics", server.close)
-        log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
+        self.port = open_port(settings, life, registry, lambda: self._ready)
 
     def ready(self, readings: Iterable[Reading]) -> None:
         """From now on requests are served, and these are shown."""
-        if self.port is not None:
-            self._registry.register(LiveCollector(readings))
+        self._registry.register(LiveCollector(readings))
         self._ready = True
 
-    def _is_ready(self) -> bool:
-        return self._ready and not self._life.stopping.is_set()
+
+def open_port(
+    settings: ServiceSettings, life: Lifecycle, registry: CollectorRegistry, is_ready: Callable[[], bool]
+) -> int | None:
+    """The metrics port, if one is set; `is_ready` runs on its threads. Raises Unavailable for a port that is taken."""
+    if settings.metrics_port is None:
+        return None
+    server = MetricsServer(
+        registry,
+        settings.host,
+        settings.metrics_port,
+        is_ready=lambda: not life.stopping.is_set() and is_ready(),
+        is_alive=lambda: life.idle_s < STUCK_S,
+    )
+    life.closing("metrics", server.close)
+    log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
+    return server.port

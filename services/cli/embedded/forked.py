@@ -14,7 +14,7 @@ from kvservice import fork_server
 
 SHARED = (
     "kvproto.client", "kvproto.dataplane.server", "kvservice.data_plane", "kvservice.lifecycle", "kvservice.logs",
-    "kvservice.membership", "kvservice.nats_connection", "kvservice.probes", "kvservice.settings",
+    "kvservice.membership", "kvservice.probes", "kvservice.settings",
     "kvservice.tracing_start",
 )  # fmt: skip
 

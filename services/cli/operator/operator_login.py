@@ -58,7 +58,7 @@ class Login:
         ca, cert, key = (None if path is None else str(path) for path in (self.ca, self.cert, self.key))
         if not (seed or ca or cert or key):
             return None  # without pydantic, which takes as long to import as all else here
-        from kvservice.nats_connection import tls_context
+        from kvservice.membership import tls_context
         from kvservice.settings import ServiceSettings, check_seed
 
         check_seed(seed, "nats_nkey_seed_file")
