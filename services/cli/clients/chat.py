@@ -10,17 +10,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvfleet.cli.clients.answers import (
-    TROUBLES,
-    AnswerRefused,
-    Unreadable,
-    asking,
-    client,
-    events,
-    get,
-    shaped_as_an_ingress_says,
-    told,
-)
+from kvfleet.cli.clients.answers import AnswerFailed, AnswerRefused, asking, client, events, get, reading
 from kvfleet.cli.clients.generate import (
     DEFAULT_URL,
     STREAMING,
@@ -110,10 +100,7 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
     usage: dict[str, Any] = {}
     out.print(printable(body["model"]), style="bold green", end=" ")
     try:
-        with (
-            shaped_as_an_ingress_says(url),
-            http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
-        ):
+        with reading(url), http.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
             event: dict[str, Any] | None = None
             for event in events(response):
                 if "error" in event:
@@ -128,13 +115,11 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
                         text += piece
                         out.print(piece, end="")
             if event is None:
-                raise Unreadable(f"{url}: no answer came: is an ingress there?")
-    except AnswerRefused as error:
+                raise AnswerFailed(f"{url}: no answer came: is an ingress there?")
+    except AnswerFailed as error:
+        if not isinstance(error, AnswerRefused):
+            err.print()
         _trouble(str(error))
-        return None
-    except TROUBLES as error:
-        err.print()
-        _trouble(told(url, error))
         return None
     except KeyboardInterrupt:
         err.print("\nstopped", style="dim")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvfleet.cli.clients.answers import Unreadable, asking, client, events
+from kvfleet.cli.clients.answers import AnswerFailed, asking, client, events
 from kvfleet.cli.console import err, fail, out
 
 
@@ -117,7 +117,7 @@ def generate(
             else:
                 ended = event
         if ended is None:
-            raise Unreadable(f"{url}: the answer has no end: is an ingress there?")
+            raise AnswerFailed(f"{url}: the answer has no end: is an ingress there?")
         out.print()
         for one in scored:
             err.print(logprob_line(one))

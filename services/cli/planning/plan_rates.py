@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfleet.cli.clients.answers import TROUBLES, AnswerRefused, client, get, shaped_as_an_ingress_says, told
+from kvfleet.cli.clients.answers import AnswerFailed, AnswerRefused, client, get, reading
 
 
 class NoRates(Exception):
@@ -44,12 +44,12 @@ class Measured:
 def of_fleet(url: str, model: str | None, api_key: str | None) -> Measured:
     """GET /workers of a running fleet. Raises NoRates."""
     try:
-        with shaped_as_an_ingress_says(url), client(api_key) as http:
+        with reading(url), client(api_key) as http:
             return read(get(http, f"{url}/workers"), f"{url}/workers", model)
     except AnswerRefused as error:
         raise NoRates(f"{url}: {error}") from None
-    except TROUBLES as error:
-        raise NoRates(told(url, error)) from None
+    except AnswerFailed as error:
+        raise NoRates(str(error)) from None
 
 
 def of_file(path: Path, model: str | None) -> Measured:
