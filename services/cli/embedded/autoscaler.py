@@ -169,9 +169,8 @@ class LocalAutoscaler:
             err.print(f"kvfleet: no autoscaling any more: {error}")
 
     async def _watch(self) -> None:
-        connection = await self.login.open("kvfleet-autoscaler")
         subjects = Subjects(self.namespace)
-        try:
+        async with self.login.connected("kvfleet-autoscaler") as connection:
             while not await asyncio.to_thread(self.stopping.wait, POLL_S):
                 try:
                     await self._look(connection, subjects)
@@ -179,8 +178,6 @@ class LocalAutoscaler:
                     if self.stopping.is_set():
                         return
                     err.print(f"kvfleet: not scaled: {error or 'no answer'}")
-        finally:
-            await connection.close()
 
     async def _look(self, connection: Connection, subjects: Subjects) -> None:
         answers = await ask_all(connection, subjects, ANSWERS_S)

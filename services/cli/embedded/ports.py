@@ -1,5 +1,4 @@
-"""Ports of this machine: listened at for a process, or tried before one is started that would fail over it; and the
-ports of the fleet's metrics."""
+"""Ports of this machine: that of the ingress, and those of the fleet's metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ FILE = "kvfleet.json"
 
 
 class PortTaken(OSError):
-    """Nobody else can listen there; says where and why."""
+    """Says where and why."""
 
 
 def claim(host: str, port: int) -> int:
@@ -28,32 +27,23 @@ def claim(host: str, port: int) -> int:
 
 def listen(host: str, port: int) -> socket.socket:
     """Clients can connect to it, and wait there until a process that has it accepts them. Raises PortTaken."""
-    listener = _bound(host, port)
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _taken(host, port, error) from None
-    return listener
+    return _bound(host, port, BACKLOG)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, backlog: int | None = None) -> socket.socket:
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family)
+        bound = socket.socket(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+            if backlog is not None:
+                bound.listen(backlog)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
-        raise _taken(host, port, error) from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise _taken(host, port, error) from None
+        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return bound
-
-
-def _taken(host: str, port: int, error: OSError) -> PortTaken:
-    return PortTaken(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 @dataclass(eq=False, slots=True)
