@@ -1,12 +1,18 @@
-"""Metrics: a registry for the process, collectors that read live counters, and the port that shows them.
+"""Metrics and probes of a process, and the port that shows them.
 
-Counters live where the work is done, as plain integers; a collector reads them when it is scraped, so the hot path pays
-nothing for being watched, and every series exists from the start at 0.
+Counters are plain integers where the work is done; a collector reads them when it is scraped, so they cost the hot path
+nothing, and every series exists from the start at 0. The port is open from the start, for orchestrators:
+
+    starting   /livez 200   /readyz 503
+    ready      /livez 200   /readyz 200
+    stopping   /livez 200   /readyz 503
+    stuck      /livez 503: the event loop has not run for `STUCK_S`
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +21,17 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvproto.errors import Unavailable
+from kvservice.lifecycle import Lifecycle
+from kvservice.settings import ServiceSettings
+
+STUCK_S = 30.0
+
+log = logging.getLogger(__name__)
 
 Reader = Callable[[], float]
 LabelledReader = Callable[[], Mapping[tuple[str, ...], float]]
@@ -126,3 +138,38 @@ class MetricsServer:
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._server.shutdown)
         self._server.server_close()
+
+
+class Probes:
+    """Owned by the process's main coroutine. Without a metrics port it does nothing."""
+
+    def __init__(self, settings: ServiceSettings, life: Lifecycle) -> None:
+        """Raises Unavailable for a port that is taken."""
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._registry = registry
+        self._ready = False
+        self.port = open_port(settings, life, registry, lambda: self._ready)
+
+    def ready(self, readings: Iterable[Reading]) -> None:
+        """From now on requests are served, and these are shown."""
+        self._registry.register(LiveCollector(readings))
+        self._ready = True
+
+
+def open_port(
+    settings: ServiceSettings, life: Lifecycle, registry: CollectorRegistry, is_ready: Callable[[], bool]
+) -> int | None:
+    """The metrics port, if one is set; `is_ready` runs on its threads. Raises Unavailable for a port that is taken."""
+    if settings.metrics_port is None:
+        return None
+    server = MetricsServer(
+        registry,
+        settings.host,
+        settings.metrics_port,
+        is_ready=lambda: not life.stopping.is_set() and is_ready(),
+        is_alive=lambda: life.idle_s < STUCK_S,
+    )
+    life.closing("metrics", server.close)
+    log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
+    return server.port

@@ -28,7 +28,7 @@ from kvproto.subjects import INGRESS_INBOX
 from kvservice import lifecycle
 from kvservice.lifecycle import Lifecycle
 from kvservice.membership import join, member_record
-from kvservice.probes import open_port
+from kvservice.metrics import open_port
 from kvservice.process_metrics import common_readings
 from kvservice.tracing_start import open_tracer
 

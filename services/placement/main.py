@@ -16,7 +16,7 @@ from kvproto.messages import Role
 from kvproto.subjects import PLACEMENT_INBOX
 from kvservice import lifecycle
 from kvservice.membership import connect, join, member_record
-from kvservice.probes import Probes
+from kvservice.metrics import Probes
 from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from kvproto.subjects import VAULT_INBOX
 from kvservice import lifecycle
 from kvservice.data_plane import limits_of, reachable, recorder_of, runtime_folder, server_context
 from kvservice.membership import join, member_record
-from kvservice.probes import Probes
+from kvservice.metrics import Probes
 from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from kvproto.subjects import WORKER_INBOX, Subjects
 from kvservice import lifecycle, tracing
 from kvservice.data_plane import runtime_folder
 from kvservice.membership import join
-from kvservice.probes import Probes
+from kvservice.metrics import Probes
 from kvservice.tracing import Tracer
 from kvservice.tracing_start import open_tracer
 

@@ -100,8 +100,8 @@ class KnownWorkers:
 
 @dataclass(eq=False, slots=True)
 class LocalAutoscaler:
-    """`start`, `maintain` again and again on the thread that owns the processes, `stop`, `join`. `spawn(model)` starts
-    a worker."""
+    """The thread that owns the processes calls `start`, then `maintain` regularly; it sets `stopping` and calls `join`.
+    `spawn(model)` starts a worker."""
 
     login: Login
     namespace: str
@@ -122,12 +122,8 @@ class LocalAutoscaler:
         self.workers = {child.name: KnownWorkers(model) for child, model in workers}
         self.thread.start()
 
-    def stop(self) -> None:
-        """Returns at once: what is asked for just now may still be waited for."""
-        self.stopping.set()
-
     def join(self) -> None:
-        """Wait a moment for the thread. It ends with the process in any case."""
+        """Wait a moment for the thread, once `stopping` is set. It ends with the process in any case."""
         if self.thread.is_alive():
             self.thread.join(JOIN_S)
 

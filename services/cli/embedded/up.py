@@ -99,7 +99,6 @@ def up(
 
     with folders(state_dir) as (own_folder, state):
         fleet = EmbeddedFleet(listener)
-        autoscaler: LocalAutoscaler | None = None
         try:
             login, system = _start_nats(fleet, state, nats_url, nats_user, nats_password)
             for line in asyncio.run(create_buckets(login, namespace)):
@@ -165,14 +164,14 @@ def up(
                     return child
 
                 if limits is not None:
-                    autoscaler = LocalAutoscaler(login, namespace, served, grow)
-                    autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
-                fleet.watch(stopping, autoscaler, forget)
+                    fleet.autoscaler = LocalAutoscaler(login, namespace, served, grow)
+                    fleet.autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
+                fleet.watch(stopping, forget)
         except (StartFailed, FleetEnded, KvfleetError, PortTaken) as error:
-            fleet.end(autoscaler)
+            fleet.stop()
             fail(str(error))
         finally:
-            fleet.end(autoscaler)
+            fleet.stop()
 
 
 def _name(model: str) -> str:

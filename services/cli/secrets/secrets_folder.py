@@ -15,7 +15,6 @@ What is there stays: a seed that was handed out and deleted here is not made aga
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from pathlib import Path
 import nkeys  # type: ignore[import-untyped]
 from cryptography import x509
 
+from kvfleet.cli.secrets.key import toml_entry
 from kvfleet.cli.secrets.secrets_certificates import (
     Authority,
     Key,
@@ -43,6 +43,7 @@ from kvfleet.cli.secrets.secrets_certificates import (
 )
 from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.ids import DEFAULT_TENANT, is_token
+from kvservice.secret_file import write_secret
 
 ROLES = ("admin", "ingress", "placement", "worker", "vault", "sys", "region-link")
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "nats")
@@ -231,10 +232,7 @@ class _Filling:
         key = given.decode().strip() if given is not None else f"sk-{secrets.token_urlsafe(32)}"
         if given is None:
             self.new["api-key.txt"] = f"{key}\n".encode()
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        self.new["api-keys.toml"] = (
-            f'[[keys]]\nname = "admin"\nsha256 = "{digest}"\ntenant = "{DEFAULT_TENANT}"\nadmin = true\n'.encode()
-        )
+        self.new["api-keys.toml"] = toml_entry(key, "admin", DEFAULT_TENANT, True, None, {}).encode()
 
     def _nats_env(self, public: dict[str, str]) -> None:
         """Follows from the others, so it is written whenever it differs from them."""
@@ -255,25 +253,10 @@ class _Filling:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self.folder / "nkeys").mkdir(mode=0o700, exist_ok=True)
             for name, data in self.new.items():
-                write_private(self.folder / name, data)
+                write_secret(self.folder / name, data)
                 self.report.written.append(name)
         except OSError as error:
             raise Unavailable(f"cannot write {error.filename or self.folder}: {error.strerror}") from None
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """0600, and whole or not at all. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def public_nkey(seed: bytes, name: str = "nkey seed") -> str:
