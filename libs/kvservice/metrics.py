@@ -35,15 +35,15 @@ log = logging.getLogger(__name__)
 
 Reader = Callable[[], float]
 LabelledReader = Callable[[], Mapping[tuple[str, ...], float]]
-Buckets = Sequence[tuple[str, float]]  # (upper bound, how many were at most that), the last one "+Inf"
+Buckets = Sequence[tuple[str, float]]  # (upper bound, count of values up to it), the last one "+Inf"
 HistogramReader = Callable[[], tuple[Buckets, float]]  # and their sum
 LabelledHistogramReader = Callable[[], Mapping[tuple[str, ...], tuple[Buckets, float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One metric read from live state. One with `read_histogram` or `read_histograms` is a histogram; else a name that
-    ends in `_total` is a counter, any other a gauge."""
+    """One metric read from live state: a histogram by `read_histogram` or `read_histograms`, else a counter if its name
+    ends in `_total`, else a gauge."""
 
     name: str
     help: str
@@ -55,8 +55,6 @@ class Reading:
 
 
 class LiveCollector(Collector):
-    """Collects readings when scraped."""
-
     def __init__(self, readings: Iterable[Reading]) -> None:
         self._readings = tuple(readings)
 
@@ -76,12 +74,11 @@ class LiveCollector(Collector):
             yield family
 
     def describe(self) -> Iterator[Metric]:
-        """Names and labels alone: registering reads nothing."""
+        """Names and labels alone, so that registering reads nothing."""
         return map(_family, self._readings)
 
 
 def _family(reading: Reading) -> Any:
-    """Without samples."""
     if reading.read_histogram is not None or reading.read_histograms is not None:
         return HistogramMetricFamily(reading.name, reading.help, labels=reading.labels)
     kind = CounterMetricFamily if reading.name.endswith("_total") else GaugeMetricFamily
@@ -89,7 +86,7 @@ def _family(reading: Reading) -> Any:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection: one that says nothing must not keep probes from being answered."""
+    """A thread per connection, so that a silent one does not block probes."""
 
     daemon_threads = True
     block_on_close = False
@@ -103,7 +100,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 class MetricsServer:
-    """`/metrics`, `/livez` and `/readyz` of a process that serves no HTTP otherwise; its own daemon thread."""
+    """`/metrics`, `/livez` and `/readyz`, served by daemon threads."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`kvfleet chat`: a conversation in the terminal. Shows what each turn reused and how soon it answered."""
+"""`kvfleet chat`: a conversation in the terminal, with each turn's reuse and time to first token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvfleet.cli.clients.generate import (
 )
 from kvfleet.cli.console import err, fail, out, printable
 
-with contextlib.suppress(ImportError):  # where Python has it, importing it gives input() line editing and history
+with contextlib.suppress(ImportError):  # its import gives input() line editing and history
     import readline  # noqa: F401
 
 
@@ -93,7 +93,7 @@ def _ask() -> str | None:
 
 
 def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
-    """One answer, streamed; None if it failed (said on stderr) so that the conversation can go on."""
+    """Streams one answer and returns it; None if it failed, which stderr says and the conversation survives."""
     began = time.monotonic()
     first: float | None = None
     text = ""

@@ -21,7 +21,7 @@ from kvfleet.cli.console import Terminal, fail, out
 TIMEOUT_S = 3.0
 LEDGER_LINES = 50
 ONCE_LINES = 10
-# A line that is cut loses names and figures: where nobody looks at it, it is as long as it has to be.
+# Wide enough for pipes, so that no name or figure is cut.
 plain = Terminal(highlight=False, width=1000, no_color=True)
 wide = Terminal(highlight=False)
 
@@ -59,7 +59,7 @@ def top(
 
 @dataclass(eq=False, slots=True)
 class WatchedFleet:
-    """One ingress that is asked again and again, and what it said before."""
+    """One ingress, and the counters of its former answers."""
 
     http: httpx.Client
     url: str
@@ -110,7 +110,7 @@ class WatchedFleet:
 
 
 def _watch(fleet: WatchedFleet, snapshot: TopSnapshot, interval: float) -> None:
-    """Until q, Ctrl-C or SIGTERM; the terminal is left as it was."""
+    """Until q, Ctrl-C or SIGTERM."""
     trouble, since = "", ""
     with Keyboard() as keyboard, Live(console=wide, screen=True, auto_refresh=False) as live:
         while True:

@@ -48,19 +48,17 @@ def _bound(host: str, port: int, backlog: int | None = None) -> socket.socket:
 
 @dataclass(eq=False, slots=True)
 class MetricsTargets:
-    """Where Prometheus finds the fleet's processes: a port of its own for each, and a file that lists them in the form
-    of `file_sd_configs`.
+    """A metrics port for each process, and a file that lists them for Prometheus's `file_sd_configs`.
 
-    `base`: the first of consecutive ports; 0: any free ones; None: nobody has one. `claim` checks a port, or chooses
-    one for 0; it raises PortTaken."""
+    `base`: the first of consecutive ports; 0: any free ones; None: no metrics."""
 
     base: int | None
     claim: Callable[[int], int]
     addresses: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
 
     def flags(self, service: str, member: str, host: str = "127.0.0.1", *, or_any: bool = False) -> list[str]:
-        """What the process is started with: the first port that is nobody's here. It keeps it when it is started again.
-        Raises PortTaken if a stranger has it; with `or_any` a free one is taken instead."""
+        """The process's flags, the same at each start, with the first port that no process of the fleet has. Raises
+        PortTaken if a stranger has it; with `or_any` takes a free one instead."""
         if self.base is None:
             return []
         taken = {port for _, port in self.addresses.values()}
@@ -77,7 +75,6 @@ class MetricsTargets:
         return [f"--metrics-port={port}"]
 
     def forget(self, service: str, member: str) -> None:
-        """Of a process that is gone and does not come back. Its port is free for another one."""
         self.addresses.pop((service, member), None)
 
     def write(self, state: Path) -> Path | None:
