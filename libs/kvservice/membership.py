@@ -24,15 +24,22 @@ from kvservice.tls import FollowingContext
 async def join(
     settings: ServiceSettings, life: Lifecycle, role: str, role_inbox: str, *, fleet_key: str = "", prestart_s: float
 ) -> tuple[Connection, Subjects, Bucket]:
-    """The connection, closed last and fatal if it ends by itself, and the members bucket, which may appear within
-    `prestart_s`. Raises InvalidRequest for an id that is no subject token, Unavailable."""
+    """The connection, whose own end is fatal, and the members bucket, which may be created up to `prestart_s` later.
+    Raises InvalidRequest for an id that is no subject token, Unavailable."""
     if not is_token(settings.member):
         raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="id")
     subjects = Subjects(settings.namespace, settings.region)
     connection = await connect(settings, role=role, role_inbox=role_inbox, fleet_key=fleet_key)
     connection.on_closed = lambda: life.fatal("the NATS connection is closed for good")
     life.closing("connection", connection.close)
-    return connection, subjects, await open_bucket(connection, subjects.members_bucket, prestart_s)
+    end = time.monotonic() + prestart_s
+    while True:
+        try:
+            return connection, subjects, await Bucket.open(connection, subjects.members_bucket)
+        except Unavailable:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(0.25)
 
 
 async def connect(settings: ServiceSettings, *, role: str, role_inbox: str, fleet_key: str) -> Connection:
@@ -82,15 +89,3 @@ def member_record(role: Role, member: str, *, address: str = "", inbox: str = ""
         inbox=inbox,
         started_unix_ms=int(time.time() * 1000),
     )
-
-
-async def open_bucket(connection: Connection, name: str, patience_s: float) -> Bucket:
-    """The bucket may be created while this process starts: wait for it for `patience_s`. Raises Unavailable."""
-    end = time.monotonic() + patience_s
-    while True:
-        try:
-            return await Bucket.open(connection, name)
-        except Unavailable:
-            if time.monotonic() > end:
-                raise
-            await asyncio.sleep(0.25)

@@ -48,7 +48,7 @@ def sweep() -> None:
 
 
 def _lock(folder: Path, flags: int = 0) -> int:
-    """Raises OSError for a folder that is locked or has another owner."""
+    """Raises OSError for a locked folder, or one without an owner file."""
     lock = os.open(folder / OWNER, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -84,7 +84,7 @@ def read_secrets(settings: ServiceSettings) -> dict[str, str]:
 
 
 def check_seed(seed: str | None, field: str) -> None:
-    """Raises InvalidRequest. NATS itself only refuses a wrong seed."""
+    """Raises InvalidRequest, which says more than NATS's refusal."""
     if seed is None:
         return
     try:

@@ -53,7 +53,7 @@ class MetricsTargets:
     `base`: the first of consecutive ports; 0: any free ones; None: no metrics."""
 
     base: int | None
-    claim: Callable[[int], int]
+    claim: Callable[[int], int]  # as `claim`, of one host
     addresses: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
 
     def flags(self, service: str, member: str, host: str = "127.0.0.1", *, or_any: bool = False) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
@@ -89,18 +90,6 @@ class Child:
         self.process.wait()
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """On Linux the kernel ends a child whose parent was killed."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def preexec() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    return preexec
-
-
 def spawn(
     name: str, command: Sequence[str], env: Mapping[str, str] | None = None, sockets: Sequence[int] = ()
 ) -> Child:
@@ -109,6 +98,9 @@ def spawn(
 
 
 def popen(command: Sequence[str], env: Mapping[str, str], sockets: Sequence[int]) -> subprocess.Popen[bytes]:
+    preexec = None
+    if sys.platform.startswith("linux"):  # where the kernel ends a child whose parent was killed
+        preexec = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -116,7 +108,7 @@ def popen(command: Sequence[str], env: Mapping[str, str], sockets: Sequence[int]
         env={**os.environ, **env},
         pass_fds=sockets,
         start_new_session=True,
-        preexec_fn=_die_with_parent(),
+        preexec_fn=preexec,
     )
 
 
