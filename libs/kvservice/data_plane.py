@@ -1,5 +1,4 @@
-"""Wiring: how a process with blocks listens on the data plane, how others are told to reach it, and the spans of what
-it serves."""
+"""Wiring: a process's data plane: its settings, limits, TLS, addresses and spans."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -31,7 +30,7 @@ HANDSHAKE_REFUSALS = (  # a metric's labels from the start; others exist once th
 
 
 class DataPlaneSettings(ServiceSettings):
-    """Of workers and vaults."""
+    """Settings of workers and vaults."""
 
     data_plane_host: str = Field("127.0.0.1", description="address to serve blocks on")
     data_plane_port: int = Field(0, ge=0, le=65535, description="its port; 0: any")
@@ -51,7 +50,7 @@ class DataPlaneSettings(ServiceSettings):
 
 
 def limits_of(settings: DataPlaneSettings) -> ServingLimits:
-    """Of its listener. The process gets as many file descriptors as that needs, if the system lets it."""
+    """Limits of the listener. Raises the process's limit of open files to match, as far as the system lets it."""
     wanted = settings.data_plane_connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -63,50 +62,37 @@ def limits_of(settings: DataPlaneSettings) -> ServingLimits:
 
 
 def server_context(settings: DataPlaneSettings) -> ssl.SSLContext | None:
-    """None: TCP without TLS. Raises InvalidRequest, or Unavailable for files that cannot be used."""
+    """None: TCP without TLS. Raises InvalidRequest, Unavailable for unusable files."""
     if settings.data_plane_cert is None:
         if settings.data_plane_key is not None or settings.data_plane_ca is not None:
             raise InvalidRequest("needs --data-plane-cert too", field="data_plane_key, data_plane_ca")
         return None
 
-    def build() -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        _load(context, settings)
-        if settings.data_plane_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    return _following(build, settings)
+    return _context(settings, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_context(settings: DataPlaneSettings) -> ssl.SSLContext | None:
     """For connections to others; their certificates must be of the CA. Raises Unavailable."""
-    if settings.data_plane_ca is None:
-        return None
+    return None if settings.data_plane_ca is None else _context(settings, ssl.PROTOCOL_TLS_CLIENT)
 
+
+def _context(settings: DataPlaneSettings, protocol: int) -> ssl.SSLContext:
     def build() -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # who it is, it proves by the data plane's own challenge
-        _load(context, settings)
+        context = ssl.SSLContext(protocol)
+        context.check_hostname = False  # the data plane's own challenge proves the identity
+        if settings.data_plane_cert is not None:
+            context.load_cert_chain(settings.data_plane_cert, settings.data_plane_key)
+        if settings.data_plane_ca is not None:
+            context.load_verify_locations(cafile=settings.data_plane_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    return _following(build, settings)
-
-
-def _load(context: ssl.SSLContext, settings: DataPlaneSettings) -> None:
-    if settings.data_plane_cert is not None:
-        context.load_cert_chain(settings.data_plane_cert, settings.data_plane_key)
-    if settings.data_plane_ca is not None:
-        context.load_verify_locations(cafile=settings.data_plane_ca)
-
-
-def _following(build: Callable[[], ssl.SSLContext], settings: DataPlaneSettings) -> ssl.SSLContext:
     files = (settings.data_plane_cert, settings.data_plane_key, settings.data_plane_ca)
     return FollowingContext.of("the data plane's TLS files", build, files)
 
 
 def reachable(addresses: Sequence[str], settings: DataPlaneSettings) -> tuple[str, ...]:
-    """As others reach them: TCP at the advertised host."""
+    """The addresses for others: TCP at the advertised host."""
     host = settings.data_plane_advertise
     if host is None and settings.data_plane_host in ALL_ADDRESSES:
         host = socket.gethostname()
@@ -118,7 +104,7 @@ def reachable(addresses: Sequence[str], settings: DataPlaneSettings) -> tuple[st
 
 
 def runtime_folder(settings: DataPlaneSettings, life: Lifecycle) -> Path:
-    """For its socket: the one that was set, which stays, or one of its own, which goes."""
+    """For the Unix socket: the one of the settings, or a temporary one."""
     if settings.runtime_dir is not None:
         return settings.runtime_dir
     folder = make_own_folder()
@@ -131,8 +117,7 @@ def runtime_folder(settings: DataPlaneSettings, life: Lifecycle) -> Path:
 
 
 def recorder_of(tracer: Tracer, tier: Tier) -> OnTraced | None:
-    """Of a DataPlaneServer: a span for each Get and Has of a traced request, on its connection's thread. None: nothing
-    is traced."""
+    """Records a span for each Get and Has of a traced request, on its connection's thread."""
     if not tracer.enabled:
         return None
 

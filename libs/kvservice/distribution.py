@@ -9,8 +9,7 @@ SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Distribution:
-    """Of values of one unit. `counts[i]` are those of at most `bounds[i]` and more than the bound before; the last one
-    is of all above."""
+    """`counts[i]`: values of at most `bounds[i]` and above the bound before; the last one: all above."""
 
     __slots__ = ("bounds", "counts", "max", "sum")
 
@@ -31,7 +30,7 @@ class Distribution:
         return sum(self.counts)
 
     def read(self) -> tuple[list[tuple[str, float]], float]:
-        """(upper bound, how many were at most that) for each, the last one of all; and their sum."""
+        """(upper bound, count of values up to it) for each, the last "+Inf"; and the sum of the values."""
         total, found = 0, []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), tuple(self.counts), strict=True):
             total += count

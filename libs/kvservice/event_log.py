@@ -1,9 +1,9 @@
-"""Numbers what changed in what a process holds, for placement's index to follow. Pure; one owner per process: its loop.
+"""Numbered events of a process's block changes, for placement's index. Pure; owned by the process's loop.
 
-`seq` and `digest` move together, so a heartbeat that carries both lets a listener tell a lost last event from an event
-that is still under way. The digest covers operations received, stored and removed alike, not entries kept: a listener
-may keep a bounded part of the index and still compare. Stored and removed take turns, so it is also that of what is
-held, in which tier. `plain_digest` leaves the tier out, for listeners that know no other.
+`seq` and `digest` move together, so a heartbeat with both lets a listener tell a lost last event from one under way.
+The digest covers stored and removed blocks alike, not entries kept, so a listener with a bounded index can compare it;
+as the two alternate, it is also that of the held blocks with their tiers. `plain_digest`, without tiers, is for old
+listeners.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HASHES_PER_PART = 768 * 1024 // 16  # of a snapshot: below what one NATS message
 
 
 class EventLog:
-    """Events of one epoch. `seq` is that of the last event made, 0 before the first. `now` is monotonic seconds."""
+    """Events of one epoch. `seq` is the last event's, 0 before the first. `now` is monotonic seconds."""
 
     def __init__(self, epoch: str) -> None:
         self.epoch = epoch
@@ -32,16 +32,16 @@ class EventLog:
         self._last_at = float("-inf")
 
     def note(self, changes: Iterable[TierEvents]) -> None:
-        """These happened, in this order; they wait for an event."""
+        """Queue changes, in order, for the next event."""
         self._waiting += changes
 
     @property
     def due(self) -> float | None:
-        """When what waits may leave; None if nothing does."""
+        """When the next event may leave; None if nothing waits."""
         return self._last_at + IDLE_PERIOD_S if self._waiting else None
 
     def flush(self, now: float) -> KvEvents | None:
-        """The event of all that waits; None if nothing does."""
+        """The event of all waiting changes; None if there are none."""
         if not self._waiting:
             return None
         changes, self._waiting = tuple(self._waiting), []
@@ -61,18 +61,13 @@ class EventLog:
         return KvEvents(self.epoch, self.seq, changes)
 
     def seq_of(self, digest: int) -> int:
-        """Which event led to `digest`: the one that a snapshot taken under it is complete up to.
-
-        Of a digest that is long gone nothing is known: 0, so that a listener takes every event after it.
-        """
+        """The event that led to `digest`: a snapshot under it is complete up to there. 0 for a digest long gone, so
+        that a listener takes every event after it."""
         return self._known.get(digest, (0, 0))[0]
 
     def snapshot(self, held: Mapping[Tier, Sequence[bytes]], digest: int, asked: Tier | None = None) -> list[Snapshot]:
-        """What was `held` under `digest`, of all tiers or the one `asked` for, in parts numbered across tiers.
-
-        All parts are of one event; those of one tier alone have no digest of all tiers. Nothing held is one empty part:
-        the asker is to hear that it is nothing.
-        """
+        """What was `held` under `digest`, of all tiers or the `asked` one, in parts numbered across tiers. Parts of one
+        tier have no digest of all tiers. Nothing held is one empty part, so that the listener learns of it."""
         seq, plain = self._known.get(digest, (0, 0))
         chunks = [
             (tier, b"".join(hashes[start : start + HASHES_PER_PART]))

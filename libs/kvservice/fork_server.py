@@ -1,9 +1,9 @@
-"""Adapter: a process that has imported what several others need, and becomes each of them when it is asked to.
+"""Adapter: a process that forks others, which share its imports.
 
     owner ── module, argv, env, a socket ──▶ fork ── pid ──▶ owner ... that process ends ── pid, code ──▶ owner
 
-The memory of what was imported is shared between all of them, and the time is spent once. A fork copies one thread
-only, so nothing that starts threads may run before. The owner is at the other end of a socket pair; messages are JSON.
+A fork copies one thread only, so nothing that starts threads may run before. The owner is at the other end of a socket
+pair; messages are JSON.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ PR_SET_PDEATHSIG = 1
 
 
 def start_module(module: str, flags: list[str]) -> None:
-    """What `launch.command` starts, in this process; `ps` shows it as that."""
+    """Runs the module here as `launch.command` would, also in `ps`."""
     setproctitle.setproctitle(" ".join(launch.command(module, *flags)))
     sys.argv[1:] = [module, *flags]
     launch.main()
 
 
 def serve(channel: socket.socket, become: Callable[[str, list[str]], None] = start_module) -> None:
-    """Until the owner is gone. In a process of its own `become` is called with the module and the flags that were asked
-    for, its environment and its socket, if any, under the number that it has in the owner; its return is that process's
-    end."""
-    setproctitle.getproctitle()  # it finds where that is by the environment, which will be another
-    gc.freeze()  # what is there stays: collecting it would touch, and so copy, the pages that are shared
+    """Until the owner is gone. Each fork calls `become` with a module and its flags, in the environment that the owner
+    sent, with the owner's socket, if any, under the same number; the fork ends when that returns."""
+    setproctitle.getproctitle()  # it locates the title by the environment, which `_become` replaces
+    gc.freeze()  # a collection would touch, and so copy, the shared pages
     while True:
         readable, _, _ = select.select([channel], [], [], LOOK_EVERY_S)
         if readable:
@@ -69,7 +68,7 @@ def _reaped() -> tuple[int, int] | None:
 def _become(server: int, wanted: dict[str, Any], received: list[int], become: Callable[[str, list[str]], None]) -> None:
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != server:  # it ended before the kernel was told to tell
+    if os.getppid() != server:  # the server ended before the kernel could signal its end
         return
     for number in received:
         if number != wanted["socket"]:

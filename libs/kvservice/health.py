@@ -1,9 +1,6 @@
-"""Asks a process on this host whether it is ready, for container health checks: images have no curl.
+"""A container's health check, as images have no curl: `python -m kvservice.health` exits 0 if /readyz answers 200.
 
-    python -m kvservice.health          exit 0: /readyz says 200
-
-The port is that of metrics (`KVFLEET_METRICS_PORT`), else that of HTTP (`KVFLEET_PORT`); flags win:
-`--port 9000`, and `--path /livez`.
+The port is that of metrics (`KVFLEET_METRICS_PORT`), else that of HTTP (`KVFLEET_PORT`); `--port` and `--path` win.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ INGRESS_PORT = 8080
 
 
 def status_of(port: int, path: str, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S) -> int | None:
-    """The HTTP status; None if nobody answers in time."""
+    """None if no answer comes in time."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", path)
@@ -31,7 +28,6 @@ def status_of(port: int, path: str, host: str = "127.0.0.1", timeout_s: float = 
 
 
 def port_of(environment: Mapping[str, str]) -> int:
-    """That which answers probes."""
     said = environment.get("KVFLEET_METRICS_PORT") or environment.get("KVFLEET_PORT")
     return int(said) if said else INGRESS_PORT
 

@@ -1,4 +1,4 @@
-"""Adapter: how much memory and how many cores are ours, as Linux says of the host and of our cgroup."""
+"""Adapter: the memory and cores that this process may use, by Linux's figures for the host and the cgroup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int:
-    """What may still be allocated without anything else having to go."""
+    """What can still be allocated."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
@@ -21,7 +21,7 @@ def free_bytes() -> int:
 
 
 def cores() -> int:
-    """What computes at the same time for us. More threads than that, of those that spin, ruin each other."""
+    """More spinning threads than this slow each other down."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for line in _lines(CGROUP / "cpu.max"):
         quota, period = line.split()

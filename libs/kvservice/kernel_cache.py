@@ -1,10 +1,7 @@
-"""Where compiled kernels are kept on disk. Knows no compiler: its users point theirs there.
+"""The folder of compiled kernels on disk. Knows no compiler: its users point theirs there.
 
-Compiling takes seconds, so the results are kept. Numba keys what it keeps by the file that a function stands in; the
-functions that it calls stand in others, so the folder's name holds a hash over all of them.
-
-A container's image may bring results (KVFLEET_KERNELS names where). Numba keys them by the CPU too, so those of another
-kind are merely not found.
+Numba keys a function by its own file only; as it calls functions of other files, the folder's name has a hash over all.
+A container's image may bring results in KVFLEET_KERNELS; Numba does not find those of another CPU.
 """
 
 from __future__ import annotations
@@ -23,9 +20,8 @@ DIGEST_BYTES = 16
 
 
 def results_folder(sources: Iterable[Path]) -> Path | None:
-    """A folder for what these very files compile to: what NUMBA_CACHE_DIR says, or one in the user's cache, or, where
-    there is none that can be written (no home, a read-only image), a new one that this process alone will use. None if
-    not even that can be made: everything is compiled anew and nothing kept. A new one begins with what was brought."""
+    """NUMBA_CACHE_DIR, or a folder for these sources in the user's cache, or, if that cannot be written, a new one for
+    this process alone; None if that fails too: nothing is kept. A new one begins with the results of the image."""
     if told := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(told)
     name = _name(sources)
@@ -50,7 +46,7 @@ def results_folder(sources: Iterable[Path]) -> Path | None:
 
 
 def keep(path: Path, data: bytes) -> None:
-    """Whole, or not at all: where there is no room it is made again next time."""
+    """The file appears whole, or not at all if there is no room."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=path.parent)
@@ -60,7 +56,7 @@ def keep(path: Path, data: bytes) -> None:
 
 
 def read_kept(path: Path) -> bytes | None:
-    """What `keep` wrote; None where there is no such file, or not a whole one."""
+    """What `keep` wrote; None for a missing or damaged file."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -80,13 +76,12 @@ def _name(sources: Iterable[Path]) -> str:
 
 
 def _brought(name: str) -> Path | None:
-    """What was compiled beforehand, if that was."""
     told = os.environ.get("KVFLEET_KERNELS")
     return Path(told) / name if told and (Path(told) / name).is_dir() else None
 
 
 def _bring(brought: Path, folder: Path) -> None:
-    """`folder` appears whole, though several processes may start at once."""
+    """`folder` appears whole, also when several processes start at once."""
     copy = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         shutil.copytree(brought, copy, dirs_exist_ok=True)

@@ -1,7 +1,7 @@
 """Adapter: how a service is started as a process: `python -P -m kvservice.launch kvfleet.worker.main FLAGS`.
 
-`-P` keeps the current folder off Python's path: whatever lies there, also a `kvfleet` or a `queue.py`, is not ours.
-Standard library only, as any part of it may be missing: then one line says what to install.
+`-P` keeps the current folder, with its own `kvfleet` or `queue.py` perhaps, off Python's path. Standard library only:
+where another package is missing, one line says what to install.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ OUR_PACKAGES = ("kvproto", "kvservice", "kvcpu", "kvfleet")
 
 
 def command(module: str, *flags: str) -> list[str]:
-    """Starts a module of a service that has `main()`."""
+    """`module` has a `main()`."""
     return [sys.executable, "-P", "-m", "kvservice.launch", module, *flags]
 
 
 def with_extra(extra: str, start: Callable[[], None]) -> None:
-    """Ends the process with one line where a package is not installed that `extra` of ours would bring."""
+    """Exits with one line if a package of our `extra` is not installed."""
     try:
         start()
     except ModuleNotFoundError as error:
@@ -33,7 +33,7 @@ def with_extra(extra: str, start: Callable[[], None]) -> None:
 
 
 def imported(module: str) -> Any:
-    """Without looking for garbage: nothing of what is imported is, and looking is a sixth of the time."""
+    """Without garbage collection, which takes a sixth of the time and finds nothing."""
     gc.disable()
     try:
         return import_module(module)

@@ -14,14 +14,18 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar, cast
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import uvloop
 
 from kvproto.errors import KvfleetError
+from kvservice import logs
+from kvservice.settings import ServiceSettings, load
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", bound=ServiceSettings)
 
 CLOSE_TIMEOUT_S = 5.0
 BEAT_S = 1.0
@@ -29,7 +33,7 @@ Closer = Callable[[], Awaitable[None]]
 
 
 class Lifecycle:
-    """Owned by the process's main coroutine. `closing(f)` registers what `stop` undoes, newest first."""
+    """Owned by the process's main coroutine. `close` runs the closers that `closing` registers, newest first."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
@@ -40,11 +44,10 @@ class Lifecycle:
 
     @property
     def idle_s(self) -> float:
-        """How long the event loop has not run; about a second where nothing holds it up. For other threads."""
+        """How long the event loop has not run, about a second normally. For other threads."""
         return time.monotonic() - self._beat_at
 
     async def beat(self) -> None:
-        """Shows that the event loop runs."""
         while True:
             self._beat_at = time.monotonic()
             await asyncio.sleep(BEAT_S)
@@ -53,7 +56,7 @@ class Lifecycle:
         self._closers.append((name, closer, timeout_s))
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """A task whose unexpected end ends the process: a service without one of its loops only looks alive."""
+        """A task whose failure ends the process: a service without one of its loops only looks alive."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -89,7 +92,7 @@ class Lifecycle:
                 await task
 
     async def watch_parent(self, parent: int) -> None:
-        """End with the process that started this one, even when that was killed outright."""
+        """End with the process that started this one, even if that was killed."""
         while os.getppid() == parent:
             await asyncio.sleep(0.5)
         log.warning("the parent process is gone")
@@ -97,36 +100,30 @@ class Lifecycle:
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """Run slow, blocking work (loading a model) so that a signal need not wait for it: the thread dies with us."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast("T", result))
+    """Run blocking work (loading a model) in a thread that ends with the process, so that signals do not wait."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # from now on only the thread sets it
 
     def run_it() -> None:
-        result, failure = None, None
         try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - the one that waits gets it
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the waiting task gets it
+            done.set_exception(error)
 
     threading.Thread(target=run_it, name="loading", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(done)
 
 
-Main = Callable[[Lifecycle], Awaitable[None]]
+def run_service(role: str, kind: type[S], serve: Callable[[S, Lifecycle], Awaitable[None]]) -> None:
+    """A service's `main`: its settings, its logs, and `serve` until it stops."""
+    program = f"kvfleet {role}"
+    settings = load(kind, sys.argv[1:], program)
+    logs.set_up(f"{role}-{settings.member}", settings)
+    run(program, lambda life: serve(settings, life), parent_pid=settings.parent_pid)
 
 
-def run(program: str, main: Main, *, parent_pid: int | None = None) -> None:
-    """Run `main` until it asks to stop; exit 0, or 1 with one clear line if it could not start."""
+def run(program: str, main: Callable[[Lifecycle], Awaitable[None]], *, parent_pid: int | None = None) -> None:
+    """Run `main`, then until `stop`; exit 0, or 1 with one line if it could not start."""
 
     async def body() -> int:
         lifecycle = Lifecycle()
@@ -147,11 +144,8 @@ def run(program: str, main: Main, *, parent_pid: int | None = None) -> None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
             await stopped
-        except KvfleetError as error:
-            sys.stderr.write(f"{program}: {error}\n")
-            lifecycle.exit_code = 1
-        except OSError as error:
-            sys.stderr.write(f"{program}: {error.strerror or error}\n")
+        except (KvfleetError, OSError) as error:
+            sys.stderr.write(f"{program}: {getattr(error, 'strerror', None) or error}\n")
             lifecycle.exit_code = 1
         finally:
             stopped.cancel()

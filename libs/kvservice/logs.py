@@ -14,8 +14,7 @@ _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskN
 
 
 class JsonFormatter(logging.Formatter):
-    """`{"time", "level", "service", "logger", "message", ...extra}`; `extra={"request": id}` becomes a field. Within a
-    traced request `trace_id` and `span_id` are there, too."""
+    """`{"time", "level", "service", "logger", "message", ...extra}`, and `trace_id`, `span_id` in a traced request."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -39,7 +38,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(service: str, settings: ServiceSettings) -> None:
-    """Route all logging of this process to stderr in the chosen form."""
     handler = logging.StreamHandler(sys.stderr)
     if settings.log_format == "json":
         handler.setFormatter(JsonFormatter(service))

@@ -1,12 +1,18 @@
-"""Metrics: a registry for the process, collectors that read live counters, and the port that shows them.
+"""Metrics and probes of a process, and the port that shows them.
 
-Counters live where the work is done, as plain integers; a collector reads them when it is scraped, so the hot path pays
-nothing for being watched, and every series exists from the start at 0.
+Counters are plain integers where the work is done; a collector reads them when it is scraped, so they cost the hot path
+nothing, and every series exists from the start at 0. The port is open from the start, for orchestrators:
+
+    starting   /livez 200   /readyz 503
+    ready      /livez 200   /readyz 200
+    stopping   /livez 200   /readyz 503
+    stuck      /livez 503: the event loop has not run for `STUCK_S`
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,23 +21,29 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvproto.errors import Unavailable
+from kvservice.lifecycle import Lifecycle
+from kvservice.settings import ServiceSettings
+
+STUCK_S = 30.0
+
+log = logging.getLogger(__name__)
 
 Reader = Callable[[], float]
 LabelledReader = Callable[[], Mapping[tuple[str, ...], float]]
-Buckets = Sequence[tuple[str, float]]  # (upper bound, how many were at most that), the last one "+Inf"
+Buckets = Sequence[tuple[str, float]]  # (upper bound, count of values up to it), the last one "+Inf"
 HistogramReader = Callable[[], tuple[Buckets, float]]  # and their sum
 LabelledHistogramReader = Callable[[], Mapping[tuple[str, ...], tuple[Buckets, float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One metric read from live state. One with `read_histogram` or `read_histograms` is a histogram; else a name that
-    ends in `_total` is a counter, any other a gauge."""
+    """One metric read from live state: a histogram by `read_histogram` or `read_histograms`, else a counter if its name
+    ends in `_total`, else a gauge."""
 
     name: str
     help: str
@@ -43,8 +55,6 @@ class Reading:
 
 
 class LiveCollector(Collector):
-    """Collects readings when scraped."""
-
     def __init__(self, readings: Iterable[Reading]) -> None:
         self._readings = tuple(readings)
 
@@ -64,12 +74,11 @@ class LiveCollector(Collector):
             yield family
 
     def describe(self) -> Iterator[Metric]:
-        """Names and labels alone: registering reads nothing."""
+        """Names and labels alone, so that registering reads nothing."""
         return map(_family, self._readings)
 
 
 def _family(reading: Reading) -> Any:
-    """Without samples."""
     if reading.read_histogram is not None or reading.read_histograms is not None:
         return HistogramMetricFamily(reading.name, reading.help, labels=reading.labels)
     kind = CounterMetricFamily if reading.name.endswith("_total") else GaugeMetricFamily
@@ -77,7 +86,7 @@ def _family(reading: Reading) -> Any:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection: one that says nothing must not keep probes from being answered."""
+    """A thread per connection, so that a silent one does not block probes."""
 
     daemon_threads = True
     block_on_close = False
@@ -91,7 +100,7 @@ class _Quiet(WSGIRequestHandler):
 
 
 class MetricsServer:
-    """`/metrics`, `/livez` and `/readyz` of a process that serves no HTTP otherwise; its own daemon thread."""
+    """`/metrics`, `/livez` and `/readyz`, served by daemon threads."""
 
     def __init__(
         self,
@@ -126,3 +135,38 @@ class MetricsServer:
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._server.shutdown)
         self._server.server_close()
+
+
+class Probes:
+    """Owned by the process's main coroutine. Without a metrics port it does nothing."""
+
+    def __init__(self, settings: ServiceSettings, life: Lifecycle) -> None:
+        """Raises Unavailable for a port that is taken."""
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._registry = registry
+        self._ready = False
+        self.port = open_port(settings, life, registry, lambda: self._ready)
+
+    def ready(self, readings: Iterable[Reading]) -> None:
+        """From now on requests are served, and these are shown."""
+        self._registry.register(LiveCollector(readings))
+        self._ready = True
+
+
+def open_port(
+    settings: ServiceSettings, life: Lifecycle, registry: CollectorRegistry, is_ready: Callable[[], bool]
+) -> int | None:
+    """The metrics port, if one is set; `is_ready` runs on its threads. Raises Unavailable for a port that is taken."""
+    if settings.metrics_port is None:
+        return None
+    server = MetricsServer(
+        registry,
+        settings.host,
+        settings.metrics_port,
+        is_ready=lambda: not life.stopping.is_set() and is_ready(),
+        is_alive=lambda: life.idle_s < STUCK_S,
+    )
+    life.closing("metrics", server.close)
+    log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
+    return server.port

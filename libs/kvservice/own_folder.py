@@ -1,9 +1,9 @@
-"""Adapter: folders of this process alone under the system's temporary one, which do not outlive it for long.
+"""Adapter: temporary folders of this process alone.
 
-    TMPDIR/kvf-XXXXXXXX/.owner      locked for as long as the process lives; the kernel lets go of it
+    TMPDIR/kvf-XXXXXXXX/.owner      locked while the process lives; the kernel unlocks it
 
-A process that was killed removes nothing: the next one that makes such a folder does, in the same TMPDIR. Numbers of
-processes would not tell who is dead: others get them again, and each container has its own.
+A killed process removes nothing: the next one that makes such a folder in this TMPDIR does. Process ids would not tell
+dead owners: they are reused, and each container has its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ OWNER = ".owner"
 
 
 def make_own_folder() -> Path:
-    """Mode 0700. It stays this process's, also when somebody else sweeps at this moment. Raises OSError."""
+    """Mode 0700; it survives a sweep of another process at the same moment. Raises OSError."""
     sweep()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # somebody swept before it was locked
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept before it was locked
             lock = _lock(folder, os.O_CREAT)
             if os.fstat(lock).st_nlink:
                 return folder  # the lock stays open until the process ends
@@ -39,7 +39,7 @@ def remove_own_folder(folder: Path) -> None:
 def sweep() -> None:
     """Remove this user's folders whose processes are gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or locked
+        with contextlib.suppress(OSError):  # another user's, or locked
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
                 lock = _lock(folder)
@@ -48,7 +48,7 @@ def sweep() -> None:
 
 
 def _lock(folder: Path, flags: int = 0) -> int:
-    """Raises OSError: it is another one's, or not of this kind."""
+    """Raises OSError for a locked folder, or one without an owner file."""
     lock = os.open(folder / OWNER, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

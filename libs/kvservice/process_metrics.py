@@ -1,5 +1,4 @@
-"""What every process shows of itself, whatever its role: its build, its connection to NATS, its certificates. Memory,
-processor time and open files (`process_*`) are prometheus_client's `ProcessCollector`."""
+"""Metrics of every process: its build, its connection to NATS, its certificates."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def common_readings(role: str, connection: Connection, certificates: Mapping[str, str | Path | None]) -> list[Reading]:
-    """Of a process of this role. `certificates` are PEM files by what they are for; None: there is none."""
+    """`certificates`: PEM files by their use."""
     there = {use: Path(path) for use, path in certificates.items() if path is not None}
     return [
         Reading(
@@ -53,8 +52,8 @@ def build_version() -> str:
 
 
 def _ends_at(path: Path) -> float | None:
-    """Read at each scrape: certificates are replaced while a process runs."""
-    from cryptography import x509  # here, so that only a process with certificates loads it
+    """Read at each scrape, as certificates are renewed while a process runs."""
+    from cryptography import x509  # only a process with certificates loads it
 
     try:
         return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()

@@ -1,6 +1,6 @@
-"""Settings that every process has. The environment and the flags are read here, once, into a frozen object.
+"""Settings of every process, read once into a frozen object.
 
-Each field is a `KVFLEET_<NAME>` variable and a `--<name>` flag; a flag wins. A wrong value is one clear line.
+Each field is a `KVFLEET_<NAME>` variable and a `--<name>` flag; a flag wins.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ SECRETS = ("nats_nkey_seed", "system_nkey_seed", "fleet_key")  # each may be in 
 
 
 class ServiceSettings(BaseSettings):
-    """Common to all services."""
-
     model_config = SettingsConfigDict(
         env_prefix="KVFLEET_",
         frozen=True,
@@ -71,7 +69,7 @@ class ServiceSettings(BaseSettings):
 
 
 def read_secrets(settings: ServiceSettings) -> dict[str, str]:
-    """Those that are in files, which need not be in the environment then. Raises InvalidRequest naming the setting."""
+    """The secrets that are in files. Raises InvalidRequest naming the setting."""
     found = {}
     for name in SECRETS:
         field = f"{name}_file"
@@ -86,7 +84,7 @@ def read_secrets(settings: ServiceSettings) -> dict[str, str]:
 
 
 def check_seed(seed: str | None, field: str) -> None:
-    """Raises InvalidRequest. Before anything connects: with a wrong one a client is only told that it is refused."""
+    """Raises InvalidRequest, which says more than NATS's refusal."""
     if seed is None:
         return
     try:
@@ -98,16 +96,15 @@ def check_seed(seed: str | None, field: str) -> None:
 
 
 def die(line: str, code: int = 1) -> NoReturn:
-    """One clear line on stderr, then exit."""
     sys.stderr.write(line.rstrip() + "\n")
     sys.exit(code)
 
 
 def load(kind: type[T], argv: Sequence[str], program: str) -> T:
-    """Read flags and environment into `kind`. Ends the process with a line that names the setting on a wrong value."""
+    """Exits with a line that names the setting if a value is wrong."""
     try:
         settings = kind(_cli_parse_args=list(argv), _cli_prog_name=program)
-        # Drawn here, so that logs, connection and record call the process the same.
+        # Drawn here, so that logs, connection and record have the same id.
         drawn = f"{program.split()[-1][0]}-{new_process_id()}"
         update = {"id": settings.id or drawn} | read_secrets(settings)
         return settings.model_copy(update=update)

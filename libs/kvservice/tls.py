@@ -1,7 +1,7 @@
 """Wiring: TLS contexts that follow their files, so that renewed certificates need no restart.
 
-Connections that are open stay as they are; the next handshake is under what the files hold by then. Files that cannot
-be used (half copied, of different keys) are told in the log and change nothing.
+The next handshake uses the files' present content; open connections stay. Unusable files (half copied, of different
+keys) are logged and change nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class FollowingContext(ssl.SSLContext):
-    """Stands for the context that `build` made of `files` last. Any thread may begin a handshake.
-
-    `build` raises OSError for files that cannot be used.
-    """
+    """Stands for the latest context that `build` made of `files`; it raises OSError for unusable files. Thread-safe."""
 
     _build: Callable[[], ssl.SSLContext]
     _files: tuple[Path, ...]
@@ -34,9 +31,9 @@ class FollowingContext(ssl.SSLContext):
 
     @classmethod
     def of(cls, what: str, build: Callable[[], ssl.SSLContext], files: Iterable[str | Path | None]) -> FollowingContext:
-        """Raises Unavailable, which calls the files `what`."""
+        """Raises Unavailable, with `what` as the files' name."""
         paths = tuple(Path(file) for file in files if file is not None)
-        seen = _stamp(paths)  # before they are read: what is written meanwhile is read again
+        seen = _stamp(paths)  # before the read: later changes are read again
         try:
             now = build()
         except OSError as error:
@@ -46,7 +43,6 @@ class FollowingContext(ssl.SSLContext):
         return self
 
     def current(self) -> ssl.SSLContext:
-        """As the files are now."""
         with self._lock:
             seen = _stamp(self._files)
             if seen is not None and seen != self._seen:
@@ -66,7 +62,7 @@ class FollowingContext(ssl.SSLContext):
 
 
 def _stamp(files: tuple[Path, ...]) -> Stamp | None:
-    """None while one is away: between two versions, as a rule."""
+    """None while a file is missing, as between two versions."""
     try:
         return tuple((at.st_ino, at.st_mtime_ns, at.st_size) for at in map(Path.stat, files))
     except OSError:

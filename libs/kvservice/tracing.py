@@ -1,10 +1,7 @@
-"""Tracing as services see it: begin a span, end it, and hand its context on. `tracing_start` opens a process's
-tracer, the adapter is `tracing_otel`.
+"""Spans, as services use them. `tracing_start` opens a process's tracer, `tracing_otel` is the adapter.
 
-Nothing of OpenTelemetry is imported, and nothing is recorded, without an endpoint: `begin` returns None then, as it
-does for what is not sampled, so a caller asks `if span is not None` and nothing else. Roots are begun where requests
-enter the fleet (`root=True`: the ingress, a bare producer's request at placement); everybody else goes on with a
-sampled context or does nothing.
+Without an endpoint OpenTelemetry is not imported, and `begin` returns None, as it does for spans that are not sampled.
+Roots begin where requests enter the fleet: at the ingress, and at placement for a bare producer.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """For a process that works for this span elsewhere."""
+        """The context for other processes."""
 
     def child(
         self, name: str, attributes: Attributes | None = None, *, kind: Kind = "internal", at: int | None = None
@@ -46,14 +43,14 @@ class Span(Protocol):
     def event(self, name: str, attributes: Attributes | None = None, *, at: int | None = None) -> None: ...
 
     def link(self, traceparent: str | None) -> None:
-        """To another span; nothing for what is no context."""
+        """To another span; does nothing without a valid context."""
 
     def end(self, *, error: str | None = None, at: int | None = None) -> None:
         """`error` is a short code, the `error.type`. Ended spans are exported; further calls do nothing."""
 
 
 class Tracer:
-    """One process's. This one records nothing, at no cost; `tracing_otel` has the one that does. Thread-safe."""
+    """Thread-safe. This one records nothing, at no cost; `tracing_otel` has the one that does."""
 
     enabled = False
 
@@ -72,29 +69,27 @@ class Tracer:
         return None
 
     def close(self, timeout_s: float) -> None:
-        """Export what has ended. Blocks, for `timeout_s` at most."""
+        """Export the ended spans. Blocks for `timeout_s` at most."""
 
 
 NULL = Tracer()
-
-# ---------------------------------------------------------------------- the present request, for logs
 
 _current: ContextVar[SpanIds | None] = ContextVar("kvfleet_span", default=None)
 
 
 def current() -> SpanIds | None:
-    """The span that this task works for."""
+    """The span that this task works for; logs show it."""
     return _current.get()
 
 
 def work_for(span: Span | None) -> None:
-    """From here on this task, and tasks that it starts, log as a part of this span, or of none."""
+    """This task, and tasks that it starts from now on, log with this span, or with none."""
     _current.set(None if span is None else span.ids)
 
 
 @contextlib.contextmanager
 def within(span: Span | None) -> Iterator[None]:
-    """The same for a block of a callback that serves many requests."""
+    """`work_for` in a block, for callbacks that serve many requests."""
     if span is None:
         yield
         return
@@ -106,5 +101,4 @@ def within(span: Span | None) -> Iterator[None]:
 
 
 def unix_ns(monotonic_s: float) -> int:
-    """When something was, by the monotonic clock that loops and engines keep."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

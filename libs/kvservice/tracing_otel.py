@@ -1,8 +1,7 @@
-"""Adapter: the one place where OpenTelemetry is imported: its SDK, with the OTLP exporter over HTTP.
+"""Adapter: OpenTelemetry's SDK with its OTLP exporter over HTTP. Its standard variables (OTEL_*) apply.
 
 Spans wait in a bounded queue for the exporter's own thread. A collector that is slow, gone or wrong costs spans and one
-log line a minute; no caller ever waits for it. The standard variables (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
-OTEL_EXPORTER_OTLP_*, OTEL_BSP_*) mean what they always mean.
+log line a minute; no caller ever waits for it.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ _TRACES_PATH = "/v1/traces"
 
 
 class OtelTracer(Tracer):
-    """One process's. `endpoint` is a collector's base URL, as OTEL_EXPORTER_OTLP_ENDPOINT is; None: as that says.
-    `exporter` replaces the OTLP one."""
+    """`endpoint`: a collector's base URL; None: OTEL_EXPORTER_OTLP_ENDPOINT's. `exporter` replaces the OTLP one."""
 
     enabled = True
 
@@ -84,30 +82,27 @@ class OtelTracer(Tracer):
         if context is None:
             if not root or random.random() >= self._ratio:
                 return None
-            span = self._tracer.start_span(name, kind=SpanKind[kind.upper()], attributes=attributes, start_time=at)
-            return RecordedSpan(self, span)
+            return self.below(None, name, attributes, kind, at)
         if not context.sampled:
             return None
         return self.below(_remote(context), name, attributes, kind, at)
 
     def below(
-        self, parent: OtelSpan, name: str, attributes: Attributes | None, kind: Kind, at: int | None
+        self, parent: OtelSpan | None, name: str, attributes: Attributes | None, kind: Kind, at: int | None
     ) -> RecordedSpan:
-        context = set_span_in_context(parent)
+        context = None if parent is None else set_span_in_context(parent)
         span = self._tracer.start_span(name, context, kind=SpanKind[kind.upper()], attributes=attributes, start_time=at)
         return RecordedSpan(self, span)
 
     def close(self, timeout_s: float) -> None:
         self._quiet.closing = True
-        if self._quiet.seems_away:  # nobody is there to wait for
+        if self._quiet.seems_away:  # waiting would not help
             timeout_s = min(timeout_s, FAILING_CLOSE_S)
         # The SDK's own way to end with a limit; its provider's has none, and waits for 30 s.
         self._processor._batch_processor.shutdown(timeout_millis=int(timeout_s * 1000))
 
 
 class RecordedSpan:
-    """A span that is exported when it has ended."""
-
     __slots__ = ("_context", "_span", "_tracer")
 
     def __init__(self, tracer: OtelTracer, span: OtelSpan) -> None:
@@ -150,7 +145,7 @@ class RecordedSpan:
 
 
 class QuietExporter(SpanExporter):
-    """What fails is lost and counted; it is said at most once a minute. Owned by the batch processor's thread."""
+    """Spans that fail to leave are lost, counted, and logged once a minute. Owned by the batch processor's thread."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self.closing = False
@@ -195,7 +190,7 @@ class QuietExporter(SpanExporter):
 
 
 def _otlp(endpoint: str | None) -> OTLPSpanExporter:
-    """A base URL gets the path for traces, as the standard variable's does; one that has it stays."""
+    """Adds the path for traces, as the standard variable does, unless the URL has it."""
     if endpoint is None:
         return OTLPSpanExporter()
     base = endpoint.rstrip("/")
@@ -211,6 +206,6 @@ def _remote(context: TraceContext) -> NonRecordingSpan:
 
 
 def _quieten() -> None:
-    """Its own lines come with every batch, and for every span that finds the queue full."""
+    """OpenTelemetry logs every failed batch, and every span that finds the queue full."""
     for name in ("opentelemetry", "urllib3"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

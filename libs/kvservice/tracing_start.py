@@ -1,4 +1,4 @@
-"""Wiring: whether this process traces, where to, and how its last spans leave."""
+"""Wiring: a process's tracer, and its last export."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from kvservice.tracing import NULL, Tracer
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # for the last spans to leave; what is not out by then is lost
+CLOSE_S = 2.0  # for the last spans; later ones are lost
 
 
 def endpoint_of(settings: ServiceSettings) -> str | None:
-    """The collector's base URL: of ours, else OpenTelemetry's own variables, which its exporter reads; None: no
-    tracing."""
+    """The collector's base URL, from the settings or OpenTelemetry's variables; None: no tracing."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     standard = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -27,13 +26,13 @@ def endpoint_of(settings: ServiceSettings) -> str | None:
 
 
 def open_tracer(settings: ServiceSettings, role: str, life: Lifecycle) -> Tracer:
-    """This process's, closed last of all that is registered after it. Raises InvalidRequest for what is no URL."""
+    """Closed after everything that is registered later. Raises InvalidRequest for a wrong URL."""
     endpoint = endpoint_of(settings)
     if endpoint is None:
         return NULL
     if not endpoint.startswith(("http://", "https://")):
         raise InvalidRequest("must be an http:// or https:// URL", field="otlp_endpoint")
-    from kvservice.tracing_otel import OtelTracer  # the SDK is imported where there is something to export to
+    from kvservice.tracing_otel import OtelTracer  # the SDK is imported only for an endpoint
 
     tracer = OtelTracer(
         service=f"kvfleet-{role}",

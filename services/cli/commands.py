@@ -1,4 +1,4 @@
-"""What `kvfleet` can be told. It starts services as processes and speaks to them; it imports none of them."""
+"""The commands of `kvfleet`."""
 
 from __future__ import annotations
 
@@ -34,29 +34,23 @@ def options(
         raise typer.Exit
 
 
-app.command("up")(up.up)
-app.command("init")(init.init)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("explain")(explain.explain)
-app.command("top")(top.top)
-app.command("drain")(drain.drain)
-app.command("kv-size")(kv_size.kv_size)
-app.command("secrets")(secrets_command.secrets)
+for _command in (
+    up.up, init.init, generate.generate, chat.chat, explain.explain, top.top, drain.drain, kv_size.kv_size,
+    secrets_command.secrets, plan.plan,
+):  # fmt: skip
+    app.command()(_command)
 app.add_typer(key.app)
-app.command("plan")(plan.plan)
 
 
-def _process(command: str) -> None:
-    @app.command(
-        command,
-        help=PROCESS_COMMANDS[command].told,
+def start(context: typer.Context) -> None:
+    assert context.info_name is not None
+    become(context.info_name, context.args)
+
+
+for _name, _process in PROCESS_COMMANDS.items():
+    app.command(
+        _name,
+        help=_process.told,
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )
-    def start(context: typer.Context) -> None:
-        become(command, context.args)
-
-
-for _command in PROCESS_COMMANDS:
-    _process(_command)
+    )(start)

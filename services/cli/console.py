@@ -1,6 +1,6 @@
-"""Where the command line writes: stdout is for results, everything else goes to stderr.
+"""Output of the command line: results go to stdout, everything else to stderr.
 
-Here alone is kept what a server, a model or a file says from commanding the terminal it is shown on.
+This file alone keeps the texts of servers, models and files from controlling the terminal.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 INSTEAD = "\N{REPLACEMENT CHARACTER}"
-# Rich drops carriage returns and makes spaces of tabs. A lone surrogate, which JSON can say, commands nothing: it
-# cannot be written at all.
+# Rich drops carriage returns and makes spaces of tabs. A lone surrogate, which JSON can hold, cannot be written.
 COMMANDS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class Terminal(Console):
-    """Colours and moves as it is told by this program: of a text to be printed no character does that."""
+    """Only this program moves its cursor or colours it; no character of a printed text does."""
 
     def render_str(self, text: str, **how: Any) -> Text:
         return super().render_str(COMMANDS.sub(INSTEAD, text), **how)  # before its width is taken
@@ -41,7 +40,7 @@ err = Terminal(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
 def figures(console: Console, first: str, *columns: str, pad_edge: bool = False) -> Table:
-    """A table of names and their figures: lines on a terminal, bare columns where the output is piped."""
+    """Lines on a terminal, bare columns in a pipe."""
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=pad_edge)
     table.add_column(first, no_wrap=True)
     for column in columns:
@@ -50,7 +49,7 @@ def figures(console: Console, first: str, *columns: str, pad_edge: bool = False)
 
 
 def printable(text: str) -> str:
-    """For names and messages: one line, read in one direction. (A model's text may have more in it.)"""
+    """For names and messages: one line, read in one direction."""
     return "".join(one if one.isprintable() else INSTEAD for one in text)
 
 

@@ -1,7 +1,4 @@
-"""The `kvfleet` command: what a word starts, and what to install where that is missing.
-
-Standard library only: `pip install kvfleet` brings a producer's two libraries, and this command all the same.
-"""
+"""The `kvfleet` command. Standard library only, as `pip install kvfleet` brings a producer's two libraries alone."""
 
 from __future__ import annotations
 
@@ -20,15 +17,11 @@ def main() -> None:
     if command == "--version":
         sys.stdout.write(f"{__version__}\n")
         return
-    if command in PROCESS_COMMANDS:  # without what the other commands need
+    if command in PROCESS_COMMANDS:
         become(command, flags)
     if command == "up":
         begin(flags)
-    launch.with_extra(EXTRAS.get(command, "cli"), _run)
-
-
-def _run() -> None:
-    launch.imported("kvfleet.cli.commands").app()
+    launch.with_extra(EXTRAS.get(command, "cli"), lambda: launch.imported("kvfleet.cli.commands").app())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands that are one process of a service: this process becomes it. Standard library only."""
+"""Commands that become a process of a service. Standard library only."""
 
 from __future__ import annotations
 

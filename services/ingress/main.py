@@ -7,7 +7,6 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -25,15 +24,12 @@ from kvproto.client import Client
 from kvproto.errors import Draining, InvalidRequest, Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Role
-from kvproto.subjects import INGRESS_INBOX, Subjects
-from kvservice import lifecycle, logs
+from kvproto.subjects import INGRESS_INBOX
+from kvservice import lifecycle
 from kvservice.lifecycle import Lifecycle
-from kvservice.membership import member_record, open_bucket
-from kvservice.metrics import MetricsServer
-from kvservice.nats_connection import connect
-from kvservice.probes import STUCK_S
+from kvservice.membership import join, member_record
+from kvservice.metrics import open_port
 from kvservice.process_metrics import common_readings
-from kvservice.settings import load
 from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)
@@ -124,16 +120,9 @@ class IngressProbes(Collector):
     def __init__(self, settings: IngressSettings, life: Lifecycle) -> None:
         """Raises Unavailable for a port that is taken."""
         self._registry = CollectorRegistry()
-        self._life = life
         self._loop = asyncio.get_running_loop()
         self._ingress: Ingress | None = None
-        if settings.metrics_port is None:
-            return
-        server = MetricsServer(
-            self._registry, settings.host, settings.metrics_port, self._is_ready, lambda: life.idle_s < STUCK_S
-        )
-        life.closing("metrics", server.close)
-        log.info("metrics on http://%s:%d/metrics", settings.host, server.port)
+        open_port(settings, life, self._registry, self._is_ready)
 
     def serving(self, ingress: Ingress) -> None:
         """From now on requests may be served, and its metrics are shown."""
@@ -149,7 +138,7 @@ class IngressProbes(Collector):
         return ()  # registering must not ask the event loop, which it runs on
 
     def _is_ready(self) -> bool:
-        ingress = self._ingress if not self._life.stopping.is_set() else None
+        ingress = self._ingress
         try:
             return ingress is not None and not self._read(ingress.routes.missing)
         except TimeoutError:
@@ -171,18 +160,10 @@ async def serve(settings: IngressSettings, life: Lifecycle) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, access.reload_now)
     probes = IngressProbes(settings, life)
     member = settings.member
-    subjects = Subjects(settings.namespace, settings.region)
     record = member_record(Role.INGRESS, member, address=f"{settings.host}:{settings.port}")
-    connection = await connect(
-        settings,
-        role="ingress",
-        role_inbox=INGRESS_INBOX,
-        member=member,
-        fleet_key=settings.fleet_key,
-        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
+    connection, subjects, bucket = await join(
+        settings, life, "ingress", INGRESS_INBOX, fleet_key=settings.fleet_key, prestart_s=settings.prestart_s
     )
-    life.closing("connection", connection.close)
-    bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
     client = await Client.over(connection, subjects)
     life.closing("client", client.close)
     ingress = Ingress(
@@ -209,10 +190,8 @@ async def serve(settings: IngressSettings, life: Lifecycle) -> None:
     probes.serving(ingress)
 
 
-def main(argv: list[str] | None = None) -> None:
-    settings = load(IngressSettings, sys.argv[1:] if argv is None else argv, "kvfleet ingress")
-    logs.set_up(f"ingress-{settings.member}", settings)
-    lifecycle.run("kvfleet ingress", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
+def main() -> None:
+    lifecycle.run_service("ingress", IngressSettings, serve)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import sys
 
 from kvfleet.placement.loop import PlacementLoop, PlacementParts
 from kvfleet.placement.placement_metrics import readings
@@ -14,18 +13,16 @@ from kvfleet.placement.settings import PlacementSettings
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
 from kvproto.messages import Role
-from kvproto.subjects import PLACEMENT_INBOX, Subjects
-from kvservice import lifecycle, logs
-from kvservice.membership import member_record, open_bucket
-from kvservice.nats_connection import connect
-from kvservice.probes import Probes
-from kvservice.settings import load
+from kvproto.subjects import PLACEMENT_INBOX
+from kvservice import lifecycle
+from kvservice.membership import connect, join, member_record
+from kvservice.metrics import Probes
 from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)
 
 
-async def _system_connection(settings: PlacementSettings, member: str) -> Connection | None:
+async def _system_connection(settings: PlacementSettings) -> Connection | None:
     """A second connection as NATS's system user; without it dead workers are noticed later."""
     if settings.system_user is None and settings.system_nkey_seed is None:
         return None
@@ -38,7 +35,7 @@ async def _system_connection(settings: PlacementSettings, member: str) -> Connec
         }
     )
     try:
-        return await connect(as_system, role="placement-sys", role_inbox=PLACEMENT_INBOX, member=member)
+        return await connect(as_system, role="placement-sys", role_inbox=PLACEMENT_INBOX, fleet_key="")
     except KvfleetError as error:
         log.warning("no system account: %s; dead workers are noticed within 3.5 s instead of at once", error)
         return None
@@ -48,19 +45,11 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
     probes = Probes(settings, life)
     tracer = open_tracer(settings, "placement", life)
     member = settings.member
-    subjects = Subjects(settings.namespace, settings.region)
     record = member_record(Role.PLACEMENT, member)
-    connection = await connect(
-        settings,
-        role="placement",
-        role_inbox=PLACEMENT_INBOX,
-        member=member,
-        fleet_key=settings.fleet_key,
-        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
+    connection, subjects, _ = await join(
+        settings, life, "placement", PLACEMENT_INBOX, fleet_key=settings.fleet_key, prestart_s=settings.prestart_s
     )
-    life.closing("connection", connection.close)
-    await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
-    system = await _system_connection(settings, member)
+    system = await _system_connection(settings)
     if system is not None:
         life.closing("system connection", system.close)
     ledger_file = LedgerFile(settings.ledger_file) if settings.ledger_file is not None else None
@@ -84,10 +73,8 @@ async def serve(settings: PlacementSettings, life: lifecycle.Lifecycle) -> None:
     log.info("placement %s is ready", member)
 
 
-def main(argv: list[str] | None = None) -> None:
-    settings = load(PlacementSettings, sys.argv[1:] if argv is None else argv, "kvfleet placement")
-    logs.set_up(f"placement-{settings.member}", settings)
-    lifecycle.run("kvfleet placement", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
+def main() -> None:
+    lifecycle.run_service("placement", PlacementSettings, serve)
 
 
 if __name__ == "__main__":

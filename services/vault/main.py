@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 import time
 from dataclasses import replace
 
@@ -20,13 +19,11 @@ from kvproto.dataplane.server import DataPlaneServer
 from kvproto.errors import Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Role, Tier
-from kvproto.subjects import VAULT_INBOX, Subjects
-from kvservice import lifecycle, logs
+from kvproto.subjects import VAULT_INBOX
+from kvservice import lifecycle
 from kvservice.data_plane import limits_of, reachable, recorder_of, runtime_folder, server_context
-from kvservice.membership import member_record, open_bucket
-from kvservice.nats_connection import connect
-from kvservice.probes import Probes
-from kvservice.settings import load
+from kvservice.membership import join, member_record
+from kvservice.metrics import Probes
 from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)
@@ -61,18 +58,9 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     probes = Probes(settings, life)
     tracer = open_tracer(settings, "vault", life)
     member = settings.member
-    subjects = Subjects(settings.namespace, settings.region)
     record = member_record(Role.VAULT, member, address=socket.gethostname())
     tls = server_context(settings)
-    connection = await connect(
-        settings,
-        role="vault",
-        role_inbox=VAULT_INBOX,
-        member=member,
-        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
-    )
-    life.closing("connection", connection.close)
-    bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
+    connection, subjects, bucket = await join(settings, life, "vault", VAULT_INBOX, prestart_s=settings.prestart_s)
     ring = KeyRing()
     keys = await follow_keys(connection, subjects, ring)
     life.closing("keys", keys.stop)
@@ -107,10 +95,8 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    settings = load(VaultSettings, sys.argv[1:] if argv is None else argv, "kvfleet vault")
-    logs.set_up(f"vault-{settings.member}", settings)
-    lifecycle.run("kvfleet vault", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
+def main() -> None:
+    lifecycle.run_service("vault", VaultSettings, serve)
 
 
 if __name__ == "__main__":

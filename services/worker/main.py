@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,16 +28,14 @@ from kvproto import codec
 from kvproto.block_hash import public_prefix
 from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest
-from kvproto.ids import is_token, new_epoch
+from kvproto.ids import new_epoch
 from kvproto.members import Lease
 from kvproto.messages import Bundle, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX, Subjects
-from kvservice import lifecycle, logs, tracing
+from kvservice import lifecycle, tracing
 from kvservice.data_plane import runtime_folder
-from kvservice.membership import open_bucket
-from kvservice.nats_connection import connect
-from kvservice.probes import Probes
-from kvservice.settings import load
+from kvservice.membership import join
+from kvservice.metrics import Probes
 from kvservice.tracing import Tracer
 from kvservice.tracing_start import open_tracer
 
@@ -88,20 +85,9 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     probes = Probes(settings, life)
     tracer = open_tracer(settings, "worker", life)
     member = settings.member
-    if not is_token(member):
-        raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="id")
-    subjects = Subjects(settings.namespace, settings.region)
     loop = asyncio.get_running_loop()
 
-    connection = await connect(
-        settings,
-        role="worker",
-        role_inbox=WORKER_INBOX,
-        member=member,
-        on_closed=lambda: life.fatal("the NATS connection is closed for good"),
-    )
-    life.closing("connection", connection.close)
-    bucket = await open_bucket(connection, subjects.members_bucket, settings.prestart_s)
+    connection, subjects, bucket = await join(settings, life, "worker", WORKER_INBOX, prestart_s=settings.prestart_s)
 
     folder = await lifecycle.in_daemon_thread(lambda: resolve_model(settings.model))
     name = settings.served_model_name or served_name(settings.model)
@@ -187,10 +173,8 @@ def assemble(
     return worker, thread
 
 
-def main(argv: list[str] | None = None) -> None:
-    settings = load(WorkerSettings, sys.argv[1:] if argv is None else argv, "kvfleet worker")
-    logs.set_up(f"worker-{settings.member}", settings)
-    lifecycle.run("kvfleet worker", lambda life: serve(settings, life), parent_pid=settings.parent_pid)
+def main() -> None:
+    lifecycle.run_service("worker", WorkerSettings, serve)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_without_the_process_that_all_are_forked_from_it_begins_anew() -> None:
     fleet = Up("--port", "0", "--runner", "fake").wait_ready()
     try:
         before = set(fleet.descendants())
-        (server,) = (pid for pid in before if "kvfleet.cli.embedded.forked" in command_of(pid))
+        (server,) = (pid for pid in before if "kvfleet.cli.embedded.forks" in command_of(pid))
         os.kill(server, signal.SIGKILL)
         wait_until(lambda: not alive(server))
         body = {"prompt": "x", "max_tokens": 2}

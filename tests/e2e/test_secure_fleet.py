@@ -21,7 +21,7 @@ from kvproto.messages import Finished, Sampling, Tokens
 from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerSpec
-from kvservice.nats_connection import tls_context
+from kvservice.membership import tls_context
 from kvservice.settings import ServiceSettings
 from tests.support import sse
 from tests.support.processes import Deployment

@@ -1,4 +1,4 @@
-"""How the command line asks an ingress, and what is answered where one should be: any server may be there."""
+"""Requests to an ingress and its answers. Any server may be at the address, so every answer is checked."""
 
 from __future__ import annotations
 
@@ -12,40 +12,33 @@ from httpx_sse import EventSource
 from kvfleet.cli.console import fail, printable
 
 
-class Unreadable(Exception):
-    """No ingress answers so. One line that says where."""
+class AnswerFailed(Exception):
+    """No usable answer. One line that names the address."""
 
 
-class AnswerRefused(Exception):
-    """The ingress answered, and not with what was asked for."""
+class AnswerRefused(AnswerFailed):
+    """The ingress answered with an error; the line is its message."""
 
     def __init__(self, answer: httpx.Response) -> None:
         super().__init__(error_text(answer))
         self.status = answer.status_code
 
 
-TROUBLES = (httpx.HTTPError, AnswerRefused, Unreadable)
-
-
-def told(url: str, error: Exception) -> str:
-    return f"{url}: {error or type(error).__name__}" if isinstance(error, httpx.HTTPError) else str(error)
-
-
 def client(api_key: str | None, *, timeout: httpx.Timeout | float = 10.0) -> httpx.Client:
-    """Goes to the ingress itself, whatever proxies the environment names."""
+    """Connects to the ingress itself, whatever proxies the environment names."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.Client(timeout=timeout, trust_env=False, headers=headers)
 
 
 def get(http: httpx.Client, url: str, *good: int) -> Any:
-    """The answer's JSON, if its status is 200 or one of these. Raises one of the TROUBLES."""
+    """The answer's JSON, if its status is 200 or one of `good`. Raises AnswerFailed, httpx.HTTPError."""
     answer = http.get(url)
     if answer.status_code not in (200, *good):
         raise AnswerRefused(answer)
     try:
         return answer.json()
     except ValueError:
-        raise Unreadable(f"{answer.url} answers no JSON: is an ingress there?") from None
+        raise AnswerFailed(f"{answer.url} answers no JSON: is an ingress there?") from None
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -69,20 +62,22 @@ def error_text(response: httpx.Response) -> str:
 
 
 @contextmanager
-def shaped_as_an_ingress_says(url: str) -> Iterator[None]:
-    """While an answer is taken apart. Raises Unreadable for one without what an ingress says, or with it otherwise."""
+def reading(url: str) -> Iterator[None]:
+    """Around a request and the use of its answer. Raises AnswerFailed, also for an answer of another shape."""
     try:
         yield
+    except httpx.HTTPError as error:
+        raise AnswerFailed(f"{url}: {error or type(error).__name__}") from None
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise Unreadable(f"{url} answers as no ingress of this version does ({why}): is one there?") from None
+        raise AnswerFailed(f"{url} answers as no ingress of this version does ({why}): is one there?") from None
 
 
 @contextmanager
 def asking(url: str) -> Iterator[None]:
-    """A command that asks, and shows what is answered: it fails in one line."""
+    """`reading` for a whole command, which fails in one line."""
     try:
-        with shaped_as_an_ingress_says(url):
+        with reading(url):
             yield
-    except TROUBLES as error:
-        fail(told(url, error))
+    except AnswerFailed as error:
+        fail(str(error))

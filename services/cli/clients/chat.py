@@ -1,4 +1,4 @@
-"""`kvfleet chat`: a conversation in the terminal. Shows what each turn reused and how soon it answered."""
+"""`kvfleet chat`: a conversation in the terminal, with each turn's reuse and time to first token."""
 
 from __future__ import annotations
 
@@ -10,17 +10,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvfleet.cli.clients.answers import (
-    TROUBLES,
-    AnswerRefused,
-    Unreadable,
-    asking,
-    client,
-    events,
-    get,
-    shaped_as_an_ingress_says,
-    told,
-)
+from kvfleet.cli.clients.answers import AnswerFailed, AnswerRefused, asking, client, events, get, reading
 from kvfleet.cli.clients.generate import (
     DEFAULT_URL,
     STREAMING,
@@ -35,7 +25,7 @@ from kvfleet.cli.clients.generate import (
 )
 from kvfleet.cli.console import err, fail, out, printable
 
-with contextlib.suppress(ImportError):  # where Python has it, importing it gives input() line editing and history
+with contextlib.suppress(ImportError):  # its import gives input() line editing and history
     import readline  # noqa: F401
 
 
@@ -103,17 +93,14 @@ def _ask() -> str | None:
 
 
 def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
-    """One answer, streamed; None if it failed (said on stderr) so that the conversation can go on."""
+    """Streams one answer and returns it; None if it failed, which stderr says and the conversation survives."""
     began = time.monotonic()
     first: float | None = None
     text = ""
     usage: dict[str, Any] = {}
     out.print(printable(body["model"]), style="bold green", end=" ")
     try:
-        with (
-            shaped_as_an_ingress_says(url),
-            http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
-        ):
+        with reading(url), http.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
             event: dict[str, Any] | None = None
             for event in events(response):
                 if "error" in event:
@@ -128,13 +115,11 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
                         text += piece
                         out.print(piece, end="")
             if event is None:
-                raise Unreadable(f"{url}: no answer came: is an ingress there?")
-    except AnswerRefused as error:
+                raise AnswerFailed(f"{url}: no answer came: is an ingress there?")
+    except AnswerFailed as error:
+        if not isinstance(error, AnswerRefused):
+            err.print()
         _trouble(str(error))
-        return None
-    except TROUBLES as error:
-        err.print()
-        _trouble(told(url, error))
         return None
     except KeyboardInterrupt:
         err.print("\nstopped", style="dim")

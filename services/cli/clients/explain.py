@@ -1,7 +1,4 @@
-"""`kvfleet explain`: why a request went to its worker, and what came of it.
-
-Asks the ingress and not NATS: an embedded fleet's NATS has a password of its own, and the ingress keeps tenants apart.
-"""
+"""`kvfleet explain`: why a request went to its worker. It asks the ingress, which keeps tenants apart, and not NATS."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from kvfleet.cli.console import Terminal, figures, out, printable
 from kvproto.messages import Tier
 
 UNKNOWN = "-"
-# As wide as a table has to be: a line that the terminal wraps is better than names and figures that are cut to fit.
+# A line that the terminal wraps is better than names and figures that are cut to fit.
 tables = Terminal(highlight=False, markup=False, width=1000)
 
 
@@ -66,7 +63,7 @@ def _say(line: str) -> None:
 
 
 def _candidates(attempt: dict[str, Any]) -> Table:
-    """Cheapest first, the chosen one marked; costs in ms. A policy that does not reckon has none."""
+    """Cheapest first, the chosen one marked; costs in ms, which some policies do not have."""
     candidates = attempt["candidates"]
     terms = _names(one["terms_ms"] for one in candidates)
     tiers = _tiers(one["matched_tokens"] for one in candidates)
@@ -85,7 +82,6 @@ def _candidates(attempt: dict[str, Any]) -> Table:
 
 
 def _outcome(attempt: dict[str, Any]) -> Table:
-    """What was expected against what happened; a hyphen for what was not known, or not yet."""
     expected, actual = attempt["expected_hit_tokens"], attempt["actual"]
     found = actual["cached_tokens"]
     table = figures(out, "", "expected", "actual")
@@ -109,12 +105,11 @@ def _ending(actual: dict[str, Any]) -> str:
 
 
 def _names(tables: Iterable[dict[str, Any]]) -> list[str]:
-    """Keys of all of them, in the order of their first coming."""
     return list(dict.fromkeys(name for table in tables for name in table))
 
 
 def _tiers(tables: Iterable[dict[str, Any]]) -> list[str]:
-    """Fastest first; those of a newer fleet last."""
+    """Fastest first; unknown ones, of a newer fleet, last."""
     known = [tier.value for tier in Tier]
     return sorted(_names(tables), key=lambda tier: known.index(tier) if tier in known else len(known))
 

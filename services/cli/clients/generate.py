@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from kvfleet.cli.clients.answers import Unreadable, asking, client, events
+from kvfleet.cli.clients.answers import AnswerFailed, asking, client, events
 from kvfleet.cli.console import err, fail, out
 
 
 def known_url(url: str | None) -> str | None:
-    """As an option's callback: what no request could be sent to is said in one line, before anything else is done."""
+    """An option's callback: fails for an address that no request can go to."""
     if url is not None:
         try:
             httpx.URL(url).host.encode("idna")  # as a look-up of the name does
@@ -23,7 +23,7 @@ def known_url(url: str | None) -> str | None:
 
 
 def known_key(api_key: str | None) -> str | None:
-    """As an option's callback: what cannot stand in a header is said in one line, and not shown."""
+    """An option's callback: fails for a key that no header can hold, without showing it."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         fail("the API key has a character that is not printable ASCII: no key of an ingress has one")
     return api_key
@@ -44,12 +44,11 @@ Worker = Annotated[str | None, typer.Option(help="this worker and no other: the 
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given: the others are the server's to choose."""
+    """The options that were given; the server chooses the others."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def logprob_line(event: dict[str, Any]) -> str:
-    """A token, its log probability, and the alternatives with theirs."""
     top = "  ".join(f"{one['token']!r} {one['logprob']:.3f}" for one in event["top_logprobs"])
     return f"{event['token']!r} {event['logprob']:.3f}" + (f"   of {top}" if top else "")
 
@@ -78,11 +77,10 @@ def generate(
     api_key: Key = None,
 ) -> None:
     """Continue a text; the session's id, cached tokens and TTFT go to stderr, and log probabilities where asked for."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    body |= {"seq_id": seq_id} if seq_id else {}
-    body |= {"stop": stop} if stop else {}
-    body |= {"model_name": model} if model else {}
-    body |= given(
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p} | given(
+        seq_id=seq_id or None,
+        stop=stop or None,
+        model_name=model or None,
         seed=seed,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
@@ -117,7 +115,7 @@ def generate(
             else:
                 ended = event
         if ended is None:
-            raise Unreadable(f"{url}: the answer has no end: is an ingress there?")
+            raise AnswerFailed(f"{url}: the answer has no end: is an ingress there?")
         out.print()
         for one in scored:
             err.print(logprob_line(one))

@@ -1,4 +1,4 @@
-"""Adapter: single keys from a terminal, without waiting for Enter; and what a signal does to who waits for them."""
+"""Adapter: single keys from a terminal, without waiting for Enter, and signals while one waits for them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 import tty
+from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -23,80 +24,72 @@ class Pressed(Enum):
     RESIZED = "resized"
 
 
+@dataclass(eq=False, slots=True)
 class Keyboard:
-    """As a context it owns the terminal's input mode and the signals, and gives both back as they were. Main thread
-    only. Where the input is no terminal there are signals alone.
+    """As a context it owns the terminal's input mode and the signals, and restores both. Main thread only. Without a
+    terminal there are signals alone.
 
-    A signal is heard by the next `wait`: what runs in between is not broken off, but Ctrl-C, which raises.
+    The next `wait` returns a signal; the code in between is not interrupted, except by Ctrl-C, which raises.
     """
 
-    def __init__(self) -> None:
-        self._terminal: int | None = None
-        self._mode: list[Any] = []
-        self._handlers: dict[int, Any] = {}
-        self._wakes, self._wake = -1, -1
-        self._old_wake = -1
-        self._ended = False
-        self._resized = False
+    terminal: int | None = None
+    wakes: int = -1  # readable after a signal
+    ended: bool = False
+    resized: bool = False
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> Keyboard:
-        self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wakes, False)
-        os.set_blocking(self._wake, False)
-        self._old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        for number, heard in (
-            (signal.SIGTERM, self._on_end),
-            (signal.SIGHUP, self._on_end),
-            (signal.SIGWINCH, self._on_resize),
-        ):
-            self._handlers[number] = signal.signal(number, heard)
+        self.wakes, wake = os.pipe()
+        for number in (self.wakes, wake):
+            os.set_blocking(number, False)
+            self.undo.callback(os.close, number)
+        self.undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wake, warn_on_full_buffer=False))
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH):
+            self.undo.callback(signal.signal, number, signal.signal(number, self._on_signal))
         if sys.stdin.isatty():
-            self._terminal = sys.stdin.fileno()
-            self._mode = termios.tcgetattr(self._terminal)
-            tty.setcbreak(self._terminal)
+            self.terminal = sys.stdin.fileno()
+            self.undo.callback(self._restore, self.terminal, termios.tcgetattr(self.terminal))
+            tty.setcbreak(self.terminal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._terminal is not None:
-            with contextlib.suppress(termios.error):  # it was closed
-                termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._mode)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._old_wake)
-        os.close(self._wakes)
-        os.close(self._wake)
+        self.undo.close()
+
+    def _restore(self, terminal: int, mode: list[Any]) -> None:
+        with contextlib.suppress(termios.error):  # it was closed
+            termios.tcsetattr(terminal, termios.TCSADRAIN, mode)
 
     def wait(self, seconds: float) -> Pressed:
         end = time.monotonic() + seconds
         while True:
-            if self._ended:
+            if self.ended:
                 return Pressed.END
-            if self._resized:
-                self._resized = False
+            if self.resized:
+                self.resized = False
                 return Pressed.RESIZED
-            files = [self._wakes] if self._terminal is None else [self._wakes, self._terminal]
+            files = [self.wakes] if self.terminal is None else [self.wakes, self.terminal]
             try:
                 ready, _, _ = select.select(files, [], [], max(end - time.monotonic(), 0.0))
             except KeyboardInterrupt:
                 return Pressed.END
             if not ready:
                 return Pressed.NOTHING
-            if self._wakes in ready:
-                os.read(self._wakes, 4096)
-            if self._terminal in ready:
+            if self.wakes in ready:
+                os.read(self.wakes, 4096)
+            if self.terminal in ready:
                 self._read()
 
     def _read(self) -> None:
-        assert self._terminal is not None
+        assert self.terminal is not None
         try:
-            keys = os.read(self._terminal, 1024)
+            keys = os.read(self.terminal, 1024)
         except OSError:
             keys = b""
-        if not keys or any(key in END_KEYS for key in keys):  # nothing: nobody is there any more
-            self._ended = True
+        if not keys or any(key in END_KEYS for key in keys):  # no keys: the terminal is gone
+            self.ended = True
 
-    def _on_end(self, number: int, frame: FrameType | None) -> None:
-        self._ended = True
-
-    def _on_resize(self, number: int, frame: FrameType | None) -> None:
-        self._resized = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGWINCH:
+            self.resized = True
+        else:
+            self.ended = True

@@ -11,7 +11,7 @@ import httpx
 import typer
 from rich.live import Live
 
-from kvfleet.cli.clients.answers import TROUBLES, AnswerRefused, asking, client, get, shaped_as_an_ingress_says, told
+from kvfleet.cli.clients.answers import AnswerFailed, AnswerRefused, asking, client, get, reading
 from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url
 from kvfleet.cli.clients.keyboard import Keyboard, Pressed
 from kvfleet.cli.clients.top_rates import FleetRates
@@ -21,7 +21,7 @@ from kvfleet.cli.console import Terminal, fail, out
 TIMEOUT_S = 3.0
 LEDGER_LINES = 50
 ONCE_LINES = 10
-# A line that is cut loses names and figures: where nobody looks at it, it is as long as it has to be.
+# Wide enough for pipes, so that no name or figure is cut.
 plain = Terminal(highlight=False, width=1000, no_color=True)
 wide = Terminal(highlight=False)
 
@@ -38,8 +38,8 @@ def top(
         fleet = WatchedFleet(http, url)
         try:
             first = fleet.look()
-        except TROUBLES as error:
-            fail(told(url, error))
+        except AnswerFailed as error:
+            fail(str(error))
         try:
             if out.is_terminal and not out.is_dumb_terminal and not (once or as_json):
                 _watch(fleet, first, interval)
@@ -48,8 +48,8 @@ def top(
             second = fleet.look()
         except KeyboardInterrupt:
             return  # as q: the user has seen enough
-        except TROUBLES as error:
-            fail(told(url, error))
+        except AnswerFailed as error:
+            fail(str(error))
         if as_json:
             typer.echo(json.dumps(second.as_map()))
         else:
@@ -59,7 +59,7 @@ def top(
 
 @dataclass(eq=False, slots=True)
 class WatchedFleet:
-    """One ingress that is asked again and again, and what it said before."""
+    """One ingress, and the counters of its former answers."""
 
     http: httpx.Client
     url: str
@@ -67,8 +67,8 @@ class WatchedFleet:
     may_see_all: bool = True
 
     def look(self) -> TopSnapshot:
-        """Raises one of the TROUBLES."""
-        with shaped_as_an_ingress_says(self.url):
+        """Raises AnswerFailed."""
+        with reading(self.url):
             return self._look()
 
     def _look(self) -> TopSnapshot:
@@ -110,7 +110,7 @@ class WatchedFleet:
 
 
 def _watch(fleet: WatchedFleet, snapshot: TopSnapshot, interval: float) -> None:
-    """Until q, Ctrl-C or SIGTERM; the terminal is left as it was."""
+    """Until q, Ctrl-C or SIGTERM."""
     trouble, since = "", ""
     with Keyboard() as keyboard, Live(console=wide, screen=True, auto_refresh=False) as live:
         while True:
@@ -127,6 +127,6 @@ def _watch(fleet: WatchedFleet, snapshot: TopSnapshot, interval: float) -> None:
                         continue
             try:
                 snapshot, trouble, since = fleet.look(), "", ""
-            except TROUBLES as error:
+            except AnswerFailed as error:
                 since = since or time.strftime("%H:%M:%S")
-                trouble = f"since {since}: {told(fleet.url, error)}; trying again"
+                trouble = f"since {since}: {error}; trying again"

@@ -1,7 +1,6 @@
-"""What a fleet does now, from two of its answers: how workers' counters grew between them. Pure.
+"""Rates of a fleet and its workers, from the growth of their counters between two answers. Pure.
 
-A worker's new life starts its counters anew, so growth is taken life by life: one that was not there before adds
-nothing until its second sample.
+A worker's new life starts its counters at 0, so it adds nothing until its second sample.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Counts = list[int]  # as COUNTERS
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Between two samples: how long, and by worker by how much each counter grew."""
+    """Between two samples; `grown` is by worker."""
 
     at_s: float
     seconds: float
@@ -29,8 +28,6 @@ class Step:
 
 @dataclass(eq=False, slots=True)
 class FleetRates:
-    """Of the last minute. Fed with what /workers says."""
-
     before: dict[tuple[str, str], Counts] = field(default_factory=dict)
     at_s: float | None = None
     steps: deque[Step] = field(default_factory=deque)
@@ -48,18 +45,18 @@ class FleetRates:
             self.steps.popleft()
 
     def hit_rate(self, worker: str | None = None) -> float | None:
-        """The share of prompt tokens that were found in a cache; None: there were none, or no two samples yet."""
+        """Share of prompt tokens found in a cache; None without such tokens or a second sample."""
         prompt, hit, _ = self._grown(self._within(HIT_WINDOW_S), worker)
         return min(hit / prompt, 1.0) if prompt else None
 
     def tokens_per_s(self, worker: str | None = None) -> float | None:
-        """Generated ones, of the last seconds; None: no two samples yet."""
+        """Generated tokens; None without a second sample."""
         steps = self._within(TOKENS_WINDOW_S)
         seconds = sum(step.seconds for step in steps)
         return self._grown(steps, worker)[2] / seconds if seconds else None
 
     def _within(self, window_s: float) -> list[Step]:
-        """The last one always: samples may be further apart than the window is long."""
+        """The last one always, even if samples are further apart than the window."""
         return [step for step in self.steps if step is self.steps[-1] or step.at_s > self.steps[-1].at_s - window_s]
 
     def _grown(self, steps: list[Step], worker: str | None) -> Counts:

@@ -1,4 +1,4 @@
-"""What `kvfleet top` shows of one snapshot: tables for a terminal of any size, or plain text. Asks nobody."""
+"""The pages of `kvfleet top`: tables for a terminal of any size, or plain text. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "d
 
 @dataclass(frozen=True, slots=True)
 class TopSnapshot:
-    """What one round of questions brought. None: this key may not know."""
+    """None: the API key may not see it."""
 
     url: str
     at_unix_s: float
@@ -58,7 +58,7 @@ class TopSnapshot:
 
 
 def screen(snapshot: TopSnapshot, trouble: str, width: int, height: int) -> RenderableType:
-    """No more lines than `height`: the ledger takes what workers and tiers leave. `trouble`: why none is newer."""
+    """At most `height` lines: the ledger takes what workers and tiers leave. `trouble`: why no snapshot is newer."""
     parts: list[RenderableType] = [*_head(snapshot, width), *(_line(note, "yellow") for note in snapshot.notes)]
     left = height - len(parts) - 1
     workers = snapshot.workers
@@ -81,7 +81,7 @@ def screen(snapshot: TopSnapshot, trouble: str, width: int, height: int) -> Rend
 
 
 def page(snapshot: TopSnapshot, ledger_lines: int) -> RenderableType:
-    """All of it once, without colours and frames: for pipes."""
+    """Everything, without colours and frames."""
     parts: list[RenderableType] = [*_head(snapshot, 1000), *(_name(note) for note in snapshot.notes)]
     if snapshot.workers is not None:
         parts += [Text(), _workers(snapshot, 1000, len(snapshot.workers), plain=True)]
@@ -90,9 +90,6 @@ def page(snapshot: TopSnapshot, ledger_lines: int) -> RenderableType:
     if snapshot.placements:
         parts += [Text(), _ledger(snapshot.placements[:ledger_lines], 1000, plain=True)]
     return Group(*parts)
-
-
-# ---------------------------------------------------------------------------------------------- parts
 
 
 def _head(snapshot: TopSnapshot, width: int) -> list[Text]:
@@ -126,7 +123,7 @@ Row = Mapping[str, str | Text]
 
 
 def _table(widths: Mapping[str, int], left: Iterable[str], rows: Iterable[Row], width: int, *, plain: bool) -> Table:
-    """Of the columns for which the terminal is wide enough."""
+    """`widths`: the least width of the terminal at which a column is shown."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="" if plain else "dim")
     names = [name for name, at_least in widths.items() if width >= at_least]
     for name in names:
@@ -230,9 +227,6 @@ def _ledger(placements: list[Mapping[str, Any]], width: int, *, plain: bool) -> 
         )
     left = ("time", "request", "tenant", "model", "worker", "policy", "end")
     return _table(widths, left, rows, width, plain=plain)
-
-
-# ---------------------------------------------------------------------------------------------- text
 
 
 def ending(actual: Mapping[str, Any]) -> str:

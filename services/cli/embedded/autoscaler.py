@@ -1,12 +1,12 @@
-"""What `kvfleet up --autoscale MIN:MAX` does: as many workers of each model as placement says, on this machine.
+"""`kvfleet up --autoscale MIN:MAX`: as many workers of each model as placement says, on this machine.
 
     placement ── kvf.placement.stats: desired, the largest of all replicas' ──▶ here ─┬─ too few ──▶ start workers
                                                                                       └─ one too many ──▶ who is the
         cheapest to lose? ── kvf.placement.victim ──▶ that one drains: its streams go on elsewhere, it ends with 0
 
-Nothing is done while no placement answers, and nobody drains unless every replica that is registered answered, knows,
-and sees all workers that run here. `steps` decides and is pure; a thread of its own asks; processes are started
-by the thread that owns the fleet, as the kernel ends them with the thread that started them.
+Nothing happens while no placement answers, and no worker drains unless every registered replica answers, knows, and
+sees all workers of this machine. `steps` decides and is pure; a thread of its own sends the requests; the thread that
+owns the fleet starts processes, as the kernel ends them with the thread that started them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ PAUSE_S = 60.0  # after a worker was given up: the next one would hardly do bett
 
 @dataclass(frozen=True, slots=True)
 class ScaleLimits:
-    """Workers of each model."""
-
     minimum: int
     maximum: int
 
@@ -62,17 +60,16 @@ def read_limits(said: str | None) -> ScaleLimits | None:
 
 @dataclass(frozen=True, slots=True)
 class WantedWorkers:
-    """What the replicas say of one model together."""
+    """One model, over all replicas."""
 
     desired: int
-    living: int  # workers that every one of them sees
-    known: bool = True  # to all of them
+    living: int  # workers that every replica sees
+    known: bool = True  # to every replica
 
 
 def steps(wanted: WantedWorkers, running: int, draining: int) -> int:
-    """How many workers to start, or -1: one is to drain. `running` are those that do not drain. One drains at a time,
-    none is started because another one drains, and what is not known, or not of all who run, lowers nothing: a replica
-    that has just begun desires what it sees. Pure."""
+    """How many workers to start, or -1: one is to drain. `running`: those that do not drain. One drains at a time, and
+    none does unless all are known: a replica that has just begun desires what it sees. Pure."""
     if running < wanted.desired:
         return wanted.desired - running
     if draining or not wanted.known or wanted.living < running:
@@ -92,16 +89,14 @@ def merged(answers: Sequence[PlacementStats]) -> dict[str, WantedWorkers]:
 
 @dataclass(slots=True)
 class KnownWorkers:
-    """What the asking thread is told of a worker."""
-
     model: str
     draining: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class LocalAutoscaler:
-    """`start`, `maintain` again and again on the thread that owns the processes, `stop`, `join`. `spawn(model)` starts
-    a worker."""
+    """The thread that owns the processes calls `start`, then `maintain` regularly; it sets `stopping` and calls `join`.
+    `spawn(model)` starts a worker."""
 
     login: Login
     namespace: str
@@ -122,12 +117,8 @@ class LocalAutoscaler:
         self.workers = {child.name: KnownWorkers(model) for child, model in workers}
         self.thread.start()
 
-    def stop(self) -> None:
-        """Returns at once: what is asked for just now may still be waited for."""
-        self.stopping.set()
-
     def join(self) -> None:
-        """Wait a moment for the thread. It ends with the process in any case."""
+        """Wait a moment for the thread, once `stopping` is set. It ends with the process in any case."""
         if self.thread.is_alive():
             self.thread.join(JOIN_S)
 
@@ -137,7 +128,7 @@ class LocalAutoscaler:
             return known is not None and known.draining
 
     def maintain(self, workers: list[Child]) -> None:
-        """Starts what is wanted, and forgets processes that are gone. Changes `workers`."""
+        """Starts wanted workers and removes those that are gone from `workers`."""
         for gone in [child for child in workers if child.given_up]:
             workers.remove(gone)
             if gone.process.returncode and not self.drains(gone):
@@ -160,7 +151,7 @@ class LocalAutoscaler:
                 self.workers[child.name] = KnownWorkers(model)
                 self.asked[model] -= 1
 
-    # ------------------------------------------------------------------ the asking thread
+    # ------------------------------------------------------------------ its own thread
 
     def _run(self) -> None:
         try:
@@ -169,9 +160,8 @@ class LocalAutoscaler:
             err.print(f"kvfleet: no autoscaling any more: {error}")
 
     async def _watch(self) -> None:
-        connection = await self.login.open("kvfleet-autoscaler")
         subjects = Subjects(self.namespace)
-        try:
+        async with self.login.connected("kvfleet-autoscaler") as connection:
             while not await asyncio.to_thread(self.stopping.wait, POLL_S):
                 try:
                     await self._look(connection, subjects)
@@ -179,8 +169,6 @@ class LocalAutoscaler:
                     if self.stopping.is_set():
                         return
                     err.print(f"kvfleet: not scaled: {error or 'no answer'}")
-        finally:
-            await connection.close()
 
     async def _look(self, connection: Connection, subjects: Subjects) -> None:
         answers = await ask_all(connection, subjects, ANSWERS_S)
@@ -209,7 +197,7 @@ class LocalAutoscaler:
         cheapest = next((one for one in await costs(connection, subjects, model) if one.worker in own), None)
         if cheapest is None:
             return  # none of ours is ready
-        self._mark(cheapest.worker, draining=True)  # before it is told: it may end at once
+        self._mark(cheapest.worker, draining=True)  # first: it may end at once
         try:
             await tell(connection, subjects, cheapest.worker)
         except BaseException:
@@ -244,7 +232,7 @@ async def registered(connection: Connection, subjects: Subjects) -> set[str]:
 
 
 async def ask_all(connection: Connection, subjects: Subjects, within_s: float) -> list[PlacementStats]:
-    """What each placement replica says within that time; of none, nothing."""
+    """The placement replicas' answers within that time."""
     answers: dict[str, PlacementStats] = {}
     nobody = asyncio.Event()
 

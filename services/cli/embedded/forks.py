@@ -1,9 +1,13 @@
-"""Processes that a fork server of ours becomes: what the command line's `Child` needs of one. Linux alone."""
+"""Processes that fork servers become, as a fleet's `Child` needs them, and the server of services. Linux alone.
+
+What all services import is imported once and shared; the server of workers has torch, too.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -14,31 +18,34 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 from kvfleet.cli.embedded.processes import Process, popen
 from kvservice import launch
 
 LARGEST_MESSAGE = 4096
+SHARED = (
+    "kvproto.client", "kvproto.dataplane.server", "kvservice.data_plane", "kvservice.lifecycle",
+    "kvservice.membership", "kvservice.metrics", "kvservice.tracing_start",
+)  # fmt: skip
 available = sys.platform == "linux"
 
 
 @cache
 def of_services() -> Forks:
-    """What all services import is imported once."""
-    return Forks(lambda fd: popen(launch.command("kvfleet.cli.embedded.forked", str(fd)), {}, [fd]))
+    return Forks(lambda fd: popen(launch.command("kvfleet.cli.embedded.forks", str(fd)), {}, [fd]))
 
 
 @cache
 def of_workers() -> Forks:
-    """And of workers torch."""
     one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would not be there after a fork
     server = lambda fd: of_services().start("kvfleet.worker.engine.forked", [str(fd)], one_thread, fd)  # noqa: E731
     return Forks(server, one_thread)
 
 
 def begin(flags: Sequence[str]) -> None:
-    """Before `kvfleet up` imports what it needs itself: a start waits for what its processes import alone."""
+    """Start the servers before `kvfleet up` imports anything itself: their imports take longest."""
     if not available or "--help" in flags or find_spec("setproctitle") is None:
         return
     of_services().prepare()
@@ -50,7 +57,7 @@ def begin(flags: Sequence[str]) -> None:
 
 @dataclass(eq=False, slots=True)
 class Forked:
-    """One of them. Before it is forked it has no pid, and ends with the server."""
+    """One process. Before it is forked it has no pid, and ends with the server."""
 
     forks: Forks
     pid: int = 0
@@ -80,10 +87,10 @@ class Forked:
 
 @dataclass(eq=False, slots=True)
 class Forks:
-    """Owns a fork server and knows what became of each process of its. Used by one thread.
+    """Owns a fork server and the state of its processes. Used by one thread.
 
-    `begin` starts the server, given the number of its end of the socket pair; its processes have `env` before their
-    own. A server that ended takes its processes with it; the next process is of a new one.
+    `begin` starts the server with the number of its end of the socket pair; each process's own variables go over `env`.
+    A server that ends takes its processes with it; the next process starts a new server.
     """
 
     begin: Callable[[int], Process]
@@ -94,8 +101,8 @@ class Forks:
     living: dict[int, Forked] = field(default_factory=dict)
 
     def start(self, module: str, argv: Sequence[str], env: Mapping[str, str], fd: int | None = None) -> Forked:
-        """Asked for at once; it begins when the server has imported what it is to share. It has the socket `fd` under
-        the same number."""
+        """Returns at once; the process begins when the server has imported everything. It has the socket `fd` under the
+        same number."""
         channel = self.prepare()
         forked = Forked(self)
         self.unborn.append(forked)
@@ -106,7 +113,7 @@ class Forks:
         return forked
 
     def prepare(self) -> socket.socket:
-        """Have a server import what it is to share, before anything is asked of it."""
+        """Start a server, if none runs, so that it imports what its processes share."""
         self.hear()
         if self.channel is None:
             self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -152,3 +159,13 @@ class Forks:
             forked.returncode = code or -signal.SIGTERM
         self.unborn, self.living = [], {}
         self.server = self.channel = None
+
+
+def main() -> None:
+    """The server of services. Its argument is the number of its socket."""
+    from kvservice import fork_server  # needs setproctitle, which a bare installation lacks
+
+    gc.disable()  # nothing of what is imported is garbage
+    for module in SHARED:
+        import_module(module)
+    fork_server.serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,5 +1,4 @@
-"""Ports of this machine: listened at for a process, or tried before one is started that would fail over it; and the
-ports of the fleet's metrics."""
+"""Ports of this machine: that of the ingress, and those of the fleet's metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ FILE = "kvfleet.json"
 
 
 class PortTaken(OSError):
-    """Nobody else can listen there; says where and why."""
+    """Says where and why."""
 
 
 def claim(host: str, port: int) -> int:
@@ -28,49 +27,38 @@ def claim(host: str, port: int) -> int:
 
 def listen(host: str, port: int) -> socket.socket:
     """Clients can connect to it, and wait there until a process that has it accepts them. Raises PortTaken."""
-    listener = _bound(host, port)
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _taken(host, port, error) from None
-    return listener
+    return _bound(host, port, BACKLOG)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, backlog: int | None = None) -> socket.socket:
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family)
+        bound = socket.socket(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+            if backlog is not None:
+                bound.listen(backlog)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
-        raise _taken(host, port, error) from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise _taken(host, port, error) from None
+        raise PortTaken(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return bound
-
-
-def _taken(host: str, port: int, error: OSError) -> PortTaken:
-    return PortTaken(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
 @dataclass(eq=False, slots=True)
 class MetricsTargets:
-    """Where Prometheus finds the fleet's processes: a port of its own for each, and a file that lists them in the form
-    of `file_sd_configs`.
+    """A metrics port for each process, and a file that lists them for Prometheus's `file_sd_configs`.
 
-    `base`: the first of consecutive ports; 0: any free ones; None: nobody has one. `claim` checks a port, or chooses
-    one for 0; it raises PortTaken."""
+    `base`: the first of consecutive ports; 0: any free ones; None: no metrics."""
 
     base: int | None
-    claim: Callable[[int], int]
+    claim: Callable[[int], int]  # as `claim`, of one host
     addresses: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
 
     def flags(self, service: str, member: str, host: str = "127.0.0.1", *, or_any: bool = False) -> list[str]:
-        """What the process is started with: the first port that is nobody's here. It keeps it when it is started again.
-        Raises PortTaken if a stranger has it; with `or_any` a free one is taken instead."""
+        """The process's flags, the same at each start, with the first port that no process of the fleet has. Raises
+        PortTaken if a stranger has it; with `or_any` takes a free one instead."""
         if self.base is None:
             return []
         taken = {port for _, port in self.addresses.values()}
@@ -87,7 +75,6 @@ class MetricsTargets:
         return [f"--metrics-port={port}"]
 
     def forget(self, service: str, member: str) -> None:
-        """Of a process that is gone and does not come back. Its port is free for another one."""
         self.addresses.pop((service, member), None)
 
     def write(self, state: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""Child processes of an embedded fleet: started so that none outlives the fleet, stopped in order, within a time."""
+"""Child processes of an embedded fleet: none outlives the fleet, and they stop in order, within a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
@@ -19,8 +20,6 @@ RESTART_WINDOW_S = 60.0
 
 
 class StartFailed(Exception):
-    """A process could not start; says which and why."""
-
     def __init__(self, process: str, why: str) -> None:
         super().__init__(f"{process} could not start: {why}")
 
@@ -31,10 +30,7 @@ class FleetEnded(Exception):
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether the fleet is to stop, for a signal's handler to say.
-
-    A threading.Event is not for that: its lock may be held by the code that the signal interrupts, for ever then.
-    """
+    """Set by a signal's handler. A threading.Event would deadlock: the interrupted code may hold its lock."""
 
     is_set: bool = False
 
@@ -42,14 +38,13 @@ class StopRequest:
         self.is_set = True
 
     def wait(self, seconds: float) -> bool:
-        """After as long, or at once if it is set."""
         if not self.is_set:
             time.sleep(seconds)
         return self.is_set
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that is needed here."""
+    """As `subprocess.Popen`."""
 
     pid: int
     returncode: int | None
@@ -61,7 +56,7 @@ class Process(Protocol):
 
 @dataclass(slots=True)
 class Child:
-    """One process, started at once, and how to start it again. `given_up` once it ended too often."""
+    """One process, started at once. `given_up` once it ended too often."""
 
     name: str
     start: Callable[[], Process]
@@ -73,7 +68,7 @@ class Child:
         self.process = self.start()
 
     def start_again(self, now: float) -> bool:
-        """Start it again after its end; False if that did not help often enough lately."""
+        """False, and given up, after MOST_RESTARTS within the window."""
         self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_S]
         if len(self.restarts) >= MOST_RESTARTS:
             self.given_up = True
@@ -95,18 +90,6 @@ class Child:
         self.process.wait()
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """On Linux the kernel itself ends a child whose parent was killed outright."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def preexec() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    return preexec
-
-
 def spawn(
     name: str, command: Sequence[str], env: Mapping[str, str] | None = None, sockets: Sequence[int] = ()
 ) -> Child:
@@ -115,6 +98,9 @@ def spawn(
 
 
 def popen(command: Sequence[str], env: Mapping[str, str], sockets: Sequence[int]) -> subprocess.Popen[bytes]:
+    preexec = None
+    if sys.platform.startswith("linux"):  # where the kernel ends a child whose parent was killed
+        preexec = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -122,7 +108,7 @@ def popen(command: Sequence[str], env: Mapping[str, str], sockets: Sequence[int]
         env={**os.environ, **env},
         pass_fds=sockets,
         start_new_session=True,
-        preexec_fn=_die_with_parent(),
+        preexec_fn=preexec,
     )
 
 

@@ -35,7 +35,6 @@ from kvservice import launch
 DRAIN_S = 3.0
 START_TIMEOUT_S = 600.0
 
-
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -99,7 +98,6 @@ def up(
 
     with folders(state_dir) as (own_folder, state):
         fleet = EmbeddedFleet(listener)
-        autoscaler: LocalAutoscaler | None = None
         try:
             login, system = _start_nats(fleet, state, nats_url, nats_user, nats_password)
             for line in asyncio.run(create_buckets(login, namespace)):
@@ -107,7 +105,7 @@ def up(
             url = login.url
             common = [f"--nats-url={url}", f"--namespace={namespace}", f"--log-level={log_level}"]
             common += [f"--otlp-endpoint={otlp_endpoint}"] if otlp_endpoint else []
-            every = login.variables() | {"TMPDIR": str(own_folder)}  # of a process that was killed nothing stays behind
+            every = login.variables() | {"TMPDIR": str(own_folder)}  # removed with the fleet, also after a kill
             key = every | {"KVFLEET_FLEET_KEY": os.environ.get("KVFLEET_FLEET_KEY") or fleet_key(state)}
             room = [f"--max-bytes={vault_max_bytes}"] if vault_max_bytes else [f"--vaults-on-host={vaults}"]
             for i in range(vaults):
@@ -165,14 +163,14 @@ def up(
                     return child
 
                 if limits is not None:
-                    autoscaler = LocalAutoscaler(login, namespace, served, grow)
-                    autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
-                fleet.watch(stopping, autoscaler, forget)
+                    fleet.autoscaler = LocalAutoscaler(login, namespace, served, grow)
+                    fleet.autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
+                fleet.watch(stopping, forget)
         except (StartFailed, FleetEnded, KvfleetError, PortTaken) as error:
-            fleet.end(autoscaler)
+            fleet.stop()
             fail(str(error))
         finally:
-            fleet.end(autoscaler)
+            fleet.stop()
 
 
 def _name(model: str) -> str:
@@ -182,7 +180,7 @@ def _name(model: str) -> str:
 def _start_nats(
     fleet: EmbeddedFleet, state: Path, url: str | None, user: str | None, password: str | None
 ) -> tuple[Login, dict[str, str]]:
-    """How the fleet's processes log in, and the variables with which placement's second connection does."""
+    """The login of the fleet's processes, and the variables for placement's second connection."""
     if url is not None:
         return Login(url, user, (password or "") if user is not None else None), {}
     server = embedded_nats.start(state, state / "nats-server.log")
@@ -193,7 +191,7 @@ def _start_nats(
 def _service(
     service: str, member: str, flags: list[str], env: dict[str, str], fd: int | None = None, *, torch: bool = False
 ) -> Child:
-    """`fd`: a socket that it is to have. `torch`: it imports that."""
+    """`fd`: a socket that it inherits. `torch`: it imports torch."""
     module, own = f"kvfleet.{service}.main", [f"--id={member}", *flags]
     if forking.available:
         forks = forking.of_workers() if torch else forking.of_services()
@@ -203,7 +201,7 @@ def _service(
 
 
 def _own_gpu(index: int) -> dict[str, str]:
-    """Each local worker takes its own GPU, round robin, where there are any."""
+    """Local workers take the GPUs round robin."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         gpus = [gpu for gpu in visible.split(",") if gpu.strip()]
@@ -215,7 +213,7 @@ def _own_gpu(index: int) -> dict[str, str]:
 def _wait_ready(
     fleet: EmbeddedFleet, base: str, workers: int, placements: int, vaults: int, stopping: StopRequest
 ) -> bool:
-    """Until every process serves. Raises StartFailed naming one that ended; False if asked to stop meanwhile."""
+    """True when every process serves, False when `stopping` is set. Raises StartFailed."""
     end = time.monotonic() + START_TIMEOUT_S
     shown = ""
     with Status("starting", console=err) as status, httpx.Client(base_url=base, timeout=2.0, trust_env=False) as http:
@@ -240,7 +238,7 @@ def _wait_ready(
 
 
 def _health(http: httpx.Client) -> dict[str, Any]:
-    """What the ingress sees; open to everybody, API keys or not. Empty until it answers."""
+    """The ingress's health, which needs no API key. Empty until it answers."""
     try:
         report: dict[str, Any] = http.get("/health").json()
         return report
@@ -249,7 +247,7 @@ def _health(http: httpx.Client) -> dict[str, Any]:
 
 
 def _chats(model: str) -> bool:
-    """Whether a chat with this model can be suggested: it has a chat template, as far as one can see from here."""
+    """Whether the model has a chat template. A model that is no local folder is assumed to."""
     folder = Path(model)
     if not folder.is_dir():
         return True
@@ -270,7 +268,6 @@ def _hint(base: str, nats_url: str, model: str, *, chats: bool) -> None:
 
 
 def _own_command() -> str:
-    """How to call this command from here: its name if it is on PATH, else its path."""
     if shutil.which("kvfleet"):
         return "kvfleet"
     beside = Path(sys.executable).with_name("kvfleet")

@@ -1,8 +1,6 @@
-"""`kvfleet drain`: have a worker hand over what it works on and end, by name or the one that is cheapest to lose.
+"""`kvfleet drain`: a worker hands over its requests and ends, chosen by name or as the cheapest to lose.
 
-Speaks NATS as the operator: placement says what would be lost with each worker, the worker is told to drain. SIGTERM
-does the same. A hook that runs in a worker's container before it stops says `kvfleet drain --pid 1`: it needs no NATS,
-and no key of the operator's in a place where engines run.
+A worker's container runs `kvfleet drain --pid 1` before it stops: that needs no NATS, and no operator's key there.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def drain(
 
 
 def _signal(pid: int, wait_s: float) -> None:
-    """Have a process of this host drain; who is gone already has. Returns when it is gone if that is waited for."""
+    """Drain a process of this host, and wait for its end if `wait_s` is not 0."""
     until = time.monotonic() + wait_s
     number: int = signal.SIGTERM
     while True:
@@ -91,9 +89,8 @@ def _signal(pid: int, wait_s: float) -> None:
 async def _drain(
     login: Login, subjects: Subjects, worker: str | None, model: str, wait_s: float, *, dry_run: bool
 ) -> str:
-    """Returns who was drained, or would have been. Raises KvfleetError."""
-    connection = await login.open("kvfleet-drain")
-    try:
+    """Returns the worker that drains, or would. Raises KvfleetError."""
+    async with login.connected("kvfleet-drain") as connection:
         chosen = await _choose(connection, subjects, worker, model)
         if not dry_run:
             await tell(connection, subjects, chosen)
@@ -101,12 +98,10 @@ async def _drain(
             if wait_s:
                 await _gone(connection, subjects, chosen, wait_s)
         return chosen
-    finally:
-        await connection.close()
 
 
 async def _choose(connection: Connection, subjects: Subjects, worker: str | None, model: str) -> str:
-    """Shows what would be lost. Who is named needs no placement: it may be drained though none answers."""
+    """Shows what would be lost. A worker that is named can be drained without a placement."""
     try:
         found = await costs(connection, subjects, model)
     except Unavailable as error:
@@ -141,7 +136,7 @@ async def costs(connection: Connection, subjects: Subjects, model: str) -> tuple
 
 
 async def tell(connection: Connection, subjects: Subjects, worker: str) -> None:
-    """Have it drain. Raises KvfleetError."""
+    """Raises KvfleetError."""
     question = codec.encode(AdminRequest(AdminCommand.DRAIN))
     try:
         reply = await connection.request(subjects.worker_admin(worker), question, WORKER_TIMEOUT_S)
@@ -157,7 +152,7 @@ async def tell(connection: Connection, subjects: Subjects, worker: str) -> None:
 
 
 async def _gone(connection: Connection, subjects: Subjects, worker: str, wait_s: float) -> None:
-    """Returns when nobody answers for it any more. Raises Unavailable if that takes too long."""
+    """Wait until NATS has no subscriber for it. Raises Unavailable if that takes too long."""
     question = codec.encode(AdminRequest(AdminCommand.STATS))
     until = time.monotonic() + wait_s
     while time.monotonic() < until:

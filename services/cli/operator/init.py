@@ -18,12 +18,9 @@ PATIENCE_S = 10.0  # a cluster that starts at the same moment has no leader yet
 
 
 async def create_buckets(login: Login, namespace: str, *, replicas: int = 1, rotate: bool = False) -> list[str]:
-    """Create what is missing, the data plane's first key included; `rotate`: a further key.
-
-    One line for each bucket whose configuration differs. Raises KvfleetError.
-    """
-    connection = await login.open("kvfleet-init")
-    try:
+    """Create what is missing, and a further data-plane key to `rotate`. Returns a line for each bucket whose
+    configuration differs. Raises KvfleetError."""
+    async with login.connected("kvfleet-init") as connection:
         subjects = Subjects(namespace)
         differences = await ensure_buckets(connection, subjects, replicas=replicas, patience_s=PATIENCE_S)
         keys = await Bucket.open(connection, subjects.keys_bucket)
@@ -31,8 +28,6 @@ async def create_buckets(login: Login, namespace: str, *, replicas: int = 1, rot
         if rotate:
             await rotate_key(keys)
         return differences
-    finally:
-        await connection.close()
 
 
 def init(

@@ -1,7 +1,9 @@
-"""How the command line comes into NATS as the operator: the settings that a process has, as flags or KVFLEET_*."""
+"""The operator's login at NATS: the settings that a process has, as flags or KVFLEET_*."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from ssl import SSLContext
@@ -25,7 +27,7 @@ Key = Annotated[Path | None, typer.Option(envvar="KVFLEET_NATS_KEY", help="key o
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """One server or several, separated by commas, and who comes."""
+    """`url`: one server or several, separated by commas."""
 
     url: str
     user: str | None = None
@@ -35,10 +37,11 @@ class Login:
     cert: Path | None = None
     key: Path | None = None
 
-    async def open(self, name: str) -> Connection:
+    @asynccontextmanager
+    async def connected(self, name: str) -> AsyncIterator[Connection]:
         """Raises KvfleetError."""
         seed = read_secret(self.seed_file, "nats_nkey_seed_file") if self.seed_file is not None else None
-        return await Connection.open(
+        connection = await Connection.open(
             [part.strip() for part in self.url.split(",")],
             name=name,
             inbox_prefix=inbox_prefix(ADMIN_INBOX, new_process_id()),
@@ -47,6 +50,10 @@ class Login:
             nkey_seed=seed,
             tls=self._tls(seed),
         )
+        try:
+            yield connection
+        finally:
+            await connection.close()
 
     def variables(self) -> dict[str, str]:
         if self.user is None:
@@ -54,11 +61,11 @@ class Login:
         return {"KVFLEET_NATS_USER": self.user, "KVFLEET_NATS_PASSWORD": self.password or ""}
 
     def _tls(self, seed: str | None) -> SSLContext | None:
-        """And whether the seed is one. Raises KvfleetError."""
+        """Checks the seed too. Raises KvfleetError."""
         ca, cert, key = (None if path is None else str(path) for path in (self.ca, self.cert, self.key))
         if not (seed or ca or cert or key):
             return None  # without pydantic, which takes as long to import as all else here
-        from kvservice.nats_connection import tls_context
+        from kvservice.membership import tls_context
         from kvservice.settings import ServiceSettings, check_seed
 
         check_seed(seed, "nats_nkey_seed_file")

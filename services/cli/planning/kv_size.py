@@ -1,7 +1,4 @@
-"""`kvfleet kv-size`: the memory that a model's keys and values take, as a table.
-
-The worker's own code computes it, in a process of its own: this one only shows it.
-"""
+"""`kvfleet kv-size`: the memory that a model's keys and values take, as the worker's own code computes it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from kvservice import launch
 from kvservice.byte_size import parse_bytes
 
 
-class KvDType(StrEnum):
+class KvDType(StrEnum):  # typer takes no list of literals
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -28,7 +25,7 @@ class KvDType(StrEnum):
 
 
 def known_size(param: typer.CallbackParam, text: str | None) -> str | None:
-    """As an option's callback: one line that names it."""
+    """An option's callback: fails for a text that is no size."""
     if text is not None:
         try:
             parse_bytes(text)
@@ -53,7 +50,7 @@ def kv_size(
     """How much memory keys and values take: per token, per sequence, and how many sequences fit."""
     flags = [f"--block-size={block_size}", f"--dtype={dtype}", f"--device={device}"]
     flags += [f"--kv-memory-fraction={kv_memory_fraction}", f"--workers-on-host={workers_on_host}"]
-    flags += [f"--kv-dtype={one.value}" for one in kv_dtype or []]
+    flags += [f"--kv-dtype={one}" for one in kv_dtype or []]
     flags += [] if memory is None else [f"--memory={memory}"]
     said = report(model, flags)
     if as_json:
@@ -67,7 +64,7 @@ def kv_size(
 
 
 def report(model: str, flags: Sequence[str]) -> str:
-    """What the worker's code says, as JSON; ends this process as that one ended."""
+    """The JSON that the worker's code prints, in a process of its own. Exits with its code if it fails."""
     command = launch.command("kvfleet.worker.model.kv_size_report", *flags, "--", model)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:

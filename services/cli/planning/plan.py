@@ -1,8 +1,4 @@
-"""`kvfleet plan`: how many workers, how much KV memory and vault a load needs, and what that costs.
-
-Keys and values are reckoned by the worker's own code, in a process of its own, as `kv-size` does it; rates are measured
-ones or are given; `planning` has the arithmetic.
-"""
+"""`kvfleet plan`: the workers, KV memory and vaults that a load needs, and their cost. Rates are measured or given."""
 
 from __future__ import annotations
 
@@ -78,7 +74,7 @@ def plan(
         load = f"--requests-per-second {requests_per_second:g} --ttft {ttft:g}"
         load += f" --input-tokens {input_tokens:g} --output-tokens {output_tokens:g}"
         _measure_first(why, how_to_measure(model, load, input_tokens, output_tokens, from_fleet))
-    flags = [f"--kv-dtype={kv_dtype.value}", f"--dtype={dtype}", "--device=cpu"]
+    flags = [f"--kv-dtype={kv_dtype}", f"--dtype={dtype}", "--device=cpu"]
     reported = json.loads(report(model, [*flags, f"--memory={worker_memory or '1GiB'}"]))
     size, context = reported["sizes"][0], reported["context_length"]
     token_bytes = size["bytes_per_token"]

@@ -1,4 +1,4 @@
-"""What a worker does per second, as it was measured: by a running fleet, or in a file."""
+"""Measured rates of a worker, from a running fleet or a file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfleet.cli.clients.answers import TROUBLES, AnswerRefused, client, get, shaped_as_an_ingress_says, told
+from kvfleet.cli.clients.answers import AnswerFailed, AnswerRefused, client, get, reading
 
 
 class NoRates(Exception):
-    """Says what is missing."""
+    """The message names what is missing."""
 
 
 def how_to_measure(model: str, load: str, input_tokens: float, output_tokens: float, url: str | None) -> list[str]:
-    """Lines to type. `load`: options of the plan that was asked for."""
+    """Lines to type. `load`: the plan's options."""
     told = shlex.quote(model)
     fleet = [] if url is not None else [f"kvfleet up --model {told} --workers 1"]
     where = url or "http://127.0.0.1:8080"
@@ -31,7 +31,7 @@ def how_to_measure(model: str, load: str, input_tokens: float, output_tokens: fl
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one worker; None: not yet. A decode step is that of the sequences that ran then."""
+    """Of one worker; None: not measured. A decode step is one with the sequences that ran then."""
 
     prefill_tokens_per_s: float | None = None
     decode_s: float | None = None
@@ -44,17 +44,16 @@ class Measured:
 def of_fleet(url: str, model: str | None, api_key: str | None) -> Measured:
     """GET /workers of a running fleet. Raises NoRates."""
     try:
-        with shaped_as_an_ingress_says(url), client(api_key) as http:
+        with reading(url), client(api_key) as http:
             return read(get(http, f"{url}/workers"), f"{url}/workers", model)
     except AnswerRefused as error:
         raise NoRates(f"{url}: {error}") from None
-    except TROUBLES as error:
-        raise NoRates(told(url, error)) from None
+    except AnswerFailed as error:
+        raise NoRates(str(error)) from None
 
 
 def of_file(path: Path, model: str | None) -> Measured:
-    """A saved GET /workers, or one object with the fields of a heartbeat's rates; of several lines the last counts.
-    Raises NoRates."""
+    """A saved GET /workers or a heartbeat's rates; the last of several lines counts. Raises NoRates."""
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         try:
@@ -101,6 +100,6 @@ def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Meas
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    """Harmonic, of those above 0: a fleet is as fast as its workers are in turn."""
+    """Harmonic, of those above 0."""
     known = [float(value) for value in values if isinstance(value, int | float) and value > 0]
     return len(known) / sum(1 / value for value in known) if known else None

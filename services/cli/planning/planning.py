@@ -28,8 +28,8 @@ MOST_USED = 0.9  # of the KV memory, by running sequences
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What comes. `input_cv`: standard deviation of prompt tokens over their mean. `hit_rate`: share of prompt tokens
-    that are found in a cache. `ttft_share` of the first tokens are to come within `ttft_s`."""
+    """`input_cv`: standard deviation of prompt tokens over their mean. `hit_rate`: share of prompt tokens found in a
+    cache. `ttft_share` of the first tokens must come within `ttft_s`."""
 
     requests_per_s: float
     ttft_s: float
@@ -41,13 +41,13 @@ class Demand:
 
     @property
     def fed_tokens(self) -> float:
-        """Of a prompt, that are computed."""
+        """Of a prompt, those not in a cache."""
         return max(self.input_tokens * (1 - self.hit_rate), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """What one worker does. `kv_tokens`: of K and V that it holds; None: not known, and so no limit."""
+    """`kv_tokens`: its capacity; None: not known, and so no limit."""
 
     prefill_tokens_per_s: float
     decode_s: float  # of a step with hardly any sequence
@@ -59,7 +59,7 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFleet:
-    """What so many workers come to. Infinite where the queue never ends."""
+    """Infinite where the queue never ends."""
 
     workers: int
     utilisation: float  # of the time that is left beside decoding, spent on prompts

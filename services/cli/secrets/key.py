@@ -1,8 +1,6 @@
-"""`kvfleet key new`: a new API key, shown once, and the entry that lets it in.
+"""`kvfleet key new`: a new API key on stderr, shown once and stored nowhere, and its entry for api-keys.toml on stdout.
 
-    kvfleet key new --tenant search --max-concurrent 64 >> api-keys.toml
-
-The entry goes to stdout and holds only the key's SHA-256; the key itself goes to stderr and is stored nowhere.
+kvfleet key new --tenant search --max-concurrent 64 >> api-keys.toml
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def new(
 def toml_entry(
     key: str, name: str, tenant: str, admin: bool, not_after: datetime | None, limits: dict[str, int]
 ) -> str:
-    """What an ingress reads; of the limits those that are not 0."""
+    """The entry holds the key's SHA-256 and the limits that are not 0."""
     lines = ["[[keys]]", f'name = "{name}"', f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"']
     lines.append(f'tenant = "{tenant}"')
     if admin:

@@ -1,7 +1,6 @@
-"""Adapter: the fleet's own certificate authority and what it signs. The one file here that uses `cryptography`.
+"""Adapter: the fleet's certificate authority and its certificates, by `cryptography`. No files and no clock.
 
-Elliptic curve keys (P-256) throughout. The extensions are those that strict verifiers ask for (Python's
-VERIFY_X509_STRICT, Go's crypto/x509). Nothing here reads or writes files, or the clock.
+Keys are P-256. The extensions are those of strict verifiers (Python's VERIFY_X509_STRICT, Go's crypto/x509).
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ Key = ec.EllipticCurvePrivateKey
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs. `key` must be that of `certificate`."""
-
     certificate: x509.Certificate
     key: Key
 
@@ -43,7 +40,7 @@ def new_key() -> Key:
 
 
 def new_authority(name: str, now: datetime) -> Authority:
-    """A self-signed one for CA_DAYS, which may sign leafs and no further authorities."""
+    """Self-signed for CA_DAYS; it may sign leafs and no further authorities."""
     key = new_key()
     subject = _name(name)
     builder = (
@@ -57,9 +54,8 @@ def new_authority(name: str, now: datetime) -> Authority:
 def issue(
     authority: Authority, name: str, key: Key, hosts: Sequence[str], usages: Sequence[str], now: datetime, days: int
 ) -> x509.Certificate:
-    """A certificate of `key` for `hosts`, for some of the usages `server` and `client`. It never outlives the
-    authority's. Raises InvalidRequest for what is no host, or if the authority has expired.
-    """
+    """`usages`: of `server` and `client`. The certificate never outlives the authority's. Raises InvalidRequest for
+    a wrong host or an expired authority."""
     until = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
     if until <= now:
         raise InvalidRequest(f"the CA expired on {until:%Y-%m-%d}; --force makes a new one, and everything anew")
@@ -98,10 +94,6 @@ def is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> 
     except (ValueError, TypeError, InvalidSignature):
         return False
     return True
-
-
-def is_of(certificate: x509.Certificate, key: Key) -> bool:
-    return pin(certificate) == pin(key)
 
 
 def pin(holder: x509.Certificate | Key) -> str:
@@ -144,7 +136,6 @@ def _name(name: str) -> x509.Name:
 
 
 def _usage(**permitted: bool) -> x509.KeyUsage:
-    """Permits what is named, of all that a key may be used for."""
     return x509.KeyUsage(**(dict.fromkeys(signature(x509.KeyUsage).parameters, False) | permitted))
 
 

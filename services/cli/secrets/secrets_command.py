@@ -1,4 +1,4 @@
-"""`kvfleet secrets`: everything secret that a fleet in production needs, made once, into one folder."""
+"""`kvfleet secrets`: the secrets of a production fleet, made once, into one folder."""
 
 from __future__ import annotations
 

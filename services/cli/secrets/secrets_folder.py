@@ -1,4 +1,4 @@
-"""A folder of a fleet's secrets: which files there are, and which are made because they are missing.
+"""A folder of a fleet's secrets. Missing files are made, existing ones are kept.
 
     ca.{crt,key}                     the fleet's own authority; the key is needed to sign, and nowhere else
     nats.{crt,key}                   NATS's servers
@@ -9,13 +9,12 @@
     fleet.key                        tenants' cache salts follow from it
     api-keys.toml, api-key.txt       the first API key: its hash, and the key
 
-What is there stays: a seed that was handed out and deleted here is not made again while its `.pub` is there, and
-`ca.key` may be kept elsewhere while nothing has to be signed. Files are 0600 and appear whole.
+A seed that was deleted here is not made again while its `.pub` is there, and `ca.key` may be kept elsewhere while
+nothing has to be signed. Files are 0600 and appear whole.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -25,24 +24,11 @@ from pathlib import Path
 import nkeys  # type: ignore[import-untyped]
 from cryptography import x509
 
-from kvfleet.cli.secrets.secrets_certificates import (
-    Authority,
-    Key,
-    certificate_pem,
-    general_name,
-    hosts_of,
-    is_of,
-    is_signed_by,
-    issue,
-    key_pem,
-    new_authority,
-    new_key,
-    pin,
-    read_certificate,
-    read_key,
-)
+from kvfleet.cli.secrets import secrets_certificates as pki
+from kvfleet.cli.secrets.key import toml_entry
 from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.ids import DEFAULT_TENANT, is_token
+from kvservice.secret_file import write_secret
 
 ROLES = ("admin", "ingress", "placement", "worker", "vault", "sys", "region-link")
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "nats")
@@ -71,7 +57,7 @@ class Report:
 
 
 def fill(folder: Path, wanted: WantedSecrets, now: datetime) -> Report:
-    """Make what is missing. Raises InvalidRequest before anything is written, Unavailable for what cannot be."""
+    """Raises InvalidRequest before anything is written, Unavailable for files that cannot be read or written."""
     return _Filling(folder, wanted, now).fill()
 
 
@@ -107,8 +93,6 @@ class _Filling:
         self._write()
         return self.report
 
-    # ------------------------------------------------------------------ what there is
-
     def _read(self, name: str) -> bytes | None:
         """None: not there, or not to be kept."""
         return None if self.wanted.force else self._on_disk(name)
@@ -125,7 +109,7 @@ class _Filling:
         self.report.kept += [name for name in names if (self.folder / name).exists()]
 
     def _tenants(self) -> list[str]:
-        """Those asked for, and those that are there already."""
+        """The wanted ones and those of the folder."""
         for tenant in self.wanted.tenants:
             if not is_token(tenant):
                 raise InvalidRequest(f"must be 1 to 64 of A-Z a-z 0-9 _ -, got {tenant[:80]!r}", field="tenant")
@@ -138,33 +122,32 @@ class _Filling:
                 raise InvalidRequest(f"{other} and {tenant} would have the same variable in nats.env", field="tenant")
         return tenants
 
-    # ------------------------------------------------------------------ certificates
-
-    def _authority(self) -> Authority | x509.Certificate:
-        """Without its key it is a certificate only, with which nothing can be signed."""
+    def _authority(self) -> pki.Authority | x509.Certificate:
+        """Only the certificate where its key is not in the folder."""
         certificate, key = self._read("ca.crt"), self._read("ca.key")
         if certificate is None and key is None:
-            new = new_authority("kvfleet CA", self.now)
-            self.new |= {"ca.crt": certificate_pem(new.certificate), "ca.key": key_pem(new.key)}
+            new = pki.new_authority("kvfleet CA", self.now)
+            self.new |= {
+                "ca.crt": pki.certificate_pem(new.certificate),
+                "ca.key": pki.key_pem(new.key),
+            }
             return new
         if certificate is None:
             raise InvalidRequest("is there without ca.crt: put the certificate back, or move both away", field="ca.key")
         self._keep("ca.crt", "ca.key")
-        read = read_certificate(certificate, "ca.crt")
+        read = pki.read_certificate(certificate, "ca.crt")
         self._warn_of_end("ca.crt", read)
         if key is None:
             return read
-        own = read_key(key, "ca.key")
-        if not is_of(read, own):
+        own = pki.read_key(key, "ca.key")
+        if pki.pin(read) != pki.pin(own):
             raise InvalidRequest("is not the key of ca.crt", field="ca.key")
-        return Authority(read, own)
+        return pki.Authority(read, own)
 
     def _nats_hosts(self) -> tuple[str, ...]:
-        for host in self.wanted.hosts:
-            general_name(host)
+        asked = tuple(str(pki.general_name(host).value) for host in self.wanted.hosts)
         pem = self._on_disk("nats.crt")
-        named = hosts_of(read_certificate(pem, "nats.crt")) if pem is not None and not self.wanted.force else ()
-        asked = tuple(str(general_name(host).value) for host in self.wanted.hosts)
+        named = pki.hosts_of(pki.read_certificate(pem, "nats.crt")) if pem is not None and not self.wanted.force else ()
         if asked and named and set(asked) != set(named) and not self.wanted.renew:
             raise InvalidRequest(
                 f"nats.crt is there and names {', '.join(named)}: --renew-certificates makes it anew", field="host"
@@ -172,29 +155,33 @@ class _Filling:
         return asked or named or DEFAULT_HOSTS
 
     def _leaf(
-        self, name: str, hosts: tuple[str, ...], usages: tuple[str, ...], authority: Authority | x509.Certificate
+        self,
+        name: str,
+        hosts: tuple[str, ...],
+        usages: tuple[str, ...],
+        authority: pki.Authority | x509.Certificate,
     ) -> None:
         crt, key = f"{name}.crt", f"{name}.key"
         pem, key_file = self._read(crt), self._read(key)
-        trusted = authority.certificate if isinstance(authority, Authority) else authority
-        own = read_key(key_file, key) if key_file is not None else None
+        trusted = authority.certificate if isinstance(authority, pki.Authority) else authority
+        own = pki.read_key(key_file, key) if key_file is not None else None
         if pem is not None and not self.wanted.renew:
-            there = read_certificate(pem, crt)
-            if not is_signed_by(there, trusted):
+            there = pki.read_certificate(pem, crt)
+            if not pki.is_signed_by(there, trusted):
                 raise InvalidRequest("is not signed by ca.crt: --renew-certificates makes it anew", field=crt)
-            if own is not None and not is_of(there, own):
+            if own is not None and pki.pin(there) != pki.pin(own):
                 raise InvalidRequest(f"is not that of {key}: --renew-certificates makes it anew", field=crt)
             self._warn_of_end(crt, there)
             self._keep(crt, key)  # the key may have been handed out
             return
-        if not isinstance(authority, Authority):
+        if not isinstance(authority, pki.Authority):
             raise InvalidRequest(f"is not there: it is needed to sign {crt}", field="ca.key")
         if own is None:
-            own = _new_server_key() if name == "nats" else new_key()
-            self.new[key] = key_pem(own)
+            own = _new_server_key() if name == "nats" else pki.new_key()
+            self.new[key] = pki.key_pem(own)
         else:
             self._keep(key)
-        self.new[crt] = certificate_pem(issue(authority, name, own, hosts, usages, self.now, self.wanted.days))
+        self.new[crt] = pki.certificate_pem(pki.issue(authority, name, own, hosts, usages, self.now, self.wanted.days))
 
     def _warn_of_end(self, name: str, certificate: x509.Certificate) -> None:
         end = certificate.not_valid_after_utc
@@ -202,10 +189,8 @@ class _Filling:
             what = "ended" if end <= self.now else "ends"
             self.report.warnings.append(f"{name} {what} on {end:%Y-%m-%d}")
 
-    # ------------------------------------------------------------------ the others
-
     def _nkey(self, user: str) -> str:
-        """Its public key."""
+        """Returns the public key."""
         seed_file, public_file = f"nkeys/{user}.seed", f"nkeys/{user}.pub"
         seed, public = self._read(seed_file), self._read(public_file)
         if seed is None and public is None:
@@ -223,7 +208,7 @@ class _Filling:
         return derived
 
     def _api_key(self) -> None:
-        """Once there are keys the file is the operator's, whatever it holds."""
+        """Once api-keys.toml exists it is the operator's, whatever it holds."""
         if self._read("api-keys.toml") is not None:
             self._keep("api-keys.toml", "api-key.txt")
             return
@@ -231,15 +216,12 @@ class _Filling:
         key = given.decode().strip() if given is not None else f"sk-{secrets.token_urlsafe(32)}"
         if given is None:
             self.new["api-key.txt"] = f"{key}\n".encode()
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        self.new["api-keys.toml"] = (
-            f'[[keys]]\nname = "admin"\nsha256 = "{digest}"\ntenant = "{DEFAULT_TENANT}"\nadmin = true\n'.encode()
-        )
+        self.new["api-keys.toml"] = toml_entry(key, "admin", DEFAULT_TENANT, True, None, {}).encode()
 
     def _nats_env(self, public: dict[str, str]) -> None:
-        """Follows from the others, so it is written whenever it differs from them."""
+        """Written whenever it differs from the keys and the certificate."""
         pem = self.new.get("nats.crt") or self._on_disk("nats.crt") or b""
-        of = pin(read_certificate(pem, "nats.crt"))
+        of = pki.pin(pki.read_certificate(pem, "nats.crt"))
         lines = [f"{variable(user)}={key}" for user, key in public.items()]
         lines.append(f"KVF_CLUSTER_PIN={of}" if of[0].isalpha() else f"KVF_CLUSTER_PIN='\"{of}\"'")
         text = ("\n".join(lines) + "\n").encode()
@@ -248,32 +230,15 @@ class _Filling:
         else:
             self.new["nats.env"] = text
 
-    # ------------------------------------------------------------------ writing
-
     def _write(self) -> None:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self.folder / "nkeys").mkdir(mode=0o700, exist_ok=True)
             for name, data in self.new.items():
-                write_private(self.folder / name, data)
+                write_secret(self.folder / name, data)
                 self.report.written.append(name)
         except OSError as error:
             raise Unavailable(f"cannot write {error.filename or self.folder}: {error.strerror}") from None
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """0600, and whole or not at all. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def public_nkey(seed: bytes, name: str = "nkey seed") -> str:
@@ -287,9 +252,9 @@ def public_nkey(seed: bytes, name: str = "nkey seed") -> str:
     return public
 
 
-def _new_server_key() -> Key:
-    """One whose pin begins with a letter: nats-server would want quotes around another, and env files of shells and
-    of kubectl read those differently."""
-    while not pin(key := new_key())[0].isalpha():
+def _new_server_key() -> pki.Key:
+    """Its pin begins with a letter: nats-server wants quotes around another, which shells and kubectl read differently
+    in env files."""
+    while not pki.pin(key := pki.new_key())[0].isalpha():
         pass
     return key

@@ -14,7 +14,7 @@ from kvproto.connection import Connection
 from kvproto.subjects import inbox_prefix
 from kvproto.testing.nats_process import NatsProcess
 from kvproto.testing.nats_server import ServerSpec
-from kvservice.nats_connection import tls_context
+from kvservice.membership import tls_context
 from kvservice.settings import ServiceSettings
 from tests.support.secrets_rig import Secrets, production, tls_url
 from tests.support.waiting import LIMIT_S

@@ -26,7 +26,7 @@ from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed, KvfleetError, Unavailable
 from kvproto.subjects import Subjects, inbox_prefix
 from kvproto.testing.nats_process import NatsProcess, find_nats_server
-from kvservice.nats_connection import tls_context
+from kvservice.membership import tls_context
 from kvservice.settings import ServiceSettings
 from tests.support.secrets_rig import DEPLOY, Secrets, production, tls_url
 from tests.support.waiting import LIMIT_S

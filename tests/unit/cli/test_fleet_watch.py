@@ -45,7 +45,7 @@ def knowing(autoscaler: LocalAutoscaler, fleet: EmbeddedFleet) -> Iterator[None]
         try:
             yield
         finally:
-            autoscaler.stop()
+            autoscaler.stopping.set()
 
 
 def watched(fleet: EmbeddedFleet, autoscaler: LocalAutoscaler | None) -> list[str]:
@@ -59,7 +59,8 @@ def watched(fleet: EmbeddedFleet, autoscaler: LocalAutoscaler | None) -> list[st
         forgotten.append(worker.name)
         stopping.set()
 
-    fleet.watch(stopping, autoscaler, forget)
+    fleet.autoscaler = autoscaler
+    fleet.watch(stopping, forget)
     limit.cancel()
     return forgotten
 
@@ -115,7 +116,8 @@ def test_processes_end_before_the_asking_thread_is_waited_for(monkeypatch: pytes
             join(thread, timeout)
 
         monkeypatch.setattr(threading.Thread, "join", joined)
-        fleet.end(autoscaler)
+        fleet.autoscaler = autoscaler
+        fleet.stop()
     assert seen == [(False, True)]
     assert autoscaler.thread.daemon  # it holds up nobody's end
 

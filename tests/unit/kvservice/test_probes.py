@@ -10,8 +10,7 @@ import pytest_asyncio
 
 from kvservice import health
 from kvservice.lifecycle import Lifecycle
-from kvservice.metrics import Reading
-from kvservice.probes import STUCK_S, Probes
+from kvservice.metrics import STUCK_S, Probes, Reading
 from kvservice.settings import ServiceSettings
 
 

@@ -14,7 +14,7 @@ from kvfleet.vault.settings import VaultSettings
 from kvfleet.worker.settings import WorkerSettings
 from kvproto.errors import InvalidRequest, Unavailable
 from kvservice.data_plane import DataPlaneSettings, client_context, server_context
-from kvservice.nats_connection import tls_context
+from kvservice.membership import tls_context
 from kvservice.settings import ServiceSettings, load
 
 
