@@ -58,7 +58,7 @@ class EngineCounters:
             blocks_used=pool.used,
             blocks_cached=pool.cached,
             blocks_total=pool.num_blocks,
-            blocks_addressed=pool.addressed,
+            blocks_addressed=pool.index.addressed,
             queued_prefill_tokens=sum(tokens for _, tokens in queued),
             priorities=by_priority(queued),
             prompt_tokens_total=self.prompt_tokens_total,

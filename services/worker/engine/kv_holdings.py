@@ -27,7 +27,7 @@ class KvHoldings:
 
     def holdings(self) -> dict[Tier, list[bytes]]:
         """Content addresses of all full blocks, parents before children, of all tiers that `digest` covers."""
-        return {Tier.DEVICE: self.tiers.pool.hashes()} | self.tiers.holdings()
+        return {Tier.DEVICE: self.tiers.pool.index.hashes()} | self.tiers.holdings()
 
     def inspect(self, root: Root, ids: Sequence[int]) -> Inspection:
         """How many leading tokens of `ids` are cached, and by tier of this worker: there or in a faster one."""

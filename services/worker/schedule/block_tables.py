@@ -116,7 +116,7 @@ class BlockTables:
             sequence.private = self.pool.is_lossy(sequence.hashes[at])
         if sequence.private:
             return False
-        return self.window is None or not at or self.pool.lists(sequence.hashes[at - 1])
+        return self.window is None or not at or self.pool.index.lists(sequence.hashes[at - 1])
 
     def check_integrity(self, sequences: list[Sequence], others: Items[Items[int]] = ()) -> None:
         """Raises AssertionError if tables and pool disagree. With `others` these are all that hold blocks."""

@@ -91,7 +91,7 @@ class Scheduler:
         """All that waits or runs, and the prompt tokens that each still has to compute."""
         size = self.pool.block_size
         waiting = [  # choices share their prompt
-            (s, max(len(s.ids) - self.pool.depth(s.hashes) * size, 1) if s is s.siblings[0] else 0)
+            (s, max(len(s.ids) - self.pool.index.depth(s.hashes) * size, 1) if s is s.siblings[0] else 0)
             for s in self.waiting
         ]
         return waiting + [(s, s.remaining if s.remaining > 1 else 0) for s in self.running]

@@ -172,7 +172,7 @@ async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
 
 async def _leave_behind(parts: WorkerParts) -> None:
     me, engine = parts.record, parts.engine
-    blocks = await engine.call(lambda engine: engine.pool.addressed)
+    blocks = await engine.call(lambda engine: engine.pool.index.addressed)
     ask = PreloadRequest(me.id, me.model, me.model_revision, me.block_size, max(blocks, 1), leaving=True)
     answer = await parts.connection.request(parts.subjects.placement_preload(), codec.encode(ask), ASK_S)
     plan = codec.decode(PreloadPlan, answer.data)
