@@ -8,7 +8,7 @@
      ├─ hand_over                  of one that moved: since the worker began to let go
      └─ look, fetch ─▶ vault, peer   begun on transfer threads (`tiers`)
 
-Of several choices the first one's way is told, and the tokens of all. Only `generate` lives while the request runs.
+Phases are of the first choice, tokens of all. Only `generate` lives while the request runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvservice.tracing import Span, Tracer, Value, unix_ns
 
 
 def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) -> AttemptTrace | None:
-    """None unless its sender traces it: no trace begins at a worker."""
+    """None unless its sender traces it."""
     if request.traceparent is None:
         return None
     sampling = request.sampling
@@ -46,7 +46,7 @@ def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) ->
 
 
 class AttemptTrace:
-    """`sequence` is what the engine fills."""
+    """The engine fills `sequence`."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
