@@ -102,7 +102,6 @@ class BlockPool:
         return Match(blocks, donor, donor_tokens, start + donor_tokens, lossy)
 
     def chain_to(self, hashes: Sequence[bytes], *, exact: bool = False) -> list[int]:
-        """Full blocks of the longest cached prefix of a chain."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self.index.find(block_hash)
@@ -259,7 +258,6 @@ class BlockPool:
         return block_hash is None or block_hash not in self._idle_children
 
     def _rest(self, block: int) -> None:
-        """A cached block whose last holder left becomes idle."""
         self.cached += 1
         content = self.index[block]
         siblings = self._idle_children.get(content.before, 0)
@@ -294,7 +292,6 @@ class BlockPool:
         return block
 
     def _forget(self, block: int) -> None:
-        """An idle block becomes free."""
         self._wake(block)
         self._unlist(block)
         self._free.append(block)

@@ -79,7 +79,6 @@ class ContentIndex:
         return block_hash in self._by_hash
 
     def depth(self, hashes: Sequence[bytes]) -> int:
-        """How many full blocks of a chain are cached."""
         return depth_of(hashes, self.lists)
 
     def add(self, block: int, content: Content) -> None:

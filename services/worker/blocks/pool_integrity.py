@@ -24,7 +24,8 @@ def check_integrity(pool: BlockPool, holders: Sequence[Sequence[int]] | None = N
     assert len(idle) == pool.cached
     assert len(free) + len(idle) + sum(map(bool, pool._refs)) == pool.num_blocks, "a block is lost"
     assert min(pool._refs) >= 0
-    assert pool._policy.offered() == {block for block in idle if pool._is_leaf(block)}
+    evictable = {block for block in idle if pool._is_leaf(block)}
+    assert evictable == set(filter(pool._policy.is_offered, range(pool.num_blocks)))
     assert pool._idle_children == Counter(pool.index[block].before for block in idle)
     for block in () if pool.windowed else pool.index.blocks():
         previous = pool.index.find(pool.index[block].before)

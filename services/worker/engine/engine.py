@@ -91,7 +91,7 @@ class Engine:
         return len(found)
 
     def make_room(self, request: str, attempt: int, count: int) -> frozenset[tuple[str, int]]:
-        """Fail `count` waiting sequences of lower priority, or else this attempt. Returns the failed attempts."""
+        """Fail `count` fresh sequences of lower priority, or else this attempt if fresh. Returns the attempts."""
         found = self.sequences.find(request, attempt)
         if not found:
             return frozenset()
@@ -167,8 +167,7 @@ class Engine:
             self._fail(sequence, error)
         for sequence in plan.started:
             self._start(sequence, now)
-        drawn = self._run(plan)
-        self._commit(plan, drawn)
+        self._commit(plan, self._run(plan))
         return self._result(plan, now)
 
     def _run(self, plan: StepPlan) -> list[Drawn]:
@@ -185,7 +184,7 @@ class Engine:
             drawn = run_step(self.runner.run, plan.slices, self.scheduler.pacer.budget)
         except StepAborted:
             self.counters.steps_aborted_total += 1
-            plan.abandon()
+            plan.slices, plan.sequences, plan.decodes = [], [], 0
             return []
         finally:
             abort.end()
@@ -246,7 +245,7 @@ class Engine:
     # ------------------------------------------------------------------ outputs
 
     def _start(self, sequence: Sequence, now: float) -> None:
-        if self.sequences.starts(sequence):
+        if self.sequences.is_first_start(sequence):
             self.counters.started(sequence, now)
             self.tiers.started(sequence)
         sequence.started = True
@@ -255,9 +254,8 @@ class Engine:
         request, attempt, choice = sequence.key
         prompt, cached, waited = sequence.num_prompt, sequence.cached_tokens, now - sequence.enqueued
         again = len(sequence.ids) - cached if sequence.num_outputs else 0
-        self._outputs.append(
-            SequenceStarted(request, attempt, prompt, cached, waited, choice, sequence.restored, again)
-        )
+        started = SequenceStarted(request, attempt, prompt, cached, waited, choice, sequence.restored, again)
+        self._outputs.append(started)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave(sequence)
@@ -304,13 +302,8 @@ class Engine:
 
     def rates(self) -> Rates:
         times = self._times
-        return Rates(
-            times.prefill_tokens_per_s,
-            times.decode_steps_per_s,
-            times.decode_tokens_per_s,
-            self.tiers.rates(),
-            times.longest.seconds,
-        )
+        steps, tokens = times.decode_steps_per_s, times.decode_tokens_per_s
+        return Rates(times.prefill_tokens_per_s, steps, tokens, self.tiers.rates(), times.longest.seconds)
 
     def audit(self) -> None:
         """Check some blocks of device and host, others each time. Raises AssertionError."""

@@ -93,7 +93,6 @@ class EngineThread:
 
     @property
     def is_lending(self) -> bool:
-        """Whether a peer is fetching blocks."""
         return bool(self.engine.tiers.lent)
 
     @property
@@ -108,7 +107,6 @@ class EngineThread:
 
     @property
     def step_age_s(self) -> float:
-        """0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 

@@ -37,7 +37,6 @@ class KvHoldings:
         return Inspection(on_device, tuple(blocks), tiers)
 
     def locate(self, root: Root, ids: Sequence[int]) -> tuple[int, list[int]]:
-        """How many leading tokens are cached, and in which blocks."""
         match = self.tiers.pool.match(root, chain(root, ids, self.tiers.pool.block_size), ids, limit=len(ids))
         return match.tokens, match.blocks + ([match.donor] if match.donor is not None else [])
 

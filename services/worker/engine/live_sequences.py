@@ -95,8 +95,7 @@ class LiveSequences:
             return list(self._choices.get((request, attempt), ()))
         return [sequence for key, sequence in self._sequences.items() if key[0] == request]
 
-    def starts(self, sequence: Sequence) -> bool:
-        """Whether this is the first choice of its attempt to start."""
+    def is_first_start(self, sequence: Sequence) -> bool:
         attempt = sequence.key[:2]
         is_first = attempt not in self._counted
         self._counted.add(attempt)
@@ -124,13 +123,15 @@ class TracedDraws:
 
     def left(self, sequence: Sequence, trace: SequenceTrace, now: float) -> None:
         self.note(now)
-        trace.leaves(now, self.steps, sequence.num_outputs - len(sequence.spec.output_ids))
+        trace.ended, trace.drawn_tokens = now, sequence.num_outputs - len(sequence.spec.output_ids)
+        if trace.prefilled is not None:
+            trace.steps = self.steps - trace.steps_before
 
     def note(self, now: float) -> None:
         undrawn, self.undrawn = self.undrawn, []
         for sequence, trace in undrawn:
             if sequence.num_outputs > len(sequence.spec.output_ids):
-                trace.drawn(now, self.steps)
+                trace.prefilled, trace.steps_before = now, self.steps
             elif sequence.state is not SequenceState.FINISHED:
                 self.undrawn.append((sequence, trace))
 

@@ -25,6 +25,3 @@ class EvictionPolicy(Protocol):
         """Take the block to evict next. Raises LookupError if none is offered."""
 
     def is_offered(self, block: int) -> bool: ...
-
-    def offered(self) -> set[int]:
-        """For integrity checks."""

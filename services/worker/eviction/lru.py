@@ -44,6 +44,3 @@ class LruEviction:
 
     def is_offered(self, block: int) -> bool:
         return block in self._offered
-
-    def offered(self) -> set[int]:
-        return set(self._offered)

@@ -117,7 +117,6 @@ class BlockTables:
         return self.window is None or not at or self.pool.index.lists(sequence.hashes[at - 1])
 
     def check_integrity(self, sequences: list[Sequence], others: Items[Items[int]] = ()) -> None:
-        """Raises AssertionError. `sequences` and `others` are all holders of blocks."""
         size = self._size
         for sequence in sequences:
             assert sequence.filled == sequence.computed // size

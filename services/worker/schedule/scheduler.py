@@ -76,11 +76,9 @@ class Scheduler:
         sequence.restores = 0
 
     def finish(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        """What it computed stays cached."""
         self._leave(sequence, SequenceState.FINISHED, keep_tail=keep_tail)
 
     def slide(self, sequence: Sequence) -> None:
-        """Drop a running sequence's oldest tokens; it computes the rest again like a prompt."""
         self.tables.let_go(sequence)
         sequence.slide(self.pool.block_size)
 

@@ -59,14 +59,6 @@ class SequenceTrace:
     restores: list[Restored] = field(default_factory=list)
     steps_before: int = 0  # the engine's count at the first token
 
-    def drawn(self, now: float, steps: int) -> None:
-        self.prefilled, self.steps_before = now, steps
-
-    def leaves(self, now: float, steps: int, tokens: int) -> None:
-        self.ended, self.drawn_tokens = now, tokens
-        if self.prefilled is not None:
-            self.steps = steps - self.steps_before
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
@@ -178,7 +170,6 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest tokens must go before the next step."""
         return self.window.limit is not None and len(self.ids) >= self.window.limit
 
     def append(self, token: int, block_size: int) -> None:

@@ -246,7 +246,6 @@ class StepPacer:
         return Allowance(tokens, limit - decode_seconds, MIN_CHUNK, base, slope)
 
     def observe(self, decodes: int, prompt_tokens: int, position_sum: float, seconds: float, now: float = 0.0) -> None:
-        """As `StepTimes.observe`."""
         if decodes or prompt_tokens:
             self.budget.fitted()
         if seconds > 0:

@@ -68,12 +68,7 @@ class StepPlan:
         parts = [(len(part.ids), part.start) for part in self.slices[self.decodes :]]
         return sum(count for count, _ in parts), sum(count * (start + (count - 1) / 2) for count, start in parts)
 
-    def abandon(self) -> None:
-        """Nothing of it was computed."""
-        self.slices, self.sequences, self.decodes = [], [], 0
-
     def drop(self, at: int) -> Sequence:
-        """Remove one slice. Returns its sequence."""
         del self.slices[at]
         self.decodes -= at < self.decodes
         return self.sequences.pop(at)

@@ -95,7 +95,6 @@ class WaitingQueue:
 
     @property
     def highest_priority(self) -> int:
-        """Raises ValueError if the queue is empty."""
         return max(priority for priority, _ in self._groups)
 
     def groups(self) -> list[Group]:
@@ -137,7 +136,6 @@ class ServiceOrder:
         return None
 
     def drop_waiting(self) -> None:
-        """Only begun prompts remain."""
         self._heap = [candidate for candidate in self._heap if candidate[1].state is not SequenceState.WAITING]
         heapify(self._heap)
 

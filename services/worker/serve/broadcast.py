@@ -89,7 +89,6 @@ class Broadcast:
             self._unsure_since = None
 
     def flush(self) -> None:
-        """Hand everything to the outbox before the process ends."""
         if self._settling is not None:
             self._settling.cancel()
         if self._timer is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -74,7 +75,7 @@ class HandOver:
         keys = [record.key for record in self.parts.frames.running]
         for record in self.parts.frames.running:
             if record.trace is not None:
-                record.trace.moving()
+                record.trace.moving_since = time.time_ns()
         try:
             async with asyncio.timeout_at(settled_by):
                 await self.parts.engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
