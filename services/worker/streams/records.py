@@ -12,10 +12,13 @@ such batch, so one that is gone is noticed with its first frame.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvfleet.worker.streams.request_trace import AttemptTrace
 from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, Encoding, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
+
+if TYPE_CHECKING:  # it reads the clock, and this file is pure
+    from kvfleet.worker.streams.request_trace import AttemptTrace
 
 RECEIPT_PERIOD_S = 0.9  # below a second, whatever the beat that asks
 AGAIN_S = 0.4  # the period of an unheard inbox
