@@ -41,16 +41,16 @@ from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)
 
-PRELOADED_SHARE = 2  # of the device's blocks one in so many at most
+PRELOADED_SHARE = 2  # at most one in so many of the device's blocks
 
 
 def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """Text prompts of bare producers are tokenised here; the ingress sends ids. The encoder raises InvalidRequest."""
+    """For text prompts of bare producers; the ingress sends ids. The encoder raises InvalidRequest."""
 
     def encode(text: str) -> list[int]:
         try:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
-        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower; that request fails alone
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             raise InvalidRequest(f"the prompt cannot be tokenised: {str(error)[:200]}", field="prompt") from None
         if not ids:
             raise InvalidRequest("the prompt has no tokens", field="prompt")
@@ -147,9 +147,9 @@ def assemble(
     on_drain: Callable[[], None] = lambda: None,
     tracer: Tracer = tracing.NULL,
 ) -> tuple[WorkerLoop, EngineThread]:
-    """A worker around a loaded engine, not started: `thread.start()`, then `await loop.start()`."""
+    """A worker that is not started yet: `thread.start()`, then `await loop.start()`."""
     assert isinstance(lease.record, WorkerRecord)
-    thread = EngineThread(  # it reports to the loop, which commands it
+    thread = EngineThread(
         engine,
         lambda steps: worker.on_results(steps),
         asyncio.get_running_loop(),

@@ -1,4 +1,4 @@
-"""What a worker shows to Prometheus: readings of counters that the loop and the engine keep anyway."""
+"""What a worker shows to Prometheus: readings of counters that the loop and the engine keep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvservice.data_plane import HANDSHAKE_REFUSALS
 from kvservice.metrics import LabelledReader, Reader, Reading
 from kvservice.process_metrics import common_readings
 
-# Metrics, behind `kvfleet_worker_`, with their help, and the field that they show, of a part where it has a dot.
+# Name without `kvfleet_worker_`, help, and the attribute to read.
 _LOAD = (
     ("waiting_requests", "requests that wait for a slot or for blocks", "waiting"),
     ("running_requests", "sequences that take part in steps", "running"),
@@ -134,7 +134,7 @@ def _by_label(
 
 
 def _tier_readings(worker: WorkerLoop, engine: EngineThread) -> list[Reading]:
-    """By tier, and failures by reason too; every worker has all tiers, some of them at 0."""
+    """Every worker shows all tiers, some of them at 0."""
 
     def known() -> dict[str, TierLoad]:
         load, block_bytes = worker.heartbeat().load, worker.record.block_bytes
@@ -217,7 +217,7 @@ def readings(
     served: Callable[[], DataPlaneCounters] = DataPlaneCounters,
     certificates: Mapping[str, str | Path | None] = {},
 ) -> list[Reading]:
-    """`served`: what peers asked of this worker."""
+    """`served`: transfers that peers asked for."""
     quantised = remote.counts if remote is not None else RemoteCounts()
     free = "from a cancel to when the blocks of what it ended were free"
     wait = "from a request's coming to its first step"

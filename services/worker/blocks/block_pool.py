@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvfleet.worker.blocks.content_index import Content, ContentIndex, depth_of
+from kvfleet.worker.blocks.content_index import Content, ContentIndex
 from kvfleet.worker.eviction.base import EvictionPolicy
 from kvfleet.worker.eviction.lru import LruEviction
 from kvproto.block_hash import ForkedRoot, Root, digest_term, parent_of
@@ -34,8 +34,7 @@ from kvproto.messages import BlockRun, Tier, TierEvents
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix: `tokens` of it, in full `blocks` and then the first `donor_tokens` of block `donor`. `lossy`:
-    some of it is."""
+    """A cached prefix: `tokens` of it, in full `blocks` and then the first `donor_tokens` of block `donor`."""
 
     blocks: list[int]
     donor: int | None
@@ -45,7 +44,7 @@ class Match:
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens each. Blocks are named by 0 ... num_blocks - 1."""
+    """Blocks are named by 0 ... num_blocks - 1."""
 
     def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -56,8 +55,8 @@ class BlockPool:
         self.cached = 0  # idle blocks: without a holder, with content
         self.evictions = 0
         self.digest = 0  # of the full blocks with a content address
+        self.index = ContentIndex()  # others only read it
         self._policy = policy or LruEviction()
-        self._index = ContentIndex()
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle_children: dict[bytes, int] = {}  # hash -> idle blocks that continue it directly
@@ -69,17 +68,11 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can hand out now."""
         return len(self._free) + self.cached
 
     @property
     def used(self) -> int:
         return self.num_blocks - self.available
-
-    @property
-    def addressed(self) -> int:
-        """Full blocks with a content address, held or not: what a snapshot lists."""
-        return self._index.addressed
 
     def idle_among(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` count as available now and would not once acquired."""
@@ -89,16 +82,6 @@ class BlockPool:
         """How many of `blocks` would become available if a holder of them let go."""
         return sum(1 for block in blocks if block >= 0 and self._refs[block] == 1)
 
-    def find(self, block_hash: bytes) -> int | None:
-        return self._index.find(block_hash)
-
-    def lists(self, block_hash: bytes) -> bool:
-        return self._index.find(block_hash) is not None
-
-    def hashes(self) -> list[bytes]:
-        """Content addresses of all full blocks, held or not, parents before children."""
-        return self._index.hashes()
-
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -107,62 +90,50 @@ class BlockPool:
     def match(
         self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], limit: int, *, exact: bool = False
     ) -> Match:
-        """Longest cached prefix of `ids[:limit]`, to the token; `hashes` is the chain over the full blocks of `ids`
-        under `root`. `exact`: nothing lossy."""
+        """Longest cached prefix of `ids[:limit]`; `hashes`: the chain over the full blocks of `ids` under `root`.
+        `exact`: nothing lossy."""
         size = self.block_size
         blocks = self.chain_to(hashes[: limit // size], exact=exact)
         full = len(blocks)
         start = full * size
         parent = parent_of(root, hashes, full)
-        donor, donor_tokens = self._index.longest_child(parent, ids[start : min(start + size, limit)], exact=exact)
-        lossy = (bool(blocks) and self._index[blocks[-1]].lossy) or (donor is not None and self._index[donor].lossy)
+        donor, donor_tokens = self.index.longest_child(parent, ids[start : min(start + size, limit)], exact=exact)
+        lossy = (bool(blocks) and self.index[blocks[-1]].lossy) or (donor is not None and self.index[donor].lossy)
         return Match(blocks, donor, donor_tokens, start + donor_tokens, lossy)
 
     def chain_to(self, hashes: Sequence[bytes], *, exact: bool = False) -> list[int]:
-        """Full blocks of the longest cached prefix of a chain. `exact`: nothing lossy."""
         blocks: list[int] = []
         for block_hash in hashes:
-            block = self._index.find(block_hash)
-            if block is None or (exact and self._index[block].lossy):
+            block = self.index.find(block_hash)
+            if block is None or (exact and self.index[block].lossy):
                 break
             blocks.append(block)
         return blocks
 
     def ancestry(self, block_hash: bytes) -> list[int]:
-        """The chain that ends with this block, as far up as the index has it; empty if it is not there."""
+        """The chain that ends with this block, as far up as the index has it; empty if the block is not cached."""
         blocks: list[int] = []
-        block = self._index.find(block_hash)
+        block = self.index.find(block_hash)
         while block is not None:
             blocks.append(block)
-            block = self._index.find(self._index[block].before)
+            block = self.index.find(self.index[block].before)
         return blocks[::-1]
 
     def continuations(self, block_hash: bytes) -> dict[bytes, bytes]:
-        """Every full block that continues this one, directly or not, and the root that it is kept under."""
+        """All full blocks that continue this one, directly or not, with their roots."""
         found: dict[bytes, bytes] = {}
         above = [block_hash]
         while above:
-            for block in self._index.children(above.pop()):
-                content = self._index[block]
+            for block in self.index.children(above.pop()):
+                content = self.index[block]
                 if content.hash is not None:
                     found[content.hash] = content.root
                     above.append(content.hash)
         return found
 
-    def lists_block(self, block: int) -> bool:
-        return block in self._index
-
-    def content(self, block: int) -> Content:
-        """Of a cached or held block that can be found. Raises KeyError for another one."""
-        return self._index[block]
-
     def is_lossy(self, block_hash: bytes) -> bool:
-        block = self._index.find(block_hash)
-        return block is not None and self._index[block].lossy
-
-    def depth(self, hashes: Sequence[bytes]) -> int:
-        """How many full blocks of a chain are cached; few looks, as whatever is cached has all before it cached."""
-        return depth_of(hashes, self.lists)
+        block = self.index.find(block_hash)
+        return block is not None and self.index[block].lossy
 
     # ------------------------------------------------------------------ holding
 
@@ -174,8 +145,8 @@ class BlockPool:
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks for one holder, of unknown content, evicting cached ones as needed. Raises ValueError, and
-        changes nothing, if fewer are available."""
+        """Hold `count` blocks of unknown content, evicting cached ones as needed. Raises ValueError, and changes
+        nothing, if fewer are available."""
         if count > self.available:
             raise ValueError(f"{count} blocks asked for, {self.available} available")
         blocks = []
@@ -186,13 +157,13 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let go of a holder's blocks, given in chain order. Those with content stay cached until evicted."""
+        """Let go of a holder's blocks, in chain order. Those with content stay cached until evicted."""
         self._tick += 1
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
-            if block not in self._index:
+            if block not in self.index:
                 self._free.append(block)
             else:
                 self._rest(block)
@@ -202,17 +173,17 @@ class BlockPool:
     def fill(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
     ) -> int:
-        """`block`, held by the caller alone, now has KV for all tokens of the `at`-th block of a chain: list it. Where
-        that content is cached already the caller holds that one instead, and `block` is free. Returns the one held."""
+        """List `block`, held by the caller alone, which now has KV for the whole `at`-th block of a chain. If that
+        content is cached already the caller holds the cached block instead, and `block` is free. Returns which."""
         block_hash = hashes[at]
-        twin = self._index.find(block_hash)
+        twin = self.index.find(block_hash)
         if twin is not None:
             self.acquire((twin,))
             self._refs[block] = 0
             self._free.append(block)
             return twin
         content = Content.of(root, hashes, at, ids, full=True, lossy=lossy)
-        self._index.add(block, content)
+        self.index.add(block, content)
         self.digest ^= digest_term(block_hash)
         if self._stored and self._stored[-1][1][-1] == content.parent:
             self._stored[-1][1].append(block_hash)
@@ -223,55 +194,54 @@ class BlockPool:
     def keep_tail(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
     ) -> None:
-        """List the partly filled last block of a holder, the `at`-th of its chain, before it is released. `ids`: the
-        tokens it has KV for. Of two tails of which one begins with the other only the longer is kept."""
+        """List a holder's partly filled last block, with KV for `ids`, before its release. If one tail begins with
+        another, only the longer is kept."""
         tail = Content.of(root, hashes, at, ids, full=False, lossy=lossy)
-        if not ids or self._index.longest_child(tail.parent, ids)[1] == len(ids):
+        if not ids or self.index.longest_child(tail.parent, ids)[1] == len(ids):
             return
-        for shorter in self._index.shorter_tails(tail.parent, tail.ids):
+        for shorter in self.index.shorter_tails(tail.parent, tail.ids):
             self._forget(shorter)
-        self._index.add(block, tail)
+        self.index.add(block, tail)
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
-        """Forget what only this token sequence has: from its end on, until a block that is held or others continue, or
-        the public prefix, which is nobody's, or one of nothing but the first `keep` tokens. Returns how many blocks
-        went, a partial tail included."""
+        """Forget what only this token sequence has: from its end back to a block that is held or that others continue,
+        the public prefix, or the first `keep` tokens. Returns how many blocks went, a partial tail included."""
         size, gone = self.block_size, 0
         first = max(keep // size, root.blocks if isinstance(root, ForkedRoot) else 0)
         for full in range(len(hashes), first - 1, -1):
             start = full * size
             parent = parent_of(root, hashes, full)
-            for tail in self._index.shorter_tails(parent, (*ids[start : start + size], -1)):
+            for tail in self.index.shorter_tails(parent, (*ids[start : start + size], -1)):
                 if not self._refs[tail]:
                     self._forget(tail)
                     gone += 1
             if full <= first:
                 break
-            block = self._index.find(hashes[full - 1])
+            block = self.index.find(hashes[full - 1])
             if block is None:
                 continue
-            if self._refs[block] or self._index.has_children(hashes[full - 1]):
+            if self._refs[block] or self.index.has_children(hashes[full - 1]):
                 break
             self._forget(block)
             gone += 1
         return gone
 
     def drop(self, block_hash: bytes) -> int:
-        """Take a block, whose content is wrong, and all that continues it out of the index; holders go on holding them.
-        Returns how many full blocks went."""
-        block = self._index.find(block_hash)
+        """Take a block of wrong content and all that continues it out of the index; holders keep holding them. Returns
+        how many full blocks went."""
+        block = self.index.find(block_hash)
         if block is None:
             return 0
-        before = self._index.addressed
+        before = self.index.addressed
         if self._refs[block]:
             self._unlist(block)
         else:
             self._forget(block)
         self._sever(block_hash)
-        return before - self._index.addressed
+        return before - self.index.addressed
 
     def take_changes(self, tier: Tier) -> list[TierEvents]:
-        """What was removed and stored since the last call: removals came first."""
+        """Removals since the last call, then stores."""
         changes = []
         if self._removed:
             changes.append(TierEvents(tier, True, (BlockRun(b"", tuple(self._removed)),)))
@@ -284,16 +254,15 @@ class BlockPool:
 
     def _is_leaf(self, block: int) -> bool:
         """Whether nothing idle continues it."""
-        block_hash = self._index[block].hash
+        block_hash = self.index[block].hash
         return block_hash is None or block_hash not in self._idle_children
 
     def _rest(self, block: int) -> None:
-        """A cached block that nobody holds any more becomes idle."""
         self.cached += 1
-        content = self._index[block]
+        content = self.index[block]
         siblings = self._idle_children.get(content.before, 0)
         self._idle_children[content.before] = siblings + 1
-        if not siblings and (before := self._index.find(content.before)) is not None:
+        if not siblings and (before := self.index.find(content.before)) is not None:
             self._policy.withdraw(before)  # maybe evictable until now, as only held blocks continued it
         self._policy.touch(block, self._tick)
         if self._is_leaf(block):
@@ -303,43 +272,42 @@ class BlockPool:
         """An idle block is about to be held, or to leave the index."""
         self.cached -= 1
         self._policy.withdraw(block)
-        content = self._index[block]
+        content = self.index[block]
         siblings = self._idle_children.pop(content.before) - 1
         if siblings:
             self._idle_children[content.before] = siblings
             return
-        before = self._index.find(content.before)
+        before = self.index.find(content.before)
         if before is not None and not self._refs[before]:
             self._policy.offer(before)
 
     def _evict(self) -> int:
         block = self._policy.victim()
         self._wake(block)
-        before = self._index.addressed
+        before = self.index.addressed
         block_hash = self._unlist(block)
-        if block_hash is not None and self._index.has_children(block_hash):
+        if block_hash is not None and self.index.has_children(block_hash):
             self._sever(block_hash)
-        self.evictions += before - self._index.addressed
+        self.evictions += before - self.index.addressed
         return block
 
     def _forget(self, block: int) -> None:
-        """A cached block that nobody holds becomes free."""
         self._wake(block)
         self._unlist(block)
         self._free.append(block)
 
     def _unlist(self, block: int) -> bytes | None:
-        block_hash = self._index.remove(block).hash
+        block_hash = self.index.remove(block).hash
         if block_hash is not None:
             self.digest ^= digest_term(block_hash)
             self._removed.append(block_hash)
         return block_hash
 
     def _sever(self, block_hash: bytes) -> None:
-        """Take everything that continues a block which is gone out of the index; what is idle of it becomes free."""
+        """Take what continues a removed block out of the index; idle blocks among it become free."""
         above = [block_hash]
         while above:
-            for block in self._index.children(above.pop()):
+            for block in self.index.children(above.pop()):
                 idle = not self._refs[block]
                 if idle:
                     self._wake(block)

@@ -11,9 +11,9 @@ from kvproto.dataplane.block import RUN_BLOCKS
 
 
 class BlockName(NamedTuple):
-    """A full block's content address and what it is made of. `ids` are u32 little-endian, b"": not known here. `root`
-    is the one that the block is kept under: of a forked chain the public one for its first blocks. `run` is the first
-    hash of the block's aligned run of its chain (`runs_of`), by which vaults share blocks; b"": its own."""
+    """A full block's content address. `ids`: u32 little-endian, b"" if unknown. `root`: of a forked chain the public
+    one for its first blocks. `run`: the first hash of the block's aligned run (`runs_of`), by which vaults share
+    blocks; b"": its own."""
 
     root: bytes
     hash: bytes
@@ -24,7 +24,7 @@ class BlockName(NamedTuple):
 
 @dataclass(slots=True)
 class Finding:
-    """How many blocks from the first asked for, without a gap, can be had where. Complete once `ready`."""
+    """How many leading blocks a vault and a peer have, without a gap. Complete once `ready`."""
 
     ready: bool = False
     vault: int = 0
@@ -33,19 +33,19 @@ class Finding:
 
 @dataclass(slots=True)
 class ChainLocation:
-    """A request's whole chain, and what was found of it beyond this worker. One that was `handed_over` is to be
-    restored whatever computing would cost, which takes cores from others."""
+    """A request's whole chain, and what was found of it beyond this worker. A `handed_over` chain is restored even
+    where computing would be cheaper: that takes cores from others."""
 
     names: Sequence[BlockName]
     finding: Finding
     peer: str = ""
     handed_over: bool = False
     far: bool = False  # the peer is in another region
-    traceparent: str = ""  # of a traced request: what vaults and peers are asked below
+    traceparent: str = ""  # of a traced request, for calls to vaults and peers
 
 
 def names_of(root: Root, hashes: Sequence[bytes], ids: Sequence[int], block_size: int) -> list[BlockName]:
-    """A whole chain by name; of blocks beyond `ids` the tokens are not known."""
+    """Blocks beyond `ids` have unknown tokens."""
     return [
         BlockName(
             root_at(root, at),

@@ -1,11 +1,7 @@
-"""What the cached blocks contain: full blocks by hash, and all children of a prefix sorted by their tokens. Pure.
+"""What the cached blocks contain: full blocks by hash, and the children of each prefix. Pure; owns no references.
 
-Owns content only; who references a block, and whether it may go, is the block pool's business. Sorting a prefix's
-children by token ids makes the longest common prefix exact and cheap: the best match of a query is always one of its
-two neighbours in the sorted order.
-
-Behind a public prefix each tenant's blocks are hashed onto a key of their own. They are looked for under that key, and
-the edge from it to the last public block is kept for as long as a block lies under it: they continue that one.
+Children are sorted by token ids: the best match of a query is always one of its two neighbours. Behind a public prefix
+a tenant's blocks are hashed onto a key of their own, with an edge from the last public block while it has children.
 """
 
 from __future__ import annotations
@@ -18,9 +14,9 @@ from kvproto.block_hash import Root, before, parent_of, root_at
 
 
 class Content(NamedTuple):
-    """Tokens of one cached block. `hash` is None for a partial tail. `parent` is what it is hashed onto, `before` the
-    block before it, or the root: the same but where a tenant's own blocks begin behind a public prefix. `root` is the
-    one that it is kept under. `lossy`: it was quantised once, or computed on a block that was."""
+    """Tokens of one cached block. `hash` is None for a partial tail. `parent` is what the block is hashed onto and
+    `before` the block before it, or the root: they differ only where a tenant's own blocks begin behind a public
+    prefix. `lossy`: quantised once, or computed on a block that was."""
 
     parent: bytes
     ids: tuple[int, ...]
@@ -45,12 +41,12 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def depth_of(hashes: Sequence[bytes], has: Callable[[bytes], bool]) -> int:
-    """How many leading blocks of a chain there are, where a holder of one has all before it: few looks."""
+    """How many leading blocks of a chain are there, by bisection: a holder of one has all before it."""
     return bisect_left(range(len(hashes)), True, key=lambda at: not has(hashes[at]))
 
 
 class ContentIndex:
-    """Maps hashes and token prefixes to blocks. A full block's hash and a tail's (parent, ids) are unique in it."""
+    """A full block's hash and a tail's (parent, ids) are unique in it."""
 
     def __init__(self) -> None:
         self._contents: dict[int, Content] = {}
@@ -69,13 +65,21 @@ class ContentIndex:
 
     @property
     def addressed(self) -> int:
+        """Full blocks, held or not: what a snapshot lists."""
         return len(self._by_hash)
 
     def hashes(self) -> list[bytes]:
+        """Of all full blocks, parents before children."""
         return list(self._by_hash)
 
     def find(self, block_hash: bytes) -> int | None:
         return self._by_hash.get(block_hash)
+
+    def lists(self, block_hash: bytes) -> bool:
+        return block_hash in self._by_hash
+
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        return depth_of(hashes, self.lists)
 
     def add(self, block: int, content: Content) -> None:
         """Raises KeyError if the block, or a full block of the same hash, is indexed already."""
@@ -113,9 +117,7 @@ class ContentIndex:
 
     def longest_child(self, parent: bytes, ids: Sequence[int], *, exact: bool = False) -> tuple[int | None, int]:
         """The block under `parent` that shares the most leading tokens with `ids`, and how many; (None, 0) if none.
-
-        `exact`: lossy ones do not count, and one of the two neighbours being so may hide a worse match that is not.
-        """
+        `exact`: lossy ones do not count; a lossy neighbour may hide a worse match that is exact."""
         siblings = self._children.get(parent)
         if not siblings or not ids:
             return None, 0
@@ -141,7 +143,7 @@ class ContentIndex:
         return found
 
     def is_listed(self, block: int) -> bool:
-        """Whether a block that is here is found under its hash, and among the children of what it is hashed onto."""
+        """Whether a block is found under its hash and among its parent's children. For audits."""
         content = self._contents[block]
         siblings = self._children.get(content.parent, [])
         at = bisect_left(siblings, (content.ids, block))
@@ -149,7 +151,7 @@ class ContentIndex:
         return found and at < len(siblings) and siblings[at] == (content.ids, block)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the maps disagree, or a block is here without the one before it."""
+        """Raises AssertionError if the maps disagree, or a block lacks the one before it."""
         assert all(c.before in self._by_hash or c.before == c.root for c in self._contents.values())
         assert self._by_hash == {c.hash: block for block, c in self._contents.items() if c.hash is not None}
         listed = {block: (parent, ids) for parent, siblings in self._children.items() for ids, block in siblings}

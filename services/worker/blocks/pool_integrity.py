@@ -1,6 +1,6 @@
-"""Whether a block pool's books balance: all at once, for tests, or some blocks at a time, for a worker that is idle.
+"""Whether a block pool's books balance: all at once for tests, some blocks at a time in an idle worker.
 
-It reads what the pool and its index keep to themselves; nothing else may.
+Nothing else may read the pool's private state.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ AUDITED = 1024  # blocks a look: a millisecond or two
 
 
 def check_integrity(pool: BlockPool, holders: Sequence[Sequence[int]] | None = None) -> None:
-    """Raises AssertionError if the books do not balance. `holders`: the blocks of every holder, where all are known;
-    reference counts must then match."""
-    pool._index.check_integrity()
+    """Raises AssertionError. `holders`: the blocks of every holder, where all are known; references must then match."""
+    pool.index.check_integrity()
     free = set(pool._free)
     assert len(free) == len(pool._free), "a block is free twice"
-    assert all(not pool._refs[block] and block not in pool._index for block in free)
-    idle = {block for block in pool._index.blocks() if not pool._refs[block]}
+    assert all(not pool._refs[block] and block not in pool.index for block in free)
+    idle = {block for block in pool.index.blocks() if not pool._refs[block]}
     assert len(idle) == pool.cached
     assert len(free) + len(idle) + sum(map(bool, pool._refs)) == pool.num_blocks, "a block is lost"
     assert min(pool._refs) >= 0
-    assert pool._policy.offered() == {block for block in idle if pool._is_leaf(block)}
-    assert pool._idle_children == Counter(pool._index[block].before for block in idle)
-    for block in () if pool.windowed else pool._index.blocks():
-        previous = pool._index.find(pool._index[block].before)
+    evictable = {block for block in idle if pool._is_leaf(block)}
+    assert evictable == set(filter(pool._policy.is_offered, range(pool.num_blocks)))
+    assert pool._idle_children == Counter(pool.index[block].before for block in idle)
+    for block in () if pool.windowed else pool.index.blocks():
+        previous = pool.index.find(pool.index[block].before)
         if previous is not None:
             assert pool._refs[previous] >= pool._refs[block], "a block is held without the one before it"
     if holders is not None:
@@ -42,8 +42,7 @@ def check_integrity(pool: BlockPool, holders: Sequence[Sequence[int]] | None = N
 
 @dataclass(eq=False, slots=True)
 class PoolAudit:
-    """Goes round the pool, so many blocks a look. Raises AssertionError where something is wrong, also where Python
-    leaves assertions out."""
+    """Goes round the pool. Raises AssertionError, also where Python leaves assertions out."""
 
     pool: BlockPool
     _next: int = 0
@@ -57,13 +56,13 @@ class PoolAudit:
         self._next = self._next + blocks if self._next + blocks < pool.num_blocks else 0
 
     def _check(self, block: int, *, is_held: bool) -> None:
-        pool, index = self.pool, self.pool._index
+        pool, index = self.pool, self.pool.index
         refs, listed = pool._refs[block], block in index
         _ensure(refs > 0 if is_held else refs == 0, f"block {block} has {refs} holders")
         if listed:
             content = index[block]
             _ensure(index.is_listed(block), f"block {block} cannot be found by what it contains")
-            whole = content.before == content.root or pool.lists(content.before)
+            whole = content.before == content.root or pool.index.lists(content.before)
             _ensure(whole, f"block {block} is listed without the one before it")
         evictable = listed and not refs and pool._is_leaf(block)
         _ensure(pool._policy.is_offered(block) == evictable, f"block {block} is wrongly evictable, or is not")

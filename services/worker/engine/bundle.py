@@ -1,7 +1,4 @@
-"""The bundle of a model folder: tokenizer, chat template, generation defaults. What an ingress needs, and no more.
-
-Reads files only; no torch, so a fake worker and a real one serve the same bundle.
-"""
+"""The bundle of a model folder, for ingresses: tokenizer, chat template, generation defaults. Files only, no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ UNTOLD_CONTEXT = 2048
 _SAMPLED_BYTES = 65_536
 _TENSOR_BYTES = 4096
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # as in the format itself
-MAX_PUBLIC_PREFIXES = 256  # a worker's record says all of them, and is renewed every second
+MAX_PUBLIC_PREFIXES = 256  # a worker's record lists them, and is renewed every second
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -48,7 +45,7 @@ def _tokenizer_json(folder: Path) -> str:
         return path.read_text(encoding="utf-8")
     if not any((folder / name).exists() for name in _SLOW_TOKENIZER_FILES):
         raise UnsupportedModel(f"{folder} has no tokenizer: no tokenizer.json, tokenizer.model or vocabulary in it")
-    from transformers import AutoTokenizer  # only for folders with a slow tokenizer: converts it
+    from transformers import AutoTokenizer  # only to convert a slow tokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -63,16 +60,14 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     if path.exists():
         return path.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several named templates: the default one
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template if isinstance(template, str) else None
 
 
 def model_revision(folder: Path, load_format: str, dtype: str) -> str:
-    """What decides the bytes of K and V: configuration, weights and dtype. Part of every block hash's root. Weights are
-    told apart by name, size and ends of the file, and beginning and middle of every tensor, so that a fine-tune of some
-    matrices is another model: hashing gigabytes at each start would cost more than it tells."""
+    """A digest of configuration, weights and dtype, part of every block hash's root. Of weights it samples name, size
+    and ends of each file and beginning and middle of each tensor, so a fine-tune of some matrices is another model."""
     digest = hashlib.blake2b(f"{load_format}\0{dtype}\0".encode(), digest_size=16)
     digest.update((folder / "config.json").read_bytes())
     if load_format != "dummy":
@@ -88,7 +83,7 @@ def model_revision(folder: Path, load_format: str, dtype: str) -> str:
 
 
 def _tensor_places(file: BinaryIO, size: int) -> list[int]:
-    """Where to look at each tensor of a safetensors file, in the order of the file; none if its header is no header."""
+    """Beginning and middle of each tensor of a safetensors file, in file order; empty if the header is invalid."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if length > min(size, _MAX_HEADER_BYTES):
@@ -139,7 +134,7 @@ def read_bundle(
 
 
 def read_public_prefixes(path: Path | None) -> list[str]:
-    """The operator's texts whose cache all tenants may share: a JSON list of strings."""
+    """Raises InvalidRequest unless the file holds a JSON list of strings."""
     if path is None:
         return []
     try:
@@ -154,14 +149,14 @@ def read_public_prefixes(path: Path | None) -> list[str]:
 
 
 def _whole_blocks(tokenizer_json: str, texts: Sequence[str], block_size: int) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each text, floored to whole blocks. Says so of a text that text prompts will not share: too short,
-    or without what the tokenizer puts in front of them (a chat template writes that itself, bare ids need not)."""
+    """Token ids of each text, floored to whole blocks. Warns of a text that text prompts will not share: too short, or
+    without what the tokenizer puts in front of them."""
     if not texts:
         return ()
     tokenizer = Tokenizer.from_str(tokenizer_json)
     whole, own = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
     starts = (at for at in range(len(whole)) if whole[at : at + len(own)] == own)
-    head = tuple(whole[: next(starts, 0)])  # what a prompt begins with before its own tokens: BOS, or nothing
+    head = tuple(whole[: next(starts, 0)])  # BOS, or nothing
     found = []
     for number, text in enumerate(texts, 1):
         ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -185,5 +180,5 @@ def _number(value: Any) -> float | None:
 
 
 def bundle_hash(bundle: Bundle) -> str:
-    """Content hash for the members record: an ingress fetches the bundle again when it changes."""
+    """An ingress fetches the bundle again when this changes."""
     return base32(hashlib.blake2b(codec.encode(bundle), digest_size=16).digest())

@@ -1,8 +1,7 @@
 """The engine: continuous batching over a paged KV pool, with tiers below it. Read `step` first, then `maintain`.
 
-Owns all sequences of one model and carries out what the scheduler decides. It knows no torch (a runner computes), no
-NATS, no threads: one thread calls it, `kvfleet.worker.engine.engine_thread`. Beside it stand `live_sequences` (what is
-accepted and lives), `engine_counters` (what was done) and `kv_holdings` (what is cached).
+Carries out what the scheduler decides. It knows no torch (a runner computes), no NATS and no threads: only
+`engine_thread` calls it.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Sequences in by `add`, their tokens out by `step`. Not thread-safe: one thread owns it."""
-
     def __init__(
         self,
         runner: ModelRunner,
@@ -73,7 +70,7 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def add(self, spec: SequenceSpec) -> None:
-        """From here on the sequence ends in exactly one terminal output. Raises what `LiveSequences.accept` does."""
+        """The sequence ends in exactly one terminal output. Raises what `LiveSequences.accept` does."""
         now = self._clock()
         sequence = self.sequences.accept(spec, now)
         self.scheduler.enqueue(sequence)
@@ -82,9 +79,9 @@ class Engine:
             self._finish(sequence, reason)
 
     def cancel(self, request: str, attempt: int | None = None, received: Items[int] = ()) -> int:
-        """End a request's sequences with Cancelled, in the next step's outputs. They are in no step any more, and their
-        blocks are free. What was computed of a choice past the tokens that its last reader has `received` is forgotten:
-        nobody could name it to have it erased. Returns how many sequences there were."""
+        """End a request's sequences with Cancelled, in the next step's outputs, and free their blocks. KV past the
+        tokens of a choice that its last reader has `received` is forgotten: no erase could name it. Returns how many
+        sequences there were."""
         self.runner.abort.obeyed(request, attempt)
         found = self.sequences.find(request, attempt)
         for sequence in found:
@@ -94,8 +91,7 @@ class Engine:
         return len(found)
 
     def make_room(self, request: str, attempt: int, count: int) -> frozenset[tuple[str, int]]:
-        """So many sequences of lower priority that wait and have not begun give way to this attempt, or it does.
-        Returns the attempts that go."""
+        """Fail `count` fresh sequences of lower priority, or else this attempt if fresh. Returns the attempts."""
         found = self.sequences.find(request, attempt)
         if not found:
             return frozenset()
@@ -111,19 +107,19 @@ class Engine:
         return frozenset(sequence.key[:2] for sequence in shed)
 
     def give_up(self, request: str, attempt: int | None = None) -> None:
-        """From any thread, before `cancel`: a step that computes for nobody else need not be finished."""
+        """From any thread, before `cancel`: abort a step that runs only for this."""
         self.runner.abort.ask(request, attempt)
 
     def hand_over(self, request: str, attempt: int, *, keep: bool) -> None:
-        """Let go of an attempt without a word: it goes on elsewhere. Its blocks stay here for peers to fetch; with
-        `keep` they go to vaults as well, as nobody may come before this worker ends."""
+        """Drop an attempt without an output: it goes on elsewhere. Peers can fetch its blocks; with `keep` they go to
+        vaults as well."""
         for sequence in self.sequences.find(request, attempt):
             if keep and sequence.state is not SequenceState.FINISHED:
                 self.tiers.paused(sequence)
             self._leave(sequence)
 
     def pause(self, request: str, attempt: int | None = None) -> None:
-        """Park a request: its blocks become evictable until `resume`, which finds again what survived."""
+        """The request's blocks become evictable; `resume` finds again what survived."""
         for sequence in self.sequences.find(request, attempt):
             if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
                 self.tiers.paused(sequence)
@@ -135,8 +131,8 @@ class Engine:
                 self.scheduler.enqueue(sequence)
 
     def abandon(self, error: KvfleetError) -> StepResult:
-        """The last outputs of an engine that will not step again: every sequence fails with `error`. Looks at no
-        scheduler and no pool, so it works whatever state an exception left them in."""
+        """The last outputs: every sequence fails with `error`. Works whatever state an exception left the scheduler and
+        the pool in."""
         outputs, self._outputs = self._outputs, []
         gone = self.sequences.clear()
         outputs.extend(SequenceFailed(request, attempt, error, choice) for request, attempt, choice in gone)
@@ -149,7 +145,7 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or self._outputs)
 
     def maintain(self) -> StepResult | None:
-        """What tiers have to do between steps, also when there is no step to run. Returns what changed in them."""
+        """The tiers' work between steps, also when there is no step to run. Returns what changed."""
         for sequence in self.tiers.maintain():
             self.scheduler.requeue(sequence)
         if self.tiers.protector is not None:
@@ -158,7 +154,7 @@ class Engine:
         return StepResult([], changes) if changes else None
 
     def verify(self) -> bool:
-        """With nothing else to do: compute one restored block again. Whether there was one to be checked."""
+        """If idle, compute one restored block again. Returns whether there was one."""
         if self.has_work or not self._verifier.has_work:
             return False
         self._verifier.check_one()
@@ -171,13 +167,12 @@ class Engine:
             self._fail(sequence, error)
         for sequence in plan.started:
             self._start(sequence, now)
-        drawn = self._run(plan)
-        self._commit(plan, drawn)
+        self._commit(plan, self._run(plan))
         return self._result(plan, now)
 
     def _run(self, plan: StepPlan) -> list[Drawn]:
-        """Draws of the plan's slices, in order. What does not fit into memory alone leaves the plan, its request
-        failed; all of it leaves if nobody waits for it any more."""
+        """Draws of the plan's slices. A slice that does not fit into memory alone fails and leaves the plan; an aborted
+        step empties it."""
         if plan.slices:
             self.runner.copy_blocks(plan.copies)
         self.tiers.copied()
@@ -189,7 +184,7 @@ class Engine:
             drawn = run_step(self.runner.run, plan.slices, self.scheduler.pacer.budget)
         except StepAborted:
             self.counters.steps_aborted_total += 1
-            plan.abandon()
+            plan.slices, plan.sequences, plan.decodes = [], [], 0
             return []
         finally:
             abort.end()
@@ -250,7 +245,7 @@ class Engine:
     # ------------------------------------------------------------------ outputs
 
     def _start(self, sequence: Sequence, now: float) -> None:
-        if self.sequences.starts(sequence):
+        if self.sequences.is_first_start(sequence):
             self.counters.started(sequence, now)
             self.tiers.started(sequence)
         sequence.started = True
@@ -259,9 +254,8 @@ class Engine:
         request, attempt, choice = sequence.key
         prompt, cached, waited = sequence.num_prompt, sequence.cached_tokens, now - sequence.enqueued
         again = len(sequence.ids) - cached if sequence.num_outputs else 0
-        self._outputs.append(
-            SequenceStarted(request, attempt, prompt, cached, waited, choice, sequence.restored, again)
-        )
+        started = SequenceStarted(request, attempt, prompt, cached, waited, choice, sequence.restored, again)
+        self._outputs.append(started)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave(sequence)
@@ -272,7 +266,7 @@ class Engine:
     def _fail(
         self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True, told: int | None = None
     ) -> None:
-        """`told`: how many of its tokens its reader has, where that may be fewer than have left."""
+        """`told`: how many tokens its reader has, if fewer than have left."""
         self._leave(sequence, keep_tail=keep_tail)
         told = min(told, sequence.text.next_index) if told is not None else sequence.text.next_index
         known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
@@ -308,17 +302,11 @@ class Engine:
 
     def rates(self) -> Rates:
         times = self._times
-        return Rates(
-            times.prefill_tokens_per_s,
-            times.decode_steps_per_s,
-            times.decode_tokens_per_s,
-            self.tiers.rates(),
-            times.longest.seconds,
-        )
+        steps, tokens = times.decode_steps_per_s, times.decode_tokens_per_s
+        return Rates(times.prefill_tokens_per_s, steps, tokens, self.tiers.rates(), times.longest.seconds)
 
     def audit(self) -> None:
-        """Look at some blocks of the device and of the host, others each time. Raises AssertionError if their books do
-        not balance."""
+        """Check some blocks of device and host, others each time. Raises AssertionError."""
         self._audit.look([*(sequence.blocks for sequence in self.scheduler.running), *self.tiers.held()])
         self.tiers.audit()
 

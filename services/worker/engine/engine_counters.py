@@ -1,7 +1,4 @@
-"""What this engine has done since its start: plain numbers that any thread may read while they grow.
-
-The engine's thread owns them. What steps take is `schedule.step_pacer`' business.
-"""
+"""What this engine has done since its start. The engine's thread owns the numbers; any thread may read them."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ QUEUE_WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 @dataclass(eq=False, slots=True)
 class EngineCounters:
     steps_total: int = 0
-    steps_aborted_total: int = 0  # all of their sequences were cancelled meanwhile
+    steps_aborted_total: int = 0  # all of their sequences were cancelled
     busy_seconds_total: float = 0.0  # in steps
     prompt_tokens_total: int = 0
-    hit_tokens_total: int = 0  # of prompts: not computed
-    device_hit_tokens_total: int = 0  # of these: found on the device, brought from nowhere
+    hit_tokens_total: int = 0  # of prompts
+    device_hit_tokens_total: int = 0  # of these, not restored from below
     fed_tokens_total: int = 0
     generated_tokens_total: int = 0
     queue_waits: Distribution = field(default_factory=lambda: Distribution(QUEUE_WAITS_S))  # until its first step
     costs: TenantCosts = field(default_factory=TenantCosts)
 
     def started(self, sequence: Sequence, now: float) -> None:
-        """An attempt runs for the first time, whatever number of choices it asks for."""
+        """Called once per attempt, for its first choice."""
         tokens, cached = len(sequence.ids), sequence.cached_tokens
         self.prompt_tokens_total += tokens
         self.hit_tokens_total += cached
@@ -50,7 +47,6 @@ class EngineCounters:
 
     def load(self, scheduler: Scheduler, tiers: Tiers, now: float) -> Load:
         pool, queued = scheduler.pool, scheduler.queued()
-
         return Load(
             waiting=len(scheduler.waiting) + tiers.restorer.waiting,
             running=len(scheduler.running),
@@ -58,7 +54,7 @@ class EngineCounters:
             blocks_used=pool.used,
             blocks_cached=pool.cached,
             blocks_total=pool.num_blocks,
-            blocks_addressed=pool.addressed,
+            blocks_addressed=pool.index.addressed,
             queued_prefill_tokens=sum(tokens for _, tokens in queued),
             priorities=by_priority(queued),
             prompt_tokens_total=self.prompt_tokens_total,

@@ -38,11 +38,8 @@ def build_engine(
     bundle: Bundle,
     remote_for: Callable[[BlockMemory], RemoteTiers] | None = None,
 ) -> Engine:
-    """Load the model and put an engine around it. Blocks for as long as the loading takes. `remote_for` makes what
-    speaks to vaults and peers about such blocks.
-
-    Raises UnsupportedModel, InvalidRequest or OutOfMemory with a line that names what is wrong.
-    """
+    """Load the model, which blocks, and build its engine. `remote_for` makes the client of vaults and peers. Raises
+    UnsupportedModel, InvalidRequest or OutOfMemory."""
     runner = _fake_runner(settings, bundle) if settings.runner == "fake" else _torch_runner(settings, folder)
     pool = BlockPool(runner.num_blocks, runner.block_size)
     if runner.num_blocks * runner.block_size < runner.context_length:
@@ -69,7 +66,6 @@ def build_engine(
 
 
 def _host_tier(settings: WorkerSettings, runner: ModelRunner) -> HostTier:
-    """Host memory for blocks, as much as asked for; of no blocks if that is less than one."""
     size = settings.host_bytes
     if runner.window is not None:
         log.info("every layer attends to a window: blocks are kept on the device alone")
@@ -78,12 +74,13 @@ def _host_tier(settings: WorkerSettings, runner: ModelRunner) -> HostTier:
         size = FAKE_BLOCKS * runner.bytes_per_block
     elif size is None:
         size = int(host_bytes_free() * settings.host_memory_fraction / settings.workers_on_host)
-    blocks = size // runner.bytes_per_block
-    if not blocks:
-        return HostTier(memoryview(b""), runner.bytes_per_block, runner.block_size)
-    take = runner.memory.host_memory
-    log.info("%s of host memory for %d blocks below the device", readable(blocks * runner.bytes_per_block), blocks)
-    return HostTier(take(blocks * runner.bytes_per_block), runner.bytes_per_block, runner.block_size)
+    size -= size % runner.bytes_per_block
+    memory = memoryview(b"")
+    if size:
+        blocks = size // runner.bytes_per_block
+        log.info("%s of host memory for %d blocks below the device", readable(size), blocks)
+        memory = runner.memory.host_memory(size)
+    return HostTier(memory, runner.bytes_per_block, runner.block_size)
 
 
 def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
@@ -98,7 +95,7 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
 
 
 def import_torch() -> None:
-    """What serving a model takes: seconds, once in a process. A fake worker starts without it."""
+    """Takes seconds, once in a process."""
     from kvfleet.worker.model.quick_imports import defer_compiler, keep_scan
 
     keep_scan()
@@ -118,7 +115,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
 
     threads = settings.threads or max(1, cores() // settings.workers_on_host)
     torch.set_num_threads(threads)
-    disable_progress_bar()  # several workers share one terminal; who starts them shows how far they are
+    disable_progress_bar()  # several workers share one terminal
     loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
     loaded = with_kv_dtype(loaded, settings.kv_dtype, settings.block_size)
     fraction = settings.kv_memory_fraction / (settings.workers_on_host if loaded.device.type == "cpu" else 1)

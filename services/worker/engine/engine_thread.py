@@ -1,11 +1,8 @@
 """The thread that owns the engine. Loop.
 
-The asyncio loop puts commands on a deque and sets an event; the thread obeys them between steps, and after each step
-hands the result back with one `call_soon_threadsafe`. Neither side ever waits for the other: results pile up in a deque
-until the loop gets round to them, and the loop then takes them all at once.
-
-Answers to `call` travel in that same deque: when one arrives, the results of exactly the steps before it have been
-delivered, so what it says about the cache can be matched with the events made of those results.
+The loop puts commands on a deque and sets an event; the thread runs them between steps and hands results back with
+`call_soon_threadsafe`. Neither side waits for the other. Answers to `call` share the deque of results: an answer comes
+after the results of exactly the steps before it, so it matches the events made of those.
 """
 
 from __future__ import annotations
@@ -32,26 +29,24 @@ T = TypeVar("T")
 
 MEASURE_PERIOD_S = 0.05
 NOTHING_RAN_S = 0.001
-IDLE_PERIOD_S = 1.0  # an idle worker's rates change too: links are measured without requests
+IDLE_PERIOD_S = 1.0  # idle rates change too: links are measured
 CHECK_PERIOD_S = 1.0  # when idle
 POLL_S = 0.02
 
 
 @dataclass(eq=False)
 class EngineThread:
-    """Runs `engine`, which nobody else touches, from `start` to `stop`. All methods are for the loop's thread;
-    callbacks are called there too.
+    """Owns `engine` from `start` to `stop`. Methods and callbacks are for the loop's thread unless they say otherwise.
 
-    `on_result` gets the results of one or more steps, in order. `on_crash` is told of an exception out of a step: the
-    thread is gone then, and all its sequences, and all requests still to come, fail as EngineFailure (retryable). It is
-    told of one out of `on_result` too: the thread ends, and no results are passed on any more.
+    `on_crash` hears of an exception out of a step: the thread is gone then, and all sequences, present and future, fail
+    as EngineFailure (retryable). It hears of one out of `on_result` too: the thread ends, and delivers no more results.
     """
 
     engine: Engine
     on_result: Callable[[list[StepResult]], None]
     loop: asyncio.AbstractEventLoop
     on_crash: Callable[[BaseException], None] = lambda error: None
-    cancel_to_free: Distribution = field(default_factory=Distribution)  # until the blocks of what it ended were free
+    cancel_to_free: Distribution = field(default_factory=Distribution)  # seconds until its blocks were free
     _commands: deque[Callable[[], None]] = field(default_factory=deque)
     _calls: set[asyncio.Future[object]] = field(default_factory=set)
     _results: deque[StepResult | Callable[[], None]] = field(default_factory=deque)
@@ -61,19 +56,19 @@ class EngineThread:
     _stopping: bool = False
     _measured_at: float = 0.0
     _check_due: float = 0.0
-    _step_began: float | None = None  # set by the engine's thread, read by all
-    _over: EngineFailure | None = None  # why nothing is accepted any more; set by the engine's thread
+    _step_began: float | None = None  # set by the engine's thread
+    _over: EngineFailure | None = None  # set by the engine's thread when it ends
 
     def __post_init__(self) -> None:
         self.counters = self.engine.counters
-        self.measured = self.engine.load(), self.engine.rates()  # as of a moment ago
+        self.measured = self.engine.load(), self.engine.rates()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step under way and join. Sequences still running fail as EngineFailure; calls are cancelled."""
+        """End after the current step and join. Running sequences fail as EngineFailure; calls are cancelled."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -88,17 +83,16 @@ class EngineThread:
         self._command(partial(self._add, spec))
 
     def cancel(self, request: str, attempt: int | None = None, received: Sequence[int] = ()) -> None:
-        """In no step that begins from now on; the one under way is given up if it is for nobody else."""
+        """No later step has it; the current one is aborted if it runs only for this."""
         self.engine.give_up(request, attempt)
         self._command(partial(self._cancel, request, attempt, received, time.monotonic()))
 
     def wake(self) -> None:
-        """Have the engine look after its tiers. From any thread."""
+        """Have the engine maintain its tiers. From any thread."""
         self._wake.set()
 
     @property
     def is_lending(self) -> bool:
-        """Whether a peer is being sent blocks."""
         return bool(self.engine.tiers.lent)
 
     @property
@@ -107,19 +101,17 @@ class EngineThread:
         return 0 if protector is None else protector.protected_total
 
     def copied_bytes(self) -> tuple[int, int]:
-        """From the host to the device, and from the device to the host."""
+        """From host to device, and from device to host."""
         copier = self.engine.tiers.copier
         return copier.speed_in.bytes_total, copier.speed_out.bytes_total
 
     @property
     def step_age_s(self) -> float:
-        """How long the engine has been in its present step; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     def call(self, query: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Run `query` on the engine's thread between two steps; the future gets its result or exception, EngineFailure
-        if the thread is gone."""
+        """Run `query` on the engine's thread between two steps; EngineFailure if the thread is gone."""
         future: asyncio.Future[T] = self.loop.create_future()
         self._calls.add(future)  # type: ignore[arg-type]
         future.add_done_callback(self._calls.discard)
@@ -127,7 +119,7 @@ class EngineThread:
         return future
 
     def post(self, work: Callable[[Engine], None]) -> None:
-        """Have the engine's thread do this between two steps. From any thread; nobody hears how it went."""
+        """Like `call`, from any thread, without an answer."""
         self._command(partial(work, self.engine))
 
     async def settled(self) -> None:
@@ -138,7 +130,7 @@ class EngineThread:
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         self._wake.set()
-        if self._over is not None:  # nobody else will
+        if self._over is not None:  # the thread is gone
             self._obey()
 
     # ------------------------------------------------------------------ engine's thread
@@ -152,23 +144,23 @@ class EngineThread:
                 if maintained is not None:
                     self._hand_over(maintained)
                 if self.engine.has_work:
-                    self._obey()  # who was cancelled meanwhile is not in this step
+                    self._obey()  # cancels that came meanwhile
                     self._step_began = time.monotonic()
                     result = self.engine.step()
                     self._step_began = None
                     self._hand_over(result)
                     self._measure(MEASURE_PERIOD_S)
-                    if not (result.sequences or result.outputs):  # all wait for blocks that are being copied
+                    if not (result.sequences or result.outputs):  # all wait for block copies
                         self._wake.wait(NOTHING_RAN_S)
                 elif not self._stopping and not self.engine.verify():
                     self._measure(0.0)
                     if (due_in := self.engine.tiers.restorer.due_in()) is None and time.monotonic() >= self._check_due:
-                        # Better to crash on wrong books than to serve wrong blocks: a part of them each time.
+                        # Better to crash on wrong books than to serve wrong blocks.
                         self.engine.audit()
                         self._check_due = time.monotonic() + CHECK_PERIOD_S
                     self._wake.wait(IDLE_PERIOD_S if due_in is None else due_in)
             self._end(EngineFailure("the engine was stopped"))
-        except Exception as error:  # the thread's top: whatever it is, nobody may wait for ever
+        except Exception as error:  # the thread's top: no request may wait for ever
             logger.exception("the engine failed")
             self._end(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))
             self._call_soon(self.on_crash, error)
@@ -177,13 +169,13 @@ class EngineThread:
         self._step_began = None
         self._over = reason
         self._hand_over(self.engine.abandon(reason))
-        self._obey()  # what was asked meanwhile
+        self._obey()  # commands that came meanwhile
 
     def _obey(self) -> None:
         while True:
             try:
                 command = self._commands.popleft()
-            except IndexError:  # not asked before: once it is over the loop's thread obeys as well
+            except IndexError:  # not `while self._commands`: once it is over the loop's thread takes some too
                 return
             command()
 
@@ -204,7 +196,7 @@ class EngineThread:
             if self._over is not None:
                 raise self._over
             result = query(self.engine)
-        except Exception as error:  # noqa: BLE001 - the question failed: the caller gets the error, the engine goes on
+        except Exception as error:  # noqa: BLE001 - the caller gets the error, the engine goes on
             failure = error
             self._hand_over(lambda: None if future.done() else future.set_exception(failure))
         else:
@@ -225,13 +217,13 @@ class EngineThread:
     def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
             self.loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the loop is closed
             logger.debug("the event loop is closed, a result of the engine is dropped")
 
     # ------------------------------------------------------------------ loop's thread
 
     def _deliver(self) -> None:
-        self._delivery_due = False  # before taking: what comes after this line makes a new delivery due
+        self._delivery_due = False  # before taking: a later result makes a new delivery due
         results: list[StepResult] = []
         while self._results:
             result = self._results.popleft()
@@ -248,7 +240,7 @@ class EngineThread:
             return
         try:
             self.on_result(results)
-        except Exception as error:  # what these results were for would wait for ever
+        except Exception as error:  # the readers of these results would wait for ever
             self._delivers = False
             logger.exception("results of the engine were not taken")
             self._stopping = True

@@ -1,7 +1,4 @@
-"""Wiring of a process that becomes a worker as often as its owner asks: `kvfleet up` starts those of one machine so.
-
-What takes most of a worker's start, importing torch and transformers, is done once and shared.
-"""
+"""Wiring of a process from which `kvfleet up` forks workers: they share one import of torch and transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from kvservice import fork_server
 
 
 def main() -> None:
-    gc.disable()  # nothing of what is imported is garbage
+    gc.disable()  # imports make no garbage
     channel = socket.socket(fileno=int(sys.argv[1]))
     import_module("kvfleet.worker.main")
     import_torch()

@@ -1,7 +1,4 @@
-"""What of KV this engine holds, in all tiers of this worker: found, read, listed and erased by content.
-
-It changes nothing but by `erase`. The engine's thread owns it.
-"""
+"""KV in all tiers of this worker, found, read, listed and erased by content. The engine's thread owns it."""
 
 from __future__ import annotations
 
@@ -22,15 +19,15 @@ class KvHoldings:
 
     @property
     def digest(self) -> int:
-        """Of what is held in each tier, as `EventLog.digest` has it."""
+        """Of all tiers, as `EventLog.digest` has it."""
         return self.tiers.pool.digest ^ self.tiers.digest
 
     def holdings(self) -> dict[Tier, list[bytes]]:
-        """Content addresses of all full blocks, parents before children, of all tiers that `digest` covers."""
-        return {Tier.DEVICE: self.tiers.pool.hashes()} | self.tiers.holdings()
+        """Hashes of all full blocks that `digest` covers, parents before children."""
+        return {Tier.DEVICE: self.tiers.pool.index.hashes()} | self.tiers.holdings()
 
     def inspect(self, root: Root, ids: Sequence[int]) -> Inspection:
-        """How many leading tokens of `ids` are cached, and by tier of this worker: there or in a faster one."""
+        """How many leading tokens are cached; by tier: there or in a faster one."""
         on_device, blocks = self.locate(root, ids)
         tiers = {Tier.DEVICE.value: on_device}
         if self.tiers.host.blocks:
@@ -40,19 +37,17 @@ class KvHoldings:
         return Inspection(on_device, tuple(blocks), tiers)
 
     def locate(self, root: Root, ids: Sequence[int]) -> tuple[int, list[int]]:
-        """How many leading tokens of `ids` are cached, and the blocks that hold them."""
         match = self.tiers.pool.match(root, chain(root, ids, self.tiers.pool.block_size), ids, limit=len(ids))
         return match.tokens, match.blocks + ([match.donor] if match.donor is not None else [])
 
     def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> tuple[Any, Any]:
-        """K and V `[len, kv_heads, head_dim]` of the cached part of `ids` in one layer, copied. Raises IndexError if
-        the model has no such layer."""
+        """K and V `[len, kv_heads, head_dim]` of the cached part of `ids` in one layer, copied. Raises IndexError for
+        an unknown layer."""
         if not 0 <= layer < self.runner.num_layers:
             raise IndexError(f"the model has layers 0 to {self.runner.num_layers - 1}, not {layer}")
         tokens, blocks = self.locate(root, ids)
         return self.runner.read_kv(blocks, tokens, layer)
 
     def erase(self, root: Root, ids: Sequence[int], keep: int = 0) -> int:
-        """Forget what only this token sequence has behind its first `keep` tokens, in every tier. Returns how many
-        blocks of this worker went."""
+        """As `BlockPool.erase`, in every tier. Returns how many blocks of this worker went."""
         return self.tiers.erase(root, chain(root, ids, self.tiers.pool.block_size), ids, keep)

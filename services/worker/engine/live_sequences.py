@@ -1,7 +1,4 @@
-"""The sequences that live: what a request must satisfy to become some, and which there are by attempt and choice.
-
-The engine's thread owns them.
-"""
+"""The live sequences by attempt and choice, and what makes a request acceptable. The engine's thread owns them."""
 
 from __future__ import annotations
 
@@ -24,23 +21,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LiveSequences:
-    """They are numbered as they come, and cost their tenant what `costs` counts."""
-
     runner: ModelRunner
     scheduler: Scheduler
     detokenizer: Detokenizer
     costs: TenantCosts
     _arrivals: Iterator[int] = field(default_factory=count)
     _sequences: dict[Key, Sequence] = field(default_factory=dict)
-    _choices: dict[tuple[str, int], list[Sequence]] = field(default_factory=dict)  # of each attempt, those that live
-    _counted: set[tuple[str, int]] = field(default_factory=set)  # attempts of which a choice has started
+    _choices: dict[tuple[str, int], list[Sequence]] = field(default_factory=dict)  # live ones of each attempt
+    _counted: set[tuple[str, int]] = field(default_factory=set)  # attempts with a started choice
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
 
     def accept(self, spec: SequenceSpec, now: float) -> Sequence:
-        """Raises InvalidRequest or ContextLengthExceeded, naming the field and its limit, OutOfMemory, or EngineFailure
-        if its text cannot be rebuilt."""
+        """Raises InvalidRequest, ContextLengthExceeded, OutOfMemory, or EngineFailure if its text cannot be rebuilt."""
         key = spec.request, spec.attempt, spec.choice
         if key in self._sequences:
             raise InvalidRequest("this attempt is running already", field="request")
@@ -92,7 +86,6 @@ class LiveSequences:
             self._counted.discard(attempt)
 
     def clear(self) -> list[Key]:
-        """Returns which they were."""
         keys = list(self._sequences)
         self._sequences, self._choices = {}, {}
         return keys
@@ -102,8 +95,7 @@ class LiveSequences:
             return list(self._choices.get((request, attempt), ()))
         return [sequence for key, sequence in self._sequences.items() if key[0] == request]
 
-    def starts(self, sequence: Sequence) -> bool:
-        """Whether no choice of its attempt has started before this one."""
+    def is_first_start(self, sequence: Sequence) -> bool:
         attempt = sequence.key[:2]
         is_first = attempt not in self._counted
         self._counted.add(attempt)
@@ -120,7 +112,7 @@ class LiveSequences:
 
 @dataclass(slots=True)
 class TracedDraws:
-    """When traced sequences draw their first token. `steps` counts those that drew a token."""
+    """When traced sequences draw their first token. `steps` counts steps that drew a token."""
 
     steps: int = 0
     undrawn: list[tuple[Sequence, SequenceTrace]] = field(default_factory=list)  # have started and drawn nothing yet
@@ -131,21 +123,21 @@ class TracedDraws:
 
     def left(self, sequence: Sequence, trace: SequenceTrace, now: float) -> None:
         self.note(now)
-        trace.leaves(now, self.steps, sequence.num_outputs - len(sequence.spec.output_ids))
+        trace.ended, trace.drawn_tokens = now, sequence.num_outputs - len(sequence.spec.output_ids)
+        if trace.prefilled is not None:
+            trace.steps = self.steps - trace.steps_before
 
     def note(self, now: float) -> None:
-        """Of those that have drawn a first token, or are gone."""
         undrawn, self.undrawn = self.undrawn, []
         for sequence, trace in undrawn:
             if sequence.num_outputs > len(sequence.spec.output_ids):
-                trace.drawn(now, self.steps)
+                trace.prefilled, trace.steps_before = now, self.steps
             elif sequence.state is not SequenceState.FINISHED:
                 self.undrawn.append((sequence, trace))
 
 
 def _check(spec: SequenceSpec, vocab_size: int) -> None:
-    """Lengths against the context are `context_window`'s business. Not-a-number fails every comparison, so each one
-    says what must hold."""
+    """`context_window` checks lengths. NaN fails every comparison, so each one says what must hold."""
     sampling = spec.sampling
     if not spec.prompt_ids:
         raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")

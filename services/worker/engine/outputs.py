@@ -1,9 +1,7 @@
-"""What a step of the engine says to the outside. Pure: values that cross from the engine thread to the loop.
+"""What a step hands from the engine thread to the loop. Pure.
 
-A sequence is one choice of one attempt at a request. Per accepted one: `SequenceStarted` once, `Tokens` any number of
-times, then exactly one of `SequenceFinished` and `SequenceFailed`. One that fails before it is scheduled has no
-`SequenceStarted`. An id is held back for as long as its text is (it may begin a stop string, or end within a
-character), so no text is ever left without an id to travel with.
+Per sequence: `SequenceStarted` once it is scheduled, `Tokens` any number of times, then exactly one of
+`SequenceFinished` and `SequenceFailed`. An id is held back for as long as its text is.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 @dataclass(frozen=True, slots=True)
 class SequenceStarted:
-    """First scheduled; `cached_tokens` were found in the pool: of several choices all but the first find there what
-    that one computed. `prompt_tokens`: what the model saw at first, less than was asked where the prompt was
-    truncated."""
+    """First scheduled. Of several choices all but the first find cached what that one computed. `prompt_tokens` are
+    those of the request less what was truncated."""
 
     request: str
     attempt: int
@@ -28,13 +25,12 @@ class SequenceStarted:
     cached_tokens: int
     queue_seconds: float
     choice: int = 0
-    restored: dict[Tier, int] = field(default_factory=dict)  # of the cached tokens, those brought from below for it
-    recomputed_tokens: int = 0  # of a continued attempt: prompt and outputs that an earlier one had computed already
+    restored: dict[Tier, int] = field(default_factory=dict)  # cached tokens brought from below for it
+    recomputed_tokens: int = 0  # of a continued attempt: prompt and outputs computed again
 
     @property
     def cached_by_tier(self) -> dict[str, int]:
-        """Of the prompt at most all, though a continued attempt may find its own outputs too. What was not brought from
-        below was on the device."""
+        """At most the prompt, though a continued attempt may find its own outputs too."""
         hit, cached = min(self.cached_tokens, self.prompt_tokens), {}
         for tier, tokens in self.restored.items():
             if count := min(tokens, hit):
@@ -71,29 +67,26 @@ SequenceOutput = SequenceStarted | Tokens | SequenceFinished | SequenceFailed
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step, and what changed in each tier, in its order."""
-
     outputs: list[SequenceOutput] = field(default_factory=list)
     changes: list[TierEvents] = field(default_factory=list)
-    fed_tokens: int = 0  # tokens the model was run on
-    prefill_tokens: int = 0  # those of them that belong to prompts
-    sequences: int = 0  # that took part
+    fed_tokens: int = 0
+    prefill_tokens: int = 0  # of the fed tokens
+    sequences: int = 0
     seconds: float = 0.0
 
 
 class KvPublisher(EventLog):
-    """What steps did to the worker's blocks, as events. Pure; one owner per worker: the loop.
+    """What steps did to the worker's blocks, as events. Pure; the loop owns it.
 
         a step ran ──▶ one event at once                          (what waited leaves with it)
         nothing ran ──▶ changes wait ──`due`──▶ one event         (no sooner than 50 ms after the last)
 
-    A step that ran nothing costs next to nothing (all it scheduled failed, say), so there may be thousands in a second:
-    without the wait each could be a message.
+    There may be thousands of steps in a second that ran nothing: without the wait each could be a message.
     """
 
     def batch(self, results: Iterable[StepResult], now: float, *, hold: bool = True) -> KvEvents | None:
-        """One event for what the steps changed, in their order; None if that is nothing, or if it waits. `hold` False:
-        nothing waits, so every digest the engine may name has an event."""
+        """One event, or None if nothing changed or the changes wait. `hold` False: nothing waits, so every digest that
+        the engine may name has an event."""
         ran = False
         for result in results:
             ran = ran or result.sequences > 0

@@ -1,6 +1,6 @@
-"""`python -m kvfleet.worker.engine.warm_kernels`: compile what a worker on a CPU runs, as the build of an image does.
+"""`python -m kvfleet.worker.engine.warm_kernels`: compile a CPU worker's kernels when an image is built.
 
-XDG_CACHE_HOME says where the results go; `kvservice.kernel_cache` tells how a worker finds them.
+They go to XDG_CACHE_HOME; `kvservice.kernel_cache` tells how a worker finds them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The seam between the block pool and an eviction policy. Pure.
 
-The pool decides *what may* be evicted (a leaf: cached, unreferenced, nothing cached continues it), the policy decides
-*which* of those goes first. Offering leaves only is what keeps every cached chain whole from its root on: an index that
-holds a block also holds all blocks before it, which placement's galloping search relies on.
+The pool decides *what may* be evicted (a leaf: cached, unreferenced, nothing cached continues it), the policy *which*
+leaf goes first. So every cached chain stays whole from its root on, which placement's galloping search relies on.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Orders evictable blocks. Blocks are ids of the pool; `tick` is the pool's logical clock, it only grows."""
+    """`tick` is the pool's logical clock, which only grows."""
 
     def touch(self, block: int, tick: int) -> None:
-        """A sequence let go of `block` at `tick`: it was of use until then."""
+        """The last holder let go of `block` at `tick`."""
 
     def offer(self, block: int) -> None:
         """`block` became an evictable leaf."""
@@ -23,10 +22,6 @@ class EvictionPolicy(Protocol):
         """`block` is no evictable leaf any more; unknown blocks are ignored."""
 
     def victim(self) -> int:
-        """Take the block to evict next out of the offered ones. Raises LookupError if there is none."""
+        """Take the block to evict next. Raises LookupError if none is offered."""
 
-    def is_offered(self, block: int) -> bool:
-        """Whether it could be a victim now."""
-
-    def offered(self) -> set[int]:
-        """All blocks that could be a victim now; for integrity checks."""
+    def is_offered(self, block: int) -> bool: ...

@@ -1,7 +1,6 @@
 """Least recently used first. Pure.
 
-A heap with lazy deletion: withdrawing a block is O(1), and a stale heap entry is recognised because the block is no
-longer offered or was offered again at a later tick.
+A heap with lazy deletion: withdrawing is O(1); the block of a stale entry is not offered, or at a later tick.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ COMPACT_FROM = 64  # heap entries; below that stale ones cost nothing
 
 
 class LruEviction:
-    """Evicts the leaf that a sequence let go of longest ago. Ties go to the lower block id."""
+    """Ties go to the lower block id."""
 
     def __init__(self) -> None:
         self._last_use: dict[int, int] = {}
@@ -45,6 +44,3 @@ class LruEviction:
 
     def is_offered(self, block: int) -> bool:
         return block in self._offered
-
-    def offered(self) -> set[int]:
-        return set(self._offered)

@@ -43,7 +43,7 @@ async def preload(
     except (KvfleetError, TimeoutError) as error:
         log.info("nothing is preloaded: %s", error or "placement does not answer")
         return 0
-    before = await thread.call(lambda engine: engine.pool.addressed)
+    before = await thread.call(lambda engine: engine.pool.index.addressed)
     end = asyncio.get_running_loop().time() + limit_s
     for chain in plan.chains:
         left = end - asyncio.get_running_loop().time()
@@ -52,7 +52,7 @@ async def preload(
         if (meeting := meet(chain.source)) is not None:
             await meeting
         await _bring(thread, chain, min(left, CHAIN_S))
-    came = await thread.call(lambda engine: engine.pool.addressed) - before
+    came = await thread.call(lambda engine: engine.pool.index.addressed) - before
     log.info("preloaded %d blocks of %d prefixes that %s named", came, len(plan.chains), plan.placement)
     return came
 

@@ -1,12 +1,12 @@
-"""Each sequence's block table: what it holds in the pool, when it grows, when it lets go. Pure.
+"""Each sequence's block table: what it holds in the pool, when it grows and lets go. Pure; the scheduler's.
 
         passed         shared          own, filled      own, partial     to grow into
     [ -1 | -1 | ... | full block | ... | full block | ... | tail ]- - - - - - - - - -
                                                               ^ computed
 
 A sequence is admitted with blocks for all its known tokens. Where every layer attends to a window (`window` tokens,
-each token itself included) it takes them as it goes instead, and lets go of those that no later token can reach: so it
-never needs more than the window and one block, however long it is.
+each token itself included) it takes blocks as it goes and releases those that no later token reaches: it never needs
+more than the window and one block.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 
 @dataclass(eq=False)
 class BlockTables:
-    """Carries out on the pool what the scheduler decides; owned by it."""
-
     pool: BlockPool
     window: int | None = None
 
@@ -31,12 +29,12 @@ class BlockTables:
         self.pool.windowed = self.pool.windowed or self.window is not None
 
     def at_once(self, tokens: int) -> int:
-        """Fewest blocks with which a sequence of so many tokens can be computed."""
+        """Fewest blocks with which a sequence can be computed."""
         blocks = self.pool.blocks_for(tokens)
         return blocks if self.window is None else min(blocks, self.pool.blocks_for(self.window - 1) + 1)
 
     def match(self, sequence: Sequence) -> Match:
-        """What is cached of a sequence, its last token aside: that one is run again, for its logits."""
+        """What is cached of a sequence but its last token, which is run again for its logits."""
         limit = len(sequence.ids) - 1
         match = self.pool.match(sequence.root, sequence.hashes, sequence.ids, limit, exact=sequence.spec.exact)
         full = len(match.blocks)
@@ -50,13 +48,13 @@ class BlockTables:
         return match
 
     def fits(self, sequence: Sequence, match: Match, others: int, given: int = 0) -> bool:
-        """Whether it can run beside `others`, each of which may need a block to grow soon, with `given` blocks more."""
+        """Whether it can run beside `others`, each of which may soon need a block, with `given` blocks more."""
         held = match.blocks[self._first_reached(match.tokens) :]
         needed = max(1, self.at_once(len(sequence.ids)) - len(held))
         return needed + others <= self.pool.available + given - self.pool.idle_among(held)
 
     def hold(self, sequence: Sequence, match: Match) -> list[tuple[int, int]]:
-        """Start a sequence on what it matched and on new blocks. Returns the copies to be made first."""
+        """Start a sequence. Returns the block copies to make first."""
         full = len(match.blocks)
         passed = min(self._first_reached(match.tokens), full)
         held = match.blocks[passed:]
@@ -70,7 +68,7 @@ class BlockTables:
         return [] if match.donor is None else [(match.donor, sequence.blocks[full])]
 
     def extend(self, sequence: Sequence, tokens: int, spare: int = 0) -> int:
-        """For how many of the next `tokens` tokens there is room, taking blocks of which `spare` stay available."""
+        """Take blocks for the next `tokens`, leaving `spare` available. Returns for how many there is room."""
         room = len(sequence.blocks) * self._size - sequence.computed
         if room >= tokens:
             return tokens
@@ -80,7 +78,7 @@ class BlockTables:
         return min(tokens, room + taken * self._size)
 
     def advance(self, sequence: Sequence, end: int) -> None:
-        """KV of all tokens before `end` is there: full blocks become findable, those out of reach are let go."""
+        """KV of all tokens before `end` is there: list full blocks, release those out of reach."""
         sequence.computed = end
         size = self._size
         for at in range(sequence.filled, end // size):
@@ -110,16 +108,15 @@ class BlockTables:
         return 0 if self.window is None else max(0, computed - self.window + 1) // self._size
 
     def _is_findable(self, sequence: Sequence, at: int) -> bool:
-        """Whether the `at`-th block may be listed: those before it must be in the index (one that was let go may have
-        been evicted). Where the index has a lossy block an exact sequence's own is not listed, nor any after it."""
+        """The blocks before it must be in the index: a released one may have been evicted. Where the index has a lossy
+        block, an exact sequence lists neither its own nor any after it."""
         if sequence.spec.exact and not sequence.private and at < len(sequence.hashes):
             sequence.private = self.pool.is_lossy(sequence.hashes[at])
         if sequence.private:
             return False
-        return self.window is None or not at or self.pool.lists(sequence.hashes[at - 1])
+        return self.window is None or not at or self.pool.index.lists(sequence.hashes[at - 1])
 
     def check_integrity(self, sequences: list[Sequence], others: Items[Items[int]] = ()) -> None:
-        """Raises AssertionError if tables and pool disagree. With `others` these are all that hold blocks."""
         size = self._size
         for sequence in sequences:
             assert sequence.filled == sequence.computed // size

@@ -1,7 +1,6 @@
-"""Work by priority, and who gives way when there is more than a worker takes. Pure.
+"""Work by priority, and what gives way to a new request of higher priority on a full worker. Pure.
 
-A new request may take the place of one of lower priority that waits and of which no reader has seen anything. What has
-begun, here or elsewhere, is never sent away.
+Only waiting requests of which no reader has seen anything give way, never one that has begun here or elsewhere.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from kvproto.messages import Load, PriorityLoad, Rates
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 
 Attempt = tuple[str, int]
-Queued = tuple[Sequence, int]  # and its prompt tokens that are still to be computed
+Queued = tuple[Sequence, int]  # and its uncomputed prompt tokens
 
 
 def by_priority(queued: Iterable[Queued]) -> tuple[PriorityLoad, ...]:
-    """Highest first; empty where all is of priority 0, as it mostly is."""
+    """Highest first; empty where all is of priority 0."""
     found: dict[int, list[int]] = {}
     for sequence, tokens in queued:
         level = found.setdefault(sequence.spec.priority, [0, 0, 0])
@@ -33,7 +32,7 @@ def by_priority(queued: Iterable[Queued]) -> tuple[PriorityLoad, ...]:
 
 
 def until_served(load: Load, rates: Rates, priority: int) -> float:
-    """Seconds until what is served before a newcomer of this priority is prefilled; 0 while that is not measured."""
+    """Seconds of prefill ahead of a newcomer of this priority; 0 while the rate is unmeasured."""
     if not rates.prefill_tokens_per_s:
         return 0.0
     levels = load.priorities or (PriorityLoad(0, 0, 0, load.queued_prefill_tokens),)
@@ -47,7 +46,7 @@ def full(wait_s: float) -> Overloaded:
 
 
 def could_give_way(load: Load, priority: int, leaving: int = 0) -> int:
-    """How many sequences would, at most, to one of this priority. `leaving` were asked to: the lowest of all."""
+    """How many sequences of lower priority may be displaced. `leaving`, the lowest of all, are going already."""
     if not load.priorities:
         return max(load.waiting - leaving, 0) if priority > 0 else 0
     return max(sum(level.unstarted for level in load.priorities if level.priority < priority) - leaving, 0)
@@ -55,8 +54,7 @@ def could_give_way(load: Load, priority: int, leaving: int = 0) -> int:
 
 @dataclass(eq=False, slots=True)
 class Departures:
-    """Who was asked to give way and is still counted. `asked`: sequences of which the engine has not said yet who goes.
-    Owned by the request desk."""
+    """Sequences told to give way that are still counted; the request desk's. `asked`: the engine has not chosen yet."""
 
     asked: int = 0
     going: set[Attempt] = field(default_factory=set)
@@ -66,15 +64,14 @@ class Departures:
         self.going.update(going)
 
     def count(self, pending: Callable[[Attempt], int]) -> int:
-        """`pending`: how many sequences of an attempt have not ended yet."""
+        """`pending`: an attempt's sequences that have not ended."""
         left = {attempt: pending(attempt) for attempt in self.going}
         self.going = {attempt for attempt, number in left.items() if number}
         return self.asked + sum(left.values())
 
 
 def giving_way(waiting: Iterable[Sequence], priority: int, count: int) -> list[Sequence]:
-    """Of whole attempts, `count` sequences or a few more: the lowest priority first, of it who came last. None if
-    there are fewer."""
+    """At least `count` sequences of whole attempts, lowest priority first, then the latest; empty if too few."""
     below = [sequence for sequence in waiting if sequence.spec.priority < priority]
     below.sort(key=lambda sequence: (sequence.spec.priority, -sequence.arrival))
     found: dict[int, Sequence] = {}

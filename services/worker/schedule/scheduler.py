@@ -1,13 +1,11 @@
 """Decides what each step runs. Pure: sequences in, a plan out; time is passed in. The engine thread owns it.
 
 Per step: what is past its deadline fails; a waiting sequence of higher priority may push lower ones out; every running
-sequence that needs one token decodes; then prompts get as many tokens as the pacer allows, in the order of service:
-those begun and those that wait, who are admitted while slots and blocks last.
+sequence that needs one token decodes; then begun and waiting prompts share the pacer's tokens in the order of service.
 
-Why this never livelocks: blocks are only ever taken from sequences of worse rank, ranks never change, so the
-best-ranked running sequence advances until it ends; a preempted one keeps its rank and is admitted again only when all
-its known tokens fit beside what runs; and a sequence that cannot grow although it runs alone fails. Pushing out needs
-the higher priority, so nobody is ever pushed out by whom he pushed out.
+This never livelocks: blocks are only taken from sequences of worse rank, and ranks never change, so the best-ranked
+running sequence advances to its end; a preempted one is admitted again only when all its known tokens fit; a sequence
+that cannot grow although it runs alone fails; and only a higher priority pushes out.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ _rank = attrgetter("rank")
 
 
 class Scheduler:
-    """`token_budget`: most tokens per step, `slots`: most sequences that run at once. `itl_target_s`: how long a step
-    beside running streams may take in any case. `window`: how many tokens, itself included, a token attends to in every
-    layer, so that older blocks can go; None if any layer attends to all."""
+    """`token_budget`: most tokens per step. `slots`: most running sequences. `itl_target_s`: how long a step beside
+    running streams may always take. `window`: most tokens that a token attends to in every layer, itself included; None
+    if any layer attends to all."""
 
     def __init__(
         self,
@@ -53,8 +51,7 @@ class Scheduler:
         self.pacer = StepPacer(token_budget, itl_target_s)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # sorted by rank
-        # What tiers below do: say whether a sequence whose turn it is waits for blocks to be brought, so many blocks
-        # being left to others; hear of who is about to give its blocks away.
+        # Set by the tiers below. `claims`: whether a sequence waits for blocks from there, leaving so many to others.
         self.claims: Callable[[Sequence, Match, int], bool] = lambda sequence, match, spare: False
         self.on_preempt: Callable[[Sequence], None] = lambda sequence: None
         self._shares = TenantShares()
@@ -67,31 +64,28 @@ class Scheduler:
         self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """It waits again: it was preempted, or what was brought for it is on the device, or nothing more will come."""
+        """It was preempted, or its restore has ended."""
         sequence.state = SequenceState.WAITING
         self.waiting.add(sequence)
         if sequence.spec.deadline is not None:
             self._next_deadline = min(self._next_deadline, sequence.spec.deadline)
 
     def pause(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue; its blocks become evictable, and are found again if they survive."""
+        """Its blocks become evictable, and are found again if they survive."""
         self._leave(sequence, SequenceState.PAUSED)
         sequence.restores = 0
 
     def finish(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        """Take a sequence out for good; what it computed stays cached."""
         self._leave(sequence, SequenceState.FINISHED, keep_tail=keep_tail)
 
     def slide(self, sequence: Sequence) -> None:
-        """Drop a running sequence's oldest tokens. It stays, and computes the rest again like a prompt."""
         self.tables.let_go(sequence)
         sequence.slide(self.pool.block_size)
 
     def queued(self) -> list[Queued]:
-        """All that waits or runs, and the prompt tokens that each still has to compute."""
         size = self.pool.block_size
         waiting = [  # choices share their prompt
-            (s, max(len(s.ids) - self.pool.depth(s.hashes) * size, 1) if s is s.siblings[0] else 0)
+            (s, max(len(s.ids) - self.pool.index.depth(s.hashes) * size, 1) if s is s.siblings[0] else 0)
             for s in self.waiting
         ]
         return waiting + [(s, s.remaining if s.remaining > 1 else 0) for s in self.running]
@@ -123,7 +117,7 @@ class Scheduler:
             self._fail(plan, sequence, DeadlineExceeded(f"deadline passed {took:.3f} s after arrival, {where}"))
 
     def _push_out(self, now: float) -> None:
-        """Make room for who would be served next, at the cost of running sequences of lower priority."""
+        """Preempt running sequences of lower priority for the one to be served next."""
         lowest = min((s.spec.priority for s in self.running), default=None)
         if lowest is None or self.waiting.highest_priority <= lowest:
             return
@@ -151,7 +145,7 @@ class Scheduler:
     # ------------------------------------------------------------------ decodes
 
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
-        """A slice for every sequence that needs one token. Returns those that need more, each with room for one."""
+        """Returns the sequences that need more than one token, each with room for one."""
         size = self.pool.block_size
         slices, sequences = plan.slices, plan.sequences
         begun = []
@@ -172,7 +166,7 @@ class Scheduler:
         return begun
 
     def _grow(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Make sure that the next token has a slot, at the cost of worse-ranked sequences, in the end of itself."""
+        """Make room for the next token by preempting worse-ranked sequences, in the end itself."""
         while not self.tables.extend(sequence, 1):
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
@@ -202,17 +196,17 @@ class Scheduler:
                     self._fail_for_memory(plan, sequence)
                     continue
                 served = self._admit(plan, sequence, leaders)
-                if served is sequence and _runs(sequence):
+                if served is sequence and served.state is SequenceState.RUNNING:
                     unplanned.add(id(sequence))
             if served is None:
-                order.drop_waiting()  # one that does not fit is not overtaken by smaller ones, else it might never run
+                order.drop_waiting()  # smaller ones do not overtake, else one that does not fit might never run
             elif id(served) in unplanned:
                 unplanned.discard(id(served))
                 self._plan_chunk(plan, served, allowance)
 
     def _admit(self, plan: StepPlan, sequence: Sequence, leaders: PromptLeaders) -> Sequence | None:
-        """Let a waiting sequence run if it fits. Returns whose turn it is: its own, its leader's, or None: no room. One
-        that waits for blocks from below leaves the queue, and its turn is over."""
+        """Returns whose turn it is: the sequence's, its leader's, or None: no room. One that waits for blocks from
+        below leaves the queue, and its turn is over."""
         if (leader := leaders.known(sequence)) is not None:
             return leader
         match = self.tables.match(sequence)
@@ -288,17 +282,12 @@ class Scheduler:
         self._fail(plan, sequence, OutOfMemory(why))
 
     def check_integrity(self, others: Items[Items[int]] = ()) -> None:
-        """`others` hold blocks too."""
         self.waiting.check_integrity()
         assert all(sequence.state is SequenceState.RUNNING for sequence in self.running)
         assert [s.rank for s in self.running] == sorted(s.rank for s in self.running)
         assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
         assert len(self.running) <= self.slots
         self.tables.check_integrity(self.running, others)
-
-
-def _runs(sequence: Sequence) -> bool:
-    return sequence.state is SequenceState.RUNNING
 
 
 def _draw(sequence: Sequence) -> Draw:
@@ -310,7 +299,7 @@ def _draw(sequence: Sequence) -> Draw:
 
 
 def _may_push_out(one: Sequence, other: Sequence, now: float) -> bool:
-    """By every measure: what has come to its turn by waiting is not pushed out again by what came later."""
+    """By every measure: a later arrival does not push out what came to its turn by waiting."""
     return (
         one.spec.priority > other.spec.priority
         and one.rank < other.rank

@@ -1,23 +1,20 @@
-"""How many tokens a step may carry, from what its own steps took, and what becomes of one that does not fit. Pure.
+"""How many tokens a step may carry, from measured step times, and how a step that does not fit is split. Pure.
 
     seconds of a step  =  decode part  +  sum over prompt tokens of (base + slope x position)
 
-The decode part is what steps without prompt tokens take; base and slope come from what steps with some took beyond it,
-by a regression that forgets. Single outliers (another process had the cores) move an estimate by a bounded share; a
-change that lasts is followed. Placement prices queues and prefills with the same rates. The allowance is the number of
-tokens for which a step is expected to stay below
+Steps without prompt tokens give the decode part; a regression that forgets over the others gives base and slope. An
+outlier moves an estimate by a bounded share. A step should stay below
 
-    max(ITL target, FACTOR x decode part, SHORT_S)    beside streams, MIN_CHUNK tokens at least, so that prompts advance
-    STEP_S                                            without any, so that arrivals and cancels are heard soon enough;
-                                                      half as much again where that ends the prompt
+    max(ITL target, FACTOR x decode part, SHORT_S)    beside streams, with MIN_CHUNK tokens at least
+    STEP_S                                            without streams, so that arrivals and cancels are heard soon;
+                                                      REST times as much where that ends the prompt
 
-While every step carries prompt tokens nobody sees what a step without would take, so one in PROBE_EVERY carries none.
-
-A step that does not fit into memory is computed in parts, and later steps are smaller:
+One mixed step in PROBE_EVERY carries no prompt tokens, to measure the decode part. A step that does not fit into memory
+is computed in parts, and later steps are smaller:
 
     run [a b c d] ──does not fit──▶ run [a b], run [c d] ──does not fit──▶ run [c], run [d's first half], [the second]
 
-Nothing is given up for it but a single token that does not fit alone: its sequence fails, whatever runs beside it.
+Only a sequence whose single token does not fit alone fails.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ RECOVER_STEPS = 64  # that fit, until a step may be larger again
 GROWTH = 1.25
 
 UNMEASURED_TOKENS_PER_S = 1000.0
-TELLING = 64  # prompt tokens from which on a step's seconds are theirs, not those of reading the weights
-LEAST_SHARE = 0.05  # of a mixed step that counts as its prompt tokens', however quick it was
+TELLING = 64  # prompt tokens from which on their own cost dominates a step, not reading the weights
+LEAST_SHARE = 0.05  # of a mixed step's seconds that its prompt tokens take at least
 DECODE_WEIGHT = 0.3  # of the newest decode step
 PREFILL_WEIGHT = 0.2  # of the newest step with prompt tokens, in the rate
 KEPT = 0.96  # share of the past that each step with prompt tokens leaves, in the regression
@@ -61,15 +58,14 @@ Run = Callable[[Items[Slice]], list[Drawn]]
 
 
 class LongestStep:
-    """How long this engine may well be silent: the longest of its newest RECENT_STEPS steps, as far as they ended in
-    the RECENT_S before the newest one did. So readers wait on after a long prefill while the next may be like it."""
+    """The longest of the newest RECENT_STEPS steps that ended in the RECENT_S before the newest. Readers wait that
+    long for an engine that is silent."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # (ended, seconds)
 
     @property
     def seconds(self) -> float:
-        """0 until there was a step."""
         return max((took for ended, took in self._steps if ended >= self._steps[-1][0] - RECENT_S), default=0.0)
 
     def observe(self, now: float, seconds: float) -> None:
@@ -104,7 +100,7 @@ class StepTimes:
 
     @property
     def prompt_cost(self) -> tuple[float, float]:
-        """Seconds of a prompt token at position 0, and what each position adds. Positive once measured."""
+        """Base and slope, in seconds. The base is positive once measured."""
         if not self._n:
             return 0.0, 0.0
         position, mean = self._p / self._n, self._s / self._n
@@ -122,8 +118,7 @@ class StepTimes:
         return tokens * (base + slope * (position + tokens / 2)) if base else tokens / UNMEASURED_TOKENS_PER_S
 
     def observe(self, decodes: int, prompt_tokens: int, position_sum: float, seconds: float, now: float = 0.0) -> None:
-        """A step of so many sequences that decoded and so many prompt tokens took `seconds` and ended at `now`.
-        `position_sum` is that of the prompt tokens' positions."""
+        """A step took `seconds` and ended at `now`. `position_sum`: of the prompt tokens' positions."""
         if decodes or prompt_tokens:
             self.longest.observe(now, seconds)
         if seconds <= 0:
@@ -172,8 +167,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class Allowance:
-    """One step's: `tokens` at most, and `seconds` of prompt work. `least` tokens are granted whatever they take.
-    A token takes `base` seconds at position 0, and each position adds `slope`."""
+    """One step's `tokens` at most and `seconds` of prompt work. `least` tokens are granted whatever they take."""
 
     tokens: int
     seconds: float
@@ -183,7 +177,7 @@ class Allowance:
     rest: float = 1.0
 
     def grant(self, position: int, remaining: int = 1) -> int:
-        """How many of `remaining` tokens of a prompt at `position` may be fed now; 0 for any if 0 at position 0."""
+        """How many of a prompt's `remaining` tokens at `position` may be fed; 0 at position 0 means 0 anywhere."""
         granted = self._grant(position)
         return min(remaining, self.tokens if remaining <= granted * self.rest else granted)
 
@@ -206,7 +200,7 @@ class Allowance:
 
 
 class TokenBudget:
-    """`tokens` of a step at most: `most`, less after a step that did not fit; that comes back step by step."""
+    """Most `tokens` of a step: less than `most` after a step that did not fit, and growing back from there."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -214,7 +208,6 @@ class TokenBudget:
         self._fitted = 0
 
     def too_much(self, tokens: int) -> None:
-        """A step of so many did not fit."""
         self.tokens = max(min(LEAST_TOKENS, self.most), min(self.tokens, tokens // 2))
         self._fitted = 0
 
@@ -228,7 +221,7 @@ class TokenBudget:
 
 
 class StepPacer:
-    """`max_tokens` of a step at most; `itl_target_s` 0 paces by FACTOR alone."""
+    """`itl_target_s` 0 paces by FACTOR alone."""
 
     def __init__(self, max_tokens: int, itl_target_s: float = 0.0) -> None:
         self.budget = TokenBudget(max_tokens)
@@ -243,7 +236,7 @@ class StepPacer:
         if not decodes:
             return Allowance(tokens, STEP_S if base else inf, MIN_LONE_CHUNK, base, slope, REST)
         decode_seconds = self.times.decode_seconds
-        if not decode_seconds:  # nothing to compare with yet: see first, if there is a clock to see with
+        if not decode_seconds:  # measure a step without prompt tokens first, if the clock moves at all
             return Allowance(0 if self._has_clock else tokens, inf, 0)
         if self._mixed_in_row >= PROBE_EVERY - 1:
             return Allowance(0, 0.0, 0, base, slope)
@@ -253,7 +246,6 @@ class StepPacer:
         return Allowance(tokens, limit - decode_seconds, MIN_CHUNK, base, slope)
 
     def observe(self, decodes: int, prompt_tokens: int, position_sum: float, seconds: float, now: float = 0.0) -> None:
-        """As `StepTimes.observe`, of every step once."""
         if decodes or prompt_tokens:
             self.budget.fitted()
         if seconds > 0:
@@ -264,8 +256,8 @@ class StepPacer:
 
 
 def run_step(run: Run, slices: Items[Slice], budget: TokenBudget) -> list[Drawn]:
-    """Draws of the slices, in order; OutOfMemory in place of one whose token does not fit alone. While the budget is
-    smaller than it was, what is more than that is not tried in one pass."""
+    """Draws of the slices, in order; OutOfMemory in place of one whose token does not fit alone. A step above a reduced
+    budget is not tried in one pass."""
     tokens = sum(len(part.ids) for part in slices)
     if budget.most > budget.tokens < tokens:
         return _in_halves(run, slices, OutOfMemory(f"a step of {tokens} tokens is too large for now"))

@@ -1,6 +1,6 @@
 """What one forward pass does: which tokens of which sequences, in which blocks. Plain values, made by the scheduler.
 
-Draw and Slice are made per sequence and step and never changed; freezing them would cost three times as much.
+Draw and Slice never change; freezing them would cost three times as much.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from kvproto.messages import Sampling, TokenLogprobs
 @dataclass(slots=True)
 class Draw:
     """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone. `prompt_ids` and
-    `output_ids` are what came before, for penalties, `banned` must not be drawn: empty where the request asks for none.
-    `output_ids` is the sequence's own list, which grows afterwards."""
+    `output_ids` are for penalties, else empty; `output_ids` is the sequence's own, which grows."""
 
     sampling: Sampling
     choice: int
@@ -29,8 +28,6 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token drawn for a request that asks for log probabilities."""
-
     token: int
     logprobs: TokenLogprobs
 
@@ -40,10 +37,9 @@ Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot 
 
 @dataclass(slots=True)
 class Slice:
-    """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`. `blocks` is the
-    block table, at least up to the last position: token p lives in slot p % block_size of `blocks[p // block_size]`, -1
-    where no layer can reach the block any more (sliding windows). `draw` is None where more of the prompt is to come.
-    """
+    """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`. Token p lives in
+    slot p % block_size of `blocks[p // block_size]`, -1 where no layer reaches the block any more. `draw` is None
+    where more of the prompt follows."""
 
     ids: Items[int]
     start: int
@@ -57,7 +53,7 @@ class Slice:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. `copies` (source block, target block) happen first, one after the other, in this order."""
+    """`copies` (source block, target block) happen first, in this order."""
 
     slices: list[Slice] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)  # whose slice it is, same order
@@ -68,16 +64,11 @@ class StepPlan:
 
     @property
     def prefill(self) -> tuple[int, float]:
-        """How many tokens of prompts, or that have to be computed again, and the sum of their positions."""
+        """How many tokens are not decodes, and the sum of their positions."""
         parts = [(len(part.ids), part.start) for part in self.slices[self.decodes :]]
         return sum(count for count, _ in parts), sum(count * (start + (count - 1) / 2) for count, start in parts)
 
-    def abandon(self) -> None:
-        """Nothing of it was computed."""
-        self.slices, self.sequences, self.decodes = [], [], 0
-
     def drop(self, at: int) -> Sequence:
-        """Take one slice out again. Returns whose it was."""
         del self.slices[at]
         self.decodes -= at < self.decodes
         return self.sequences.pop(at)

@@ -1,7 +1,7 @@
-"""The sequences that wait, by (priority, tenant), each step's order of service over them, and who leads whom. Pure.
+"""The waiting sequences by (priority, tenant), the order of service over them, and prompt leaders. Pure.
 
-Within a group it is first come, first served, but those with a deadline take one another's places so that the earliest
-goes first. Between groups the order changes from step to step and within a step, because who is served is charged:
+A group is served in order of arrival, but sequences with a deadline swap places so that the earliest deadline goes
+first. Between groups the order changes within a step, as tenants are charged:
 
     level, then the tenant served least, then prompts already begun, then arrival
 """
@@ -24,7 +24,7 @@ Key = tuple[int, int, bool, int]
 
 
 class Group:
-    """Those of one (priority, tenant). The ones with a deadline own `places` together, by arrival."""
+    """Of one (priority, tenant). Sequences with a deadline share `places`, by arrival."""
 
     def __init__(self) -> None:
         self.plain: list[Sequence] = []  # by arrival
@@ -35,7 +35,7 @@ class Group:
         return len(self.plain) + len(self.dated)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order of service. Sequences may leave meanwhile; those that are not come to cost nothing."""
+        """In the order of service, lazily. Sequences may leave meanwhile."""
         plain_after, dated_after = -1, (float("-inf"), -1)
         while True:
             at = bisect_right(self.plain, plain_after, key=_arrival)
@@ -59,7 +59,7 @@ class Group:
             insort(self.places, sequence.arrival)
 
     def remove(self, sequence: Sequence) -> None:
-        """A place goes with who leaves: the next in the order of deadlines has the next place, not the same again."""
+        """The place goes too: the next by deadline has the next place."""
         dated = sequence.spec.deadline is not None
         queue, key = (self.dated, _deadline) if dated else (self.plain, _arrival)
         at = bisect_left(queue, key(sequence), key=key)
@@ -95,11 +95,9 @@ class WaitingQueue:
 
     @property
     def highest_priority(self) -> int:
-        """Of those that wait. Raises ValueError if nobody does."""
         return max(priority for priority, _ in self._groups)
 
     def groups(self) -> list[Group]:
-        """Each in the order of service; the caller may take sequences out meanwhile."""
         return list(self._groups.values())
 
     def check_integrity(self) -> None:
@@ -114,9 +112,8 @@ class WaitingQueue:
 
 
 class ServiceOrder:
-    """One step's candidates for prompt tokens, best first: prompts `begun`, and each group of waiting ones in turn.
-    While a step is planned counters only grow, so keys only get worse: only a candidate that comes to the top is looked
-    at."""
+    """One step's candidates for prompt tokens, best first. Keys only get worse while a step is planned, as counters
+    only grow: so only the candidate on top is checked again."""
 
     def __init__(self, begun: Iterable[Sequence], waiting: Iterable[Iterable[Sequence]], now: float) -> None:
         self._now = now
@@ -139,7 +136,6 @@ class ServiceOrder:
         return None
 
     def drop_waiting(self) -> None:
-        """From here on prompts begun alone."""
         self._heap = [candidate for candidate in self._heap if candidate[1].state is not SequenceState.WAITING]
         heapify(self._heap)
 
@@ -150,11 +146,11 @@ class ServiceOrder:
 
 
 class PromptLeaders:
-    """Who computes what others need next, so that no prefix is computed twice at the same time; lives for a step.
+    """Keeps sequences from computing the same prefix at the same time; lives for a step.
 
-    A sequence whose next block a running one is at gives its turn to that one, its leader, and waits for it: so a
-    request of high priority never waits for one that is not served. Choices of one prompt follow the first of them to
-    the prompt's last token, all others follow by the hash of the next full block. `begun` need more than one token.
+    A sequence gives its turn to the running one that is at its next block, its leader. So a request of high priority
+    never waits for one that is not served. Choices of one prompt follow the first of them to the prompt's last token,
+    other sequences follow by the hash of the next full block.
     """
 
     def __init__(self, begun: Iterable[Sequence], block_size: int) -> None:
@@ -168,7 +164,7 @@ class PromptLeaders:
             self._at_block.setdefault(sequence.hashes[sequence.filled], sequence)
 
     def known(self, sequence: Sequence) -> Sequence | None:
-        """The leader found in an earlier step, while it still is one."""
+        """The leader of an earlier step, while it still leads."""
         leader = sequence.leader
         if leader is not None and leader.state is SequenceState.RUNNING and leader.computed < sequence.shared:
             return leader
@@ -176,7 +172,7 @@ class PromptLeaders:
         return None
 
     def find(self, sequence: Sequence, match: Match) -> Sequence | None:
-        """A leader for what is not cached of a waiting sequence; noted in it, with how far it leads."""
+        """A leader for what is not cached of a waiting sequence; noted in the sequence."""
         limit = len(sequence.ids) - 1  # the last token is run by each itself, for its logits
         if match.tokens == limit:
             return None

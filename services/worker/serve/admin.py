@@ -1,7 +1,6 @@
 """Loop: answers on a worker's admin and blocks subjects; questions about blocks run on the engine thread.
 
-An answer longer than a NATS message is fetched part by part; it is kept for a few seconds so that all parts are of one
-answer. Token ids that are too long for one message come before their question:
+A long answer is fetched part by part, and kept so that all parts are of one answer. Many token ids come ahead:
 
     ids 0 ... ── ids 262,144 ... ── the question, without ids ── (its next parts)
 """
@@ -30,22 +29,21 @@ from kvproto.subjects import is_inbox
 log = logging.getLogger(__name__)
 
 PART_BYTES = 768 * 1024
-KEEP_S = 15.0  # answers, and ids of questions that nobody goes on with
+KEEP_S = 15.0  # answers, and ids of unfinished questions
 MAX_KEPT = 8  # of each
 MAX_IDS = 4_194_304  # as many as any message may have
 VAULT_LIMIT_S = 0.1
-REGION_COMMANDS = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # what other regions need, and may ask
+REGION_COMMANDS = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # open to other regions
 
 
 class LongAdminQuestions:
-    """Token ids of questions that are too long for one message, kept until the question itself comes. The oldest
-    question gives way."""
+    """Token ids that came ahead of their question. The oldest question gives way."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[float, array[int]]] = {}  # since when nobody went on; oldest first
+        self._kept: dict[str, tuple[float, array[int]]] = {}  # with the time of the last part; oldest first
 
     def ids_of(self, request: AdminRequest, now: float) -> tuple[int, ...] | None:
-        """All ids of a question; None while there are more to come. Raises InvalidRequest or PayloadTooLarge."""
+        """All ids of a question; None while more follow. Raises InvalidRequest or PayloadTooLarge."""
         if not request.question:
             return request.ids
         self._kept = {name: kept for name, kept in self._kept.items() if now - kept[0] < KEEP_S}
@@ -63,7 +61,7 @@ class LongAdminQuestions:
 
 @dataclass(eq=False)
 class AdminDesk:
-    """Owned by the worker's event loop. Each question is answered in a task of its own; callbacks never wait."""
+    """Each question is answered in a task of its own; callbacks never wait."""
 
     parts: WorkerParts
     stats: Callable[[], WorkerStats]
@@ -134,7 +132,7 @@ class AdminDesk:
         return await self._kv(replace(request, ids=ids), tenant, root)
 
     async def _erase(self, request: AdminRequest, tenant: str, ids: tuple[int, ...]) -> None:
-        """Each sequence goes up to where others continue it, so whichever comes last takes what they share."""
+        """Each sequence is erased up to where others continue it, so the last one takes what they share."""
 
         async def erase(one: tuple[int, ...]) -> None:
             root = self.parts.roots.of(tenant, one)
@@ -149,7 +147,7 @@ class AdminDesk:
             await erase(one)
 
     async def _with_vaults(self, inspection: Inspection, root: Root, ids: Sequence[int]) -> Inspection:
-        """Also what vaults have of it, as far as they say in time."""
+        """Adds what vaults have, if they answer in time."""
         if self.parts.remote is None:
             return inspection
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
@@ -157,7 +155,7 @@ class AdminDesk:
         names = names_of(root, chain(root, ids, size), ids, size)
 
         def on_ready() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(answered.set)
 
         finding = self.parts.remote.look(names, exact=False, peer="", on_ready=on_ready)
@@ -169,7 +167,7 @@ class AdminDesk:
         return replace(inspection, tiers=inspection.tiers | {Tier.VAULT.value: held})
 
     async def _kv(self, request: AdminRequest, tenant: str, root: Root) -> bytes:
-        """One layer's K and V as safetensors, kept for the fetching of its parts."""
+        """One layer's K and V as safetensors, kept until its parts are fetched."""
         now = asyncio.get_running_loop().time()
         self._kept = {key: kept for key, kept in self._kept.items() if now - kept[0] < KEEP_S}
         ids = hashlib.blake2b(repr(request.ids).encode(), digest_size=16).hexdigest()

@@ -1,9 +1,7 @@
 """Loop: what a worker tells every placement replica, batched: block events and milestones of attempts.
 
-One timer for both, set when there is something to say and not yet its time; while nothing happens nothing runs.
-Milestones wait for NATS while it is away (the heartbeat's beat asks again); events do not: a listener sees the gap and
-pulls a snapshot. Of milestones there is no snapshot, so the last ones before an outage are said again after it: at
-once, and when all listeners should be back too.
+One timer serves both. Milestones wait while NATS is away; events do not: a listener sees the gap and pulls a snapshot.
+The last milestones before an outage are sent again at reconnect, and once more when all listeners should be back.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from kvproto.messages import KvEvents, Snapshot, Tier
 from kvproto.subjects import Subjects
 
 MILESTONE_PERIOD_S = 0.02  # between two messages
-UNSURE_S = 10.0  # longer than it takes to notice that a server is gone: what was said since then may not have arrived
-ALL_BACK_S = 5.0  # after this connection all others should be back
+UNSURE_S = 10.0  # longer than it takes to notice that a server is gone: messages since then may be lost
+ALL_BACK_S = 5.0  # after this connection, all others should be back
 
 
 @dataclass(eq=False)
 class Broadcast:
-    """Owned by the worker's event loop. Never waits: what it sends goes through the outbox."""
+    """Owned by the worker's event loop. Never waits: it sends through the outbox."""
 
     connection: Connection
     outbox: Outbox
@@ -38,7 +36,7 @@ class Broadcast:
     publisher: KvPublisher
     milestones: MilestoneLog
     _milestones_at: float = 0.0  # when the next message of them may leave
-    _unsure_since: float | None = None  # after an outage, until everybody is back
+    _unsure_since: float | None = None  # from an outage until all should be back
     _settling: asyncio.TimerHandle | None = None
     _timer: asyncio.Handle | None = None
     _timer_at: float = 0.0  # uvloop's handles do not tell
@@ -50,8 +48,8 @@ class Broadcast:
         self.wake()
 
     async def snapshot(self, engine: EngineThread, asked: Tier | None) -> list[Snapshot]:
-        """All parts of what the engine holds now. Its answer comes when the steps before it have been told; while it is
-        awaited no change is held back, so the digest it names is always that of an event. Raises EngineFailure."""
+        """All parts of what the engine holds now. Meanwhile no change is held back, so the digest is always that of an
+        event. Raises EngineFailure."""
         self._snapshots += 1
         try:
             self._send_events(self.publisher.flush(asyncio.get_running_loop().time()))
@@ -61,7 +59,7 @@ class Broadcast:
         return self.publisher.snapshot(held, digest, asked)
 
     def wake(self) -> None:
-        """Something may be there to say: set the timer to its time, if it is not set to an earlier one."""
+        """Set the timer to the next due time, if any, unless it is set to an earlier one."""
         due = self.publisher.due
         if self.milestones and self.connection.is_connected:
             due = self._milestones_at if due is None else min(due, self._milestones_at)
@@ -73,7 +71,7 @@ class Broadcast:
         self._timer = asyncio.get_running_loop().call_at(due, self._ring)
 
     def away(self) -> None:
-        """The connection is lost, and what it was given lately may be too."""
+        """The connection is lost, and perhaps what was sent lately."""
         if self._settling is not None:
             self._settling.cancel()
         if self._unsure_since is None:
@@ -91,7 +89,6 @@ class Broadcast:
             self._unsure_since = None
 
     def flush(self) -> None:
-        """Hand everything to the outbox: the process is about to end."""
         if self._settling is not None:
             self._settling.cancel()
         if self._timer is not None:

@@ -1,19 +1,19 @@
-"""Loop: how a draining worker lets go of what it works on, so that nobody notices. Owned by the worker's event loop.
+"""Loop: how a draining worker hands its requests over without their readers noticing. Owned by the worker's event loop.
 
     those about to end do ──▶ somebody else is ready: all go ──▶ their readers say that it goes on ──▶ the process ends
                        │                ▲                  and pull the blocks from here
                        └─ nobody is ────┘ they go on here; when time runs out, their blocks go to vaults, and they go
 
-A reader that can resume (a Client, an ingress) is told `Moved`, goes on elsewhere, and has its new worker bring the
-blocks from this one; with its successor's first word it cancels the attempt here, and that is what is waited for. The
-request of a bare producer travels as a `Capsule` to whichever placement takes it; the producer sees nothing of it, and
-placement cancels it here when its successor has started. Who that is placement decides: `placement/decide/decider.py`.
+A reader that can resume (a Client, an ingress) gets `Moved` and goes on at a new worker, which fetches the blocks
+from here; at the first frame from there the reader cancels the attempt here, which ends the wait. A bare producer's
+request goes as a `Capsule` to a placement, which places it anew and cancels it here when its successor has started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -29,12 +29,12 @@ from kvservice.tracing import work_for
 
 log = logging.getLogger(__name__)
 
-FINISH_S = 0.5  # what ends within this is not worth a move
-LAST_S = 1.5  # of the time to drain, for moves when nobody was ready to take over
+FINISH_S = 0.5  # requests that end within this are not moved
+LAST_S = 1.5  # of the time to drain, for moves when no worker was ready to take over
 CAPSULE_S = 1.0  # for a placement to take one
-LEAST_S = 0.1  # for a step that comes when time has run out
-ANNOUNCED_S = 0.1  # after which those who go at the same time have said so
-LEAST_DEMAND_S = 0.3  # less than that is not worth the question
+LEAST_S = 0.1  # for a capsule when time has run out
+ANNOUNCED_S = 0.1  # by then other workers that drain at the same time have said so
+LEAST_DEMAND_S = 0.3  # with less time left, placement is not asked
 ASK_S = 1.0
 MOST_CHAINS = 512
 POLL_S = 0.02
@@ -42,18 +42,16 @@ POLL_S = 0.02
 
 @dataclass(eq=False)
 class HandOver:
-    """`moved_total` counts requests that went elsewhere."""
-
     parts: WorkerParts
     moved_total: int = 0
     _awaited: set[tuple[str, int]] = field(default_factory=set)  # moved, and their blocks still wanted
 
     def let_go(self, request: str, attempt: int) -> None:
-        """All readers of a moved request, or placement, say that it goes on elsewhere, or that nobody wants it."""
+        """All readers of a moved request, or placement, have cancelled it here."""
         self._awaited.discard((request, attempt))
 
     async def run(self, limit_s: float) -> None:
-        """Returns when nothing is left here that anybody needs, after `limit_s` at the latest."""
+        """Returns when nothing here is needed any more, after `limit_s` at the latest."""
         loop = asyncio.get_running_loop()
         until = loop.time() + limit_s
 
@@ -73,11 +71,11 @@ class HandOver:
     async def _move(self, until: float) -> None:
         clock = asyncio.get_running_loop().time
         to_vaults = not self.parts.somebody_is_ready()
-        settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # a step that hangs keeps nobody from being told
+        settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # readers are told even if a step hangs
         keys = [record.key for record in self.parts.frames.running]
         for record in self.parts.frames.running:
             if record.trace is not None:
-                record.trace.moving()
+                record.trace.moving_since = time.time_ns()
         try:
             async with asyncio.timeout_at(settled_by):
                 await self.parts.engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
@@ -85,9 +83,9 @@ class HandOver:
                     await self.parts.engine.settled()
         except TimeoutError:
             log.warning("the engine has not let go of all blocks in time")
-        except KvfleetError as error:  # the engine is gone: what it told until now is all there is
+        except KvfleetError as error:  # the engine is gone
             log.warning("blocks are not handed over: %s", error)
-        self.parts.broadcast.flush()  # who decides where they go on should know what is here
+        self.parts.broadcast.flush()  # placement should know what is here before it decides
         watched = [record for record in self.parts.frames.running if _needs_placement(record)]
         moved = [record for record in self.parts.frames.running if not _needs_placement(record)]
         now = clock()
@@ -96,7 +94,7 @@ class HandOver:
         log.info("moved %d requests, %d of them as capsules", len(moved) + len(watched), len(watched))
 
     def _end(self, record: AttemptRecord, now: float) -> tuple[AttemptRecord, Frame]:
-        """`Moved`, unless its last reader left after the engine had let go of it: nobody else would say so then."""
+        """`Moved`, or Cancelled if its last reader left after the engine had let go of it."""
         if record.is_left:
             return self.parts.frames.end(record, record.failed(Cancelled("the request was cancelled")), now)
         self.moved_total += 1
@@ -104,7 +102,7 @@ class HandOver:
         return self.parts.frames.end(record, Moved(*record.key, record.output_tokens), now)
 
     async def _send(self, record: AttemptRecord, until: float) -> None:
-        """Have a placement carry on a bare producer's request; without one the producer is told to ask again."""
+        """Have a placement move a bare producer's request; if none does, the producer is told to ask again."""
         work_for(None if record.trace is None else record.trace.span)
         clock = asyncio.get_running_loop().time
         carried = _plain(record)
@@ -124,7 +122,7 @@ class HandOver:
             refusal = Draining(f"worker {self.parts.record.id} is going, and the request could not be moved: {why}")
         if record.terminal is not None:
             log.info("request %s ended here while it was offered to placement", request, extra=about)
-        elif record.is_left:  # where it goes on is placement's to know; who left is sent nothing from here
+        elif record.is_left:
             log.info("request %s was cancelled while it was offered to placement", request, extra=about)
             self.parts.outbox.send_frames([self._end(record, clock())])
         elif refusal is not None:
@@ -133,7 +131,7 @@ class HandOver:
             self._tell_moved(record, carried, clock())
 
     def _tell_moved(self, record: AttemptRecord, carried: Reader, now: float) -> None:
-        """A placement has it: all but the producer hear of it."""
+        """A placement has it: tell all readers but the producer."""
         _, moved = self._end(record, now)
         for watcher in record.watchers:
             self.parts.outbox.send(watcher, codec.encode_frames([moved]))
@@ -143,14 +141,13 @@ class HandOver:
         for reader in record.readers:
             if reader != carried:
                 self.parts.outbox.send_to(reader, [moved if reader.reads_batches else late])
-        # A plain reader that was told to ask again will not say that it goes on.
+        # Plain readers that were told to ask again send no cancel.
         record.readers = [one for one in record.readers if one == carried or one.reads_batches]
 
 
 async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
-    """The blocks in demand that only this worker has go to vaults: placement names such prefixes, hottest first.
-    Returns when vaults have what they take of it, after `limit_s` at the latest. Never raises. Where all workers go at
-    once nothing is left behind: nobody will ask for it."""
+    """Blocks in demand that only this worker has go to vaults: placement names such prefixes, hottest first. Returns
+    when they are there, after `limit_s` at the latest. Never raises. Where all workers go at once, nothing is left."""
     somebody_is_ready = parts.somebody_is_ready
     if limit_s < LEAST_DEMAND_S:
         return
@@ -172,7 +169,7 @@ async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
 
 async def _leave_behind(parts: WorkerParts) -> None:
     me, engine = parts.record, parts.engine
-    blocks = await engine.call(lambda engine: engine.pool.addressed)
+    blocks = await engine.call(lambda engine: engine.pool.index.addressed)
     ask = PreloadRequest(me.id, me.model, me.model_revision, me.block_size, max(blocks, 1), leaving=True)
     answer = await parts.connection.request(parts.subjects.placement_preload(), codec.encode(ask), ASK_S)
     plan = codec.decode(PreloadPlan, answer.data)
@@ -191,12 +188,11 @@ def _offer(engine: Engine, chains: list[Chain]) -> None:
 
 
 def _plain(record: AttemptRecord) -> Reader | None:
-    """Whom a capsule is for: a bare producer. Readers of batches go on by themselves."""
+    """The bare producer, which cannot resume by itself."""
     return next((reader for reader in record.readers if not reader.reads_batches), None)
 
 
 def _needs_placement(record: AttemptRecord) -> bool:
-    """Somebody reads it who cannot resume, and was placed by somebody who can have it resumed."""
     return bool(record.watchers) and _plain(record) is not None and not record.is_left
 
 

@@ -1,8 +1,7 @@
 """READ THIS FIRST: a worker's life, from request to frames.
 
-The event loop owns subscriptions, the frame book and the lease; the engine thread alone touches model and blocks. A
-request's way: `request_desk` checks, accepts and hands it over; results of each step come back in `on_results`, become
-frames (one message per step and batch inbox) and cache events.
+The event loop owns subscriptions, the frame book and the lease; only the engine thread touches model and blocks.
+`request_desk` checks and accepts a request; `on_results` turns each step's results into frames and cache events.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ HEARTBEAT_PERIOD_S = 0.5
 
 
 class WorkerLoop:
-    """Owned by the process's event loop. `start` when the engine is loaded; `drain` then `stop` to end."""
+    """`start` when the engine is loaded; `drain` then `stop` to end."""
 
     def __init__(
         self, parts: WorkerParts, on_fatal: Callable[[str], None], on_drain: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_drain` is called when an operator asks for it: the process then drains this loop and ends."""
+        """`on_drain` is called when an operator asks for a drain: the process then drains this loop and ends."""
         self.parts = parts
         self.record, self.milestones = parts.record, parts.milestones
         self.frames, self.outbox = parts.frames, parts.outbox
@@ -84,7 +83,7 @@ class WorkerLoop:
         self._spawn(self._beat())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task of this loop. One that fails ends the process: a worker without its heartbeat only looks alive."""
+        """A failed task ends the process: a worker without its heartbeat only looks alive."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -112,7 +111,7 @@ class WorkerLoop:
             log.warning("the record does not say draining yet: %s", error)
 
     async def drain(self) -> None:
-        """Take no new work, hand over what runs, and leave behind what others will ask for, for a bounded time."""
+        """Take no new work, hand over what runs, and leave blocks in demand to vaults, for a bounded time."""
         clock, limit_s = asyncio.get_running_loop().time, self.parts.settings.drain_s
         until = clock() + limit_s
         self.begin_drain()
@@ -122,7 +121,6 @@ class WorkerLoop:
         await self.outbox.drain()
 
     async def stop(self) -> None:
-        """Release the lease, so that everybody knows at once, and let go of everything."""
         if self.milestones:  # not drained before
             self.parts.broadcast.flush()
             await self.outbox.drain()
@@ -134,13 +132,13 @@ class WorkerLoop:
         for subscription in self._subscriptions:
             try:
                 await subscription.unsubscribe()
-            except Exception as error:  # noqa: BLE001 - the connection may be gone: nothing to let go of then
+            except Exception as error:  # noqa: BLE001 - the connection may be gone
                 log.debug("unsubscribe: %s", error)
         await end(tasks)
 
     def on_crash(self, error: BaseException) -> None:
-        """A step raised, or `on_results`: the state of the engine or of its streams is unknown, so the process ends
-        loudly; its requests go on elsewhere."""
+        """A step or `on_results` raised: engine or streams are in an unknown state, so the process ends. Its requests
+        go on elsewhere."""
         log.critical("the engine failed", exc_info=error)
         self._spawn(self._end_after_crash(error))
 
@@ -169,7 +167,7 @@ class WorkerLoop:
             self._end_overdue(now)
             self.requests.maintain_readers(now)
             self.frames.sweep(now)
-            self.parts.broadcast.wake()  # for those that ended, and for what waited for NATS
+            self.parts.broadcast.wake()  # for ended attempts, and for milestones that waited for NATS
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     def _end_overdue(self, now: float) -> None:

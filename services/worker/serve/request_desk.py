@@ -1,8 +1,7 @@
 """Loop: what readers ask a worker for: generate, cancel, pause, repeat. Owned by the worker's event loop.
 
-A request is checked, accepted (from then on it has one terminal frame) and handed to the engine, or refused to the one
-who waits for the acknowledgement. One that is known already gets one more reader: that is how a repeat goes on
-reading, or has its result again. `loop` owns the worker's life and brings back what the engine makes of it.
+A request is checked, accepted (from then on it has one terminal frame) and handed to the engine, or refused at its
+reply inbox. A known request gets one more reader: so a repeat goes on reading, or has its result again.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ Spawn = Callable[[Coroutine[object, object, None]], None]
 
 
 class Asked(NamedTuple):
-    """Whose request it is, and who waits for the acknowledgement."""
-
     request: GenerateRequest
     tenant: str
     reply: str
@@ -54,8 +51,7 @@ class Asked(NamedTuple):
 
 @dataclass(eq=False)
 class RequestDesk:
-    """`state` is the worker's, as it is now; tasks are `spawn`'s to end. `on_let_go` hears of attempts that were
-    handed over and that all readers have cancelled here: it is the word that they go on elsewhere."""
+    """`on_let_go` hears of handed-over attempts that all readers have cancelled: they go on elsewhere."""
 
     parts: WorkerParts
     on_let_go: Callable[[str, int], None]
@@ -65,7 +61,7 @@ class RequestDesk:
     refused_total: int = 0
     malformed_total: int = 0
     _departures: Departures = field(default_factory=Departures)
-    _preparing: set[tuple[str, int, str, str]] = field(default_factory=set)  # keys of those that were asked
+    _preparing: set[tuple[str, int, str, str]] = field(default_factory=set)
     _preparers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="prepare"))
 
     def __post_init__(self) -> None:
@@ -82,7 +78,7 @@ class RequestDesk:
     async def on_generate(self, message: Message) -> None:
         tenant = message.subject.rsplit(".", 1)[-1]
         if not may_read(message.reply, tenant):
-            self.refused_total += 1  # not even that is told there
+            self.refused_total += 1  # that inbox is not even told so
             return
         request: GenerateRequest | None = None
         try:
@@ -100,7 +96,7 @@ class RequestDesk:
             meeting = self.parts.meet(request.source)
             known = len(request.prompt_ids) + _generated(request)
             if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
-                self._preparing.add(asked.key)  # from now on a cancel finds it
+                self._preparing.add(asked.key)  # so that a cancel finds it
                 self.spawn(self._prepare_aside(asked, meeting))
                 return
             ids = request.prompt_ids or tuple(self.parts.encode_prompt(request.prompt or ""))
@@ -111,7 +107,7 @@ class RequestDesk:
             self._refuse(message.reply, request, error)
 
     async def _prepare_aside(self, asked: Asked, meeting: Awaitable[None] | None) -> None:
-        """Tokenise and hash a long prompt on a thread, so that leases and other streams do not wait for it."""
+        """Tokenise and hash a long prompt on a thread: leases and streams do not wait for it."""
         request = asked.request
         on_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
         try:
@@ -131,7 +127,7 @@ class RequestDesk:
             self._preparing.discard(asked.key)
 
     def _take(self, asked: Asked, ids: tuple[int, ...], root: Root, give_way: int, hashed: Hashed) -> None:
-        """Raises InvalidRequest or Unavailable if the attempt is known and this is no further reader of it."""
+        """Raises InvalidRequest or Unavailable if the attempt is known and this cannot be a reader of it."""
         request, reply = asked.request, asked.reply
         content = content_of(request, ids, asked.tenant)
         known = self._frames.known(request.request, request.attempt)
@@ -147,7 +143,7 @@ class RequestDesk:
             self._park(known)  # a newcomer wants to read
         self._acknowledge(request, reply)
         if known.trace is not None and known.terminal is None:
-            known.trace.span.link(request.traceparent)  # the newcomer's may be another trace
+            known.trace.span.link(request.traceparent)
         self._outbox.send_to(Reader(request.inbox, request.encoding), frames)
         if request.watcher and known.terminal is not None:
             self._outbox.send(reply, codec.encode_frames([known.terminal]))
@@ -197,12 +193,12 @@ class RequestDesk:
         self._engine.call(lambda engine: engine.make_room(*key, count)).add_done_callback(answered)
 
     def _check(self, request: GenerateRequest, before: int = 0) -> int:
-        """`before` it, so many are still to be accepted. Returns how many sequences have to give way to it."""
+        """`before`: requests being prepared. Returns how many sequences have to give way."""
         new, me = self._frames.known(request.request, request.attempt) is None, self.parts.record
         draining = new and self.state() is State.DRAINING
         check_request(request, model=me.model, draining=draining, unix_ms=time.time() * 1000)
         if not new:
-            return 0  # one more reader is no more work
+            return 0
         limit = self.parts.settings.waiting + me.slots
         taken = self._frames.pending_sequences + before
         leaving = self._departures.count(self._frames.pending_of)
@@ -210,11 +206,11 @@ class RequestDesk:
         return check_capacity(request, taken=taken, limit=limit, load=load, rates=rates, leaving=leaving)
 
     def _refuse(self, reply: str, request: GenerateRequest | None, error: KvfleetError) -> None:
-        """Only the asker that waits for the acknowledgement hears of a refusal: it decides what the client sees."""
+        """Tell the reply inbox only: the asker there decides what the client sees."""
         self.refused_total += 1
         if not is_inbox(reply):
             return
-        *_, name, number = ("", *reply.split("."))  # an inbox of ours ends in both
+        *_, name, number = ("", *reply.split("."))  # a fleet inbox ends in request and attempt
         attempt = int(number) if number.isdigit() else 0
         if request is not None:
             name, attempt = request.request, request.attempt
@@ -242,8 +238,8 @@ class RequestDesk:
                 self._leave(cancel.request, attempt, cancel.inbox, cancel.received)
 
     def _leave(self, request: str, attempt: int, inbox: str, received: Sequence[int] = ()) -> None:
-        """A reader leaves, all of them without `inbox`. With the last one, who has `received` so many tokens of each
-        choice, the attempt ends."""
+        """A reader leaves (all, without `inbox`). The attempt ends with the last one, which has `received` so many
+        tokens of each choice."""
         record = self._frames.find(request, attempt)
         if record is None or (inbox and not record.is_read_at(inbox)):
             return
@@ -258,8 +254,8 @@ class RequestDesk:
             self._frames.leases.on_notice(int(number), asyncio.get_running_loop().time())
 
     def maintain_readers(self, now: float) -> None:
-        """Call about twice a second: who is gone leaves, and the others are asked whether they are there."""
-        steady = self.parts.connection.is_settled(RECONNECT_GRACE_S)  # others have had the time to come back too
+        """Call about twice a second."""
+        steady = self.parts.connection.is_settled(RECONNECT_GRACE_S)
         for inbox in self._frames.leases.gone(now, steady=steady):
             log.info("nobody listens at %s any more: what is read there alone ends", inbox)
             for record in self._frames.read_at(inbox):
@@ -277,7 +273,7 @@ class RequestDesk:
             self._park(record, again=pause.paused)
 
     def _park(self, record: AttemptRecord, *, again: bool = False) -> None:
-        """Parked while all its readers want that. `again`: they have just said so."""
+        """Parked while all readers want that. `again`: one has just repeated it."""
         key, parked = record.key, record.paused_at is not None
         if record.wants_pause and (again or not parked):
             record.paused_at = asyncio.get_running_loop().time()
@@ -288,7 +284,7 @@ class RequestDesk:
             self._engine.post(lambda engine: engine.resume(*key))
 
     async def on_resend(self, message: Message) -> None:
-        """Repeat what is asked for; an attempt nobody knows here is lost, and its owner may go on elsewhere."""
+        """An attempt that is unknown here is answered with WorkerLost."""
         if (asked := self._read(ResendRequest, message)) is None:
             return
         asker = tenant_of_word(message.subject)
@@ -322,5 +318,5 @@ class RequestDesk:
 
 
 def _generated(request: GenerateRequest) -> int:
-    """Tokens of the choice that goes on furthest."""
+    """Outputs of the longest choice so far."""
     return max(len(request.continuation(choice).output_ids) for choice in range(request.sampling.n))

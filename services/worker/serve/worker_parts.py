@@ -1,4 +1,4 @@
-"""What a worker's loop is made of, as its wiring makes it, and what its desks share. The event loop owns it."""
+"""The parts that a worker's loop and its desks share. The event loop owns them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ from kvservice.tracing import Tracer
 
 @dataclass(eq=False)
 class WorkerParts:
-    """`record` is the lease's as this life begins. `encode_prompt` raises InvalidRequest.
-
-    Of vaults and other workers it has `remote` and `meet`; by default there are none. `somebody_is_ready`: whether
-    another worker of this model takes new work, None while that is being found out.
-    """
+    """`encode_prompt` raises InvalidRequest. `somebody_is_ready`: whether another worker of this model takes new work;
+    None if unknown yet."""
 
     settings: WorkerSettings
     connection: Connection

@@ -2,9 +2,8 @@
 
 accepted ──▶ running (tokens collect) ──terminal──▶ finished ──30 s──▶ forgotten
 
-An attempt has one terminal frame however many choices it has: of several, each that ends says so (`ChoiceFinished`),
-the last one is followed by `Finished`, and one that fails ends the attempt. It may have several readers, who come and
-leave; it runs for as long as there is one.
+An attempt has one terminal frame: of several choices each ends with `ChoiceFinished`, the last one is followed by
+`Finished`, and one that fails ends the attempt. It runs for as long as it has a reader.
 """
 
 from __future__ import annotations
@@ -21,22 +20,19 @@ from kvproto.messages import ChoiceFinished, Finished, Frame, GenerateRequest, M
 from kvproto.subjects import is_inbox
 
 KEEP_FINISHED_S = 30.0
-KEEP_FINISHED_TOKENS = 4_000_000  # of all together; an alternative's log probability counts as one
-LEAST_TOKENS = 32  # a record without any takes memory too
+KEEP_FINISHED_TOKENS = 4_000_000  # of all attempts; an alternative's log probability counts as one
+LEAST_TOKENS = 32  # what an empty record counts
 MAX_READERS = 16  # of an attempt, and as many watchers
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
-SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each: far below a message's limit
+SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each
 
 Key = tuple[str, int]
 
 
 @dataclass(eq=False)
 class FrameBook:
-    """Owned by the worker's event loop. One record per attempt; exactly one terminal frame each.
-
-    Every attempt's way in and out leads through here, so this is what notes its milestones.
-    """
+    """Owned by the worker's event loop. One record and one terminal frame per attempt; it notes their milestones."""
 
     worker: str
     milestones: MilestoneLog
@@ -44,7 +40,7 @@ class FrameBook:
     leases: Leases = field(default_factory=Leases)
     _records: dict[Key, AttemptRecord] = field(default_factory=dict)
     _running: dict[Key, AttemptRecord] = field(default_factory=dict)
-    _finished: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # and the tokens kept of each
+    _finished: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # with the tokens kept of each
     _kept: int = 0
 
     @property
@@ -53,11 +49,10 @@ class FrameBook:
 
     @property
     def pending_sequences(self) -> int:
-        """Choices of running attempts that have not ended: what the engine has to do with."""
+        """Choices of running attempts that have not ended."""
         return sum(len(record.pending) for record in self._running.values())
 
     def pending_of(self, key: Key) -> int:
-        """The same of one attempt."""
         record = self._running.get(key)
         return 0 if record is None else len(record.pending)
 
@@ -65,11 +60,11 @@ class FrameBook:
         return self._running.get((request, attempt))
 
     def known(self, request: str, attempt: int) -> AttemptRecord | None:
-        """A running attempt, or one that ended a moment ago."""
+        """A running attempt, or one that ended lately."""
         return self._records.get((request, attempt))
 
     def attempts(self, request: str, tenant: str | None = None) -> list[int]:
-        """Running attempts of a request, which is the tenant's, if one is named."""
+        """Running attempts of a request, of any tenant if None."""
         mine = (record for record in self._running.values() if record.is_of(tenant))
         return [record.attempt for record in mine if record.request == request]
 
@@ -88,11 +83,10 @@ class FrameBook:
         return record
 
     def join(self, record: AttemptRecord, request: GenerateRequest, reply: str) -> list[Frame]:
-        """One more reader of a known attempt; all that it is to be sent now, from the first token that it lacks.
+        """One more reader of a known attempt. Returns the frames to send it, from the first token that it lacks.
 
-        Where an inbox that reads already asks once more there is nothing to send: it was delivered twice, or its
-        acknowledgement was lost. Of an attempt that has ended everybody gets everything. Raises Unavailable if the
-        attempt goes on from further than this reader is, or has all the readers that it may have.
+        An inbox that reads already gets none: the request was delivered twice, or its acknowledgement was lost. Raises
+        Unavailable if the attempt began after this reader's tokens, or has MAX_READERS.
         """
         here = [len(request.continuation(choice).output_ids) for choice in range(len(record.tracks))]
         if any(track.first_index > count for track, count in zip(record.tracks, here, strict=True)):
@@ -114,8 +108,8 @@ class FrameBook:
         return self.repeat(*record.key, 0, here)[1:]
 
     def leave(self, record: AttemptRecord, inbox: str = "") -> bool:
-        """A reader leaves a running attempt (all of them, without `inbox`). Whether it was the last: the attempt is to
-        be cancelled then, and its end is sent to its last reader."""
+        """A reader leaves a running attempt (all, without `inbox`). Returns whether it was the last: the attempt is to
+        be cancelled then, and its end is sent to that reader."""
         leaving = [reader for reader in record.readers if reader.inbox == inbox]
         if not inbox or len(leaving) == len(record.readers):
             record.is_left = True
@@ -123,19 +117,19 @@ class FrameBook:
         for reader in leaving:
             record.readers.remove(reader)
             self.leases.release(reader)
-        record.paused_by -= {inbox, ""}  # it may have been who had all parked; who still wants that says so
+        record.paused_by -= {inbox, ""}  # it may have paused all; a reader that still wants that asks again
         return False
 
     def pause(self, record: AttemptRecord, inbox: str, *, paused: bool) -> None:
-        """What a reader wants (all of them, without `inbox`)."""
+        """Note what a reader wants (all, without `inbox`)."""
         if not paused:
             record.paused_by -= {inbox, ""} if inbox else record.paused_by
         elif not inbox or record.is_read_at(inbox):
             record.paused_by.add(inbox)
 
     def let_go(self, request: str, attempt: int | None, inbox: str, tenant: str | None = None) -> list[int]:
-        """A reader of an attempt that has moved goes on elsewhere (all of them, without `inbox`; any attempt, without
-        `attempt`; anybody's, without `tenant`). The attempts that no reader needs here any more."""
+        """A reader of a moved attempt goes on elsewhere (all, without `inbox`; any attempt or tenant if None). Returns
+        the attempts that have no reader left."""
         numbers = [attempt] if attempt is not None else [number for name, number in self._records if name == request]
         free = []
         for number in numbers:
@@ -153,7 +147,7 @@ class FrameBook:
         return [record for record in self._running.values() if record.is_read_at(inbox)]
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[AttemptRecord, Frame]]:
-        """The frames to send for one output of the engine; none for an attempt that has already ended."""
+        """The frames for one output of the engine; none once the attempt has ended."""
         record = self._records.get((output.request, output.attempt))
         if record is None or record.terminal is not None:
             return []
@@ -163,14 +157,14 @@ class FrameBook:
             track.text.extend(output.text)
             if output.logprobs:
                 track.logprobs.extend(output.logprobs)
-            if not record.has_spoken:  # tokens come thousands a second, and a flag is all they pay
+            if not record.has_spoken:
                 record.has_spoken = True
                 self.milestones.note(record, Passed.FIRST_TOKEN, now)
             return [(record, output)]
         if isinstance(output, SequenceStarted):
             self.recomputed_total += output.recomputed_tokens
             if record.started is not None:
-                return []  # another choice of the same prompt: what it found is what the first one left
+                return []  # another choice found what the first one left
             waited, again = output.queue_seconds, output.recomputed_tokens
             started = Started(*record.key, self.worker, output.prompt_tokens, output.cached_by_tier, waited, again)
             return [self._start(record, started, now)]
@@ -195,21 +189,21 @@ class FrameBook:
         return [*out, self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker), now)]
 
     def conclude(self, record: AttemptRecord, prompt_tokens: int, now: float) -> list[tuple[AttemptRecord, Frame]]:
-        """An attempt all of whose choices had ended before: nothing was lost but its end, so nothing is generated."""
+        """End an attempt all of whose choices an earlier one had ended: nothing is generated."""
         started = self._start(record, Started(*record.key, self.worker, prompt_tokens, {}), now)
         reason, total = record.ends[0].reason, record.output_tokens
         finished = Finished(*record.key, reason, prompt_tokens, total, 0, self.worker)
         return [started, self.end(record, finished, now)]
 
     def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:
-        """As of when it left the queue: the word comes with the outputs of its first step, a prefill later."""
+        """The milestone is of when it left the queue: its first step's outputs come a prefill later."""
         record.started = started
         left_at = min(record.accepted_at + started.queue_s, now)
         self.milestones.note(record, Passed.STARTED, left_at, started.prompt_tokens, dict(started.cached))
         return record, started
 
     def end(self, record: AttemptRecord, terminal: Terminal, now: float) -> tuple[AttemptRecord, Frame]:
-        """Close an attempt with its one terminal frame: the first that is given."""
+        """Close an attempt; its first terminal frame stands."""
         if record.terminal is not None:
             return record, record.terminal
         record.terminal, record.finished_at = terminal, now
@@ -231,10 +225,8 @@ class FrameBook:
     def repeat(
         self, request: str, attempt: int, from_index: int, from_indices: Sequence[int] = (), *, step_age_s: float = 0.0
     ) -> list[Frame]:
-        """How far the attempt is, and everything from `from_index` on. Empty for an unknown attempt.
-
-        Choices that `from_indices` has an entry for are repeated from there.
-        """
+        """Progress, and all frames from `from_index` on, or from a choice's entry in `from_indices`. Empty for an
+        unknown attempt."""
         if (record := self.known(request, attempt)) is None:
             return []
         frames: list[Frame] = [Progress(request, attempt, record.output_tokens, step_age_s)]
@@ -254,7 +246,7 @@ class FrameBook:
         return frames
 
     def overdue(self, now: float) -> list[AttemptRecord]:
-        """Running attempts past their deadline, or paused for so long that nobody will ever let them go on."""
+        """Running attempts past their deadline or paused beyond PAUSED_LIMIT_S."""
         return [
             record
             for record in self._running.values()

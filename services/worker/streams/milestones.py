@@ -1,11 +1,10 @@
-"""What this worker's attempts came to, for every placement replica to hear. Pure; one owner: the frame book.
+"""Milestones of this worker's attempts, for every placement replica. Pure; owned by the frame book.
 
     accepted ──▶ started ──▶ first token ──▶ ended
         └────────────┴─────────────┴───────────▲      refused, failed, cancelled, moved, concluded: in whatever way
 
-Frames go to the requester alone; what a placement expected of an attempt it can only compare and release through
-these. A log is kept until it is taken, up to a limit: of an outage the newest part is worth most. What was taken lately
-is kept too: what a server took shortly before it hung or died has reached nobody, and is said again.
+A placement releases what it expected of an attempt by these, as frames go to the requester alone. Items wait until
+taken; of too many the newest stay. Items taken lately are kept as well: a server that died may not have delivered them.
 """
 
 from __future__ import annotations
@@ -18,31 +17,29 @@ from kvfleet.worker.streams.records import AttemptRecord
 from kvproto.messages import Milestone, Milestones, Passed
 
 KEPT = 16_384  # of an outage: some megabytes
-PER_MESSAGE = 512  # with ids of the longest kind 0.7 MB: below what one NATS message takes, and the wire's 65,536
+PER_MESSAGE = 512  # 0.7 MB with the longest ids: below the limit of a NATS message, and the wire's 65,536
 
 
 @dataclass(eq=False)
 class MilestoneLog:
-    """What the attempts of one epoch came to since it was last taken, oldest first."""
-
     worker: str
     epoch: str
     kept: int = KEPT
     dropped_total: int = 0
     _items: deque[Milestone] = field(default_factory=deque)
     _first: int = 0  # number of the first of these
-    _taken: deque[tuple[float, Milestone]] = field(default_factory=deque)  # right before them, and when they were taken
+    _taken: deque[tuple[float, Milestone]] = field(default_factory=deque)  # right before `_items`, with the time
 
     def __len__(self) -> int:
         return len(self._items)
 
     def note(self, record: AttemptRecord, passed: Passed, now: float, *details: Any) -> None:
-        """What an attempt came to. `details`: what a Milestone says besides."""
+        """`details`: further fields of the Milestone."""
         seconds = max(0.0, now - record.accepted_at)
         self.add(Milestone(record.tenant, *record.key, passed, seconds, *details))
 
     def add(self, item: Milestone) -> None:
-        """The oldest one gives way if there are too many."""
+        """Drops the oldest one if there are too many."""
         if len(self._items) >= self.kept:
             self._items.popleft()
             self._first += 1
@@ -51,8 +48,7 @@ class MilestoneLog:
         self._items.append(item)
 
     def take(self, now: float, sure_until: float) -> Milestones | None:
-        """The oldest ones, as many as one message carries; None if there are none. What was taken before `sure_until`
-        will not be wanted again."""
+        """One message of the oldest ones; None if there are none. Those taken before `sure_until` are forgotten."""
         while self._taken and (self._taken[0][0] < sure_until or len(self._taken) > self.kept):
             self._taken.popleft()
         if not self._items:
@@ -64,7 +60,7 @@ class MilestoneLog:
         return Milestones(self.worker, self.epoch, said, first)
 
     def take_back(self, since: float) -> None:
-        """What was taken since then waits again."""
+        """Items taken since then wait again."""
         while self._taken and self._taken[-1][0] >= since:
             self._items.appendleft(self._taken.pop()[1])
             self._first -= 1

@@ -1,7 +1,7 @@
 """Loop: sends a worker's frames, in order, from one task, so that no producer of frames ever waits for NATS.
 
-Now and then a message asks for a receipt, to learn whether anybody listens: `records` says which. While NATS is away
-frames are dropped once the connection's buffer is full: the frame book still has them, and readers ask again.
+`records` says which messages ask for a receipt. While NATS is away frames are dropped once the connection's buffer is
+full: the frame book still has them, and readers ask again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGEST_BATCH = 512 * 1024  # bytes; a NATS server takes 1 MiB unless told other
 
 @dataclass(eq=False)
 class Outbox:
-    """Owned by the worker's event loop. `send` never blocks; `run` is the one task that publishes."""
+    """Owned by the worker's event loop. Only `run` publishes."""
 
     connection: Connection
     leases: Leases
@@ -44,11 +44,11 @@ class Outbox:
         self._wake.set()
 
     def send_frames(self, framed: Iterable[tuple[AttemptRecord, Frame]]) -> None:
-        """One message per batch inbox with everything for it; one message per frame for producers' inboxes."""
+        """One message per batch inbox; one per frame to producers' inboxes."""
         batches: dict[str, list[Frame]] = {}
         for record, frame in framed:
             for reader in record.readers:
-                # Of a cancel plain readers hear nothing: placement cancels what runs elsewhere, or says why not itself.
+                # Plain readers hear of no cancel: placement moved the request, or reports the reason itself.
                 if reader.reads_batches:
                     batches.setdefault(reader.inbox, []).append(frame)
                 elif not (isinstance(frame, Failed) and frame.code == Cancelled.code):
@@ -74,7 +74,7 @@ class Outbox:
         self.send(reader.inbox, codec.encode_plain_frame(frame, as_json=reader.encoding is Encoding.JSON))
 
     def _send_batch(self, inbox: str, frames: list[Frame]) -> None:
-        """In one message, or in as many as NATS takes: many streams with log probabilities are large."""
+        """Split where it is larger than a message: many streams with log probabilities are."""
         data = codec.encode_frames(frames)
         if len(data) <= LARGEST_BATCH or len(frames) == 1:
             self.send(inbox, data)

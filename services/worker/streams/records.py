@@ -1,9 +1,8 @@
-"""What is known of one attempt: who reads it, how far each of its choices is, how it ended. Pure; the frame book's.
+"""What is known of one attempt: its readers, how far each choice is, how it ended. Pure; the frame book's.
 
-A request is leased by its readers' subscriptions. About once a second a message to an inbox asks for a receipt: it has
-a reply subject, where NATS itself says so when nobody subscribes to the inbox. What is sent anyway does for it; where
-nothing is, an empty batch of frames is sent to those who read batches. Nothing of the kind exists for plain readers:
-one of those that is gone is noticed with its first frame.
+Readers' subscriptions lease a request. About once a second a message to an inbox has a reply subject, where NATS
+reports that nothing subscribes to the inbox. If no frames are due, an empty batch does for it; plain readers get no
+such batch, so one that is gone is noticed with its first frame.
 
     listens ──nobody there──▶ unheard ──for 2.5 s, told several times──▶ gone: its requests end here
        ▲                          │
@@ -18,16 +17,14 @@ from typing import TYPE_CHECKING
 from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, Encoding, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it reads the clock, and this file is pure
     from kvfleet.worker.streams.request_trace import AttemptTrace
 
-
 RECEIPT_PERIOD_S = 0.9  # below a second, whatever the beat that asks
-AGAIN_S = 0.4  # of an inbox that nobody listens to
-NOTICE_S = 0.3  # by then NATS would have said that nobody listens
+AGAIN_S = 0.4  # the period of an unheard inbox
+NOTICE_S = 0.3  # by then NATS would have sent a notice
 GONE_S = 2.5  # a client that lost its server is back by then
 GONE_NOTICES = 3
-
 
 MOVED = "moved"
 
@@ -47,9 +44,9 @@ class Reader:
 @dataclass(slots=True)
 class _Lease:
     inbox: str
-    number: int  # names it in the reply subject
+    number: int  # in the reply subject
     batches: bool  # a batch without frames may be sent
-    attempts: int = 0  # that it reads
+    attempts: int = 0
     asked_at: float = -1e9
     noticed_at: float = -1e9
     unheard_since: float | None = None
@@ -66,7 +63,7 @@ class _Lease:
 
 @dataclass(eq=False)
 class Leases:
-    """One per inbox, held by the attempts that are read there."""
+    """One lease per inbox, held by the attempts that are read there."""
 
     _leases: dict[str, _Lease] = field(default_factory=dict)
     _by_number: dict[int, _Lease] = field(default_factory=dict)
@@ -88,7 +85,7 @@ class Leases:
             del self._leases[reader.inbox], self._by_number[lease.number]
 
     def receipt(self, subject: str, now: float) -> int | None:
-        """Whether the message that leaves for `subject` now asks for a receipt: the number to ask for it by."""
+        """The number by which a message to `subject` asks for a receipt now; None if it does not."""
         lease = self._leases.get(subject)
         if lease is None or now - lease.asked_at < lease.period_s():
             return None
@@ -98,13 +95,13 @@ class Leases:
         return lease.number
 
     def due(self, now: float) -> list[str]:
-        """Inboxes of batches that no message has gone to for so long that an empty one should."""
+        """Inboxes that should get an empty batch."""
         return [
             lease.inbox for lease in self._leases.values() if lease.batches and now - lease.asked_at >= lease.period_s()
         ]
 
     def on_notice(self, number: int, now: float) -> None:
-        """NATS: nobody subscribes to what was sent under this number."""
+        """NATS found no subscriber for this number's message."""
         lease = self._by_number.get(number)
         if lease is None:
             return
@@ -114,8 +111,7 @@ class Leases:
             lease.unheard_since = now
 
     def gone(self, now: float, *, steady: bool) -> list[str]:
-        """Inboxes that nobody has listened to for long enough. Unless this worker's own connection is `steady` no
-        notice counts."""
+        """Inboxes unheard for long enough. No notice counts unless this worker's own connection is `steady`."""
         if not steady:
             for lease in self._leases.values():
                 lease.unheard_since, lease.notices = None, 0
@@ -125,7 +121,7 @@ class Leases:
 
 @dataclass(slots=True)
 class Track:
-    """One choice's tokens. `first_index` is the generated index of `ids[0]`: a continued attempt starts later."""
+    """One choice's tokens. `first_index`: the generated index of `ids[0]`, above 0 in a continued attempt."""
 
     first_index: int
     ids: list[int] = field(default_factory=list)
@@ -139,18 +135,18 @@ class Track:
 
     @property
     def weight(self) -> int:
-        """What it takes to keep, in tokens."""
+        """Its size in tokens."""
         return len(self.ids) + sum(1 + len(scored.top_ids) for scored in self.logprobs)
 
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt's frames. `pending` are the choices that the engine is to generate, or go on with."""
+    """`pending` are the choices that the engine is to generate."""
 
     request: str
     attempt: int
     readers: list[Reader]  # one at least; the last one stays until the end
-    watchers: list[str]  # who wants to see it end: placements, for bare producers
+    watchers: list[str]  # inboxes of placements that want to see a bare producer's request end
     tracks: list[Track]
     pending: set[int]
     tenant: str
@@ -164,7 +160,7 @@ class AttemptRecord:
     deadline: float = float("inf")  # of the event loop's clock
     paused_at: float | None = None
     paused_by: set[str] = field(default_factory=set)  # inboxes; "" is all of them
-    is_left: bool = False  # by its last reader: the engine was told to cancel it
+    is_left: bool = False  # by its last reader: the engine is to cancel it
     trace: AttemptTrace | None = None
 
     @property
@@ -177,19 +173,18 @@ class AttemptRecord:
 
     @property
     def output_tokens(self) -> int:
-        """Of all choices together, those of earlier attempts included."""
+        """Of all choices and earlier attempts."""
         return sum(track.next_index for track in self.tracks)
 
     @property
     def code(self) -> str | None:
-        """Why it ended, if not because all was generated."""
+        """Why it ended; None if all was generated."""
         return MOVED if isinstance(self.terminal, Moved) else getattr(self.terminal, "code", None)
 
     def failed(self, error: KvfleetError) -> Failed:
         return failure(self.request, self.attempt, error, self.output_tokens)
 
     def is_of(self, tenant: str | None) -> bool:
-        """None: of any."""
         return tenant is None or tenant == self.tenant
 
     def is_read_at(self, inbox: str) -> bool:
@@ -197,7 +192,6 @@ class AttemptRecord:
 
     @property
     def wants_pause(self) -> bool:
-        """Whether no reader wants more for now."""
         return "" in self.paused_by or all(reader.inbox in self.paused_by for reader in self.readers)
 
 
@@ -207,7 +201,7 @@ def failure(request: str, attempt: int, error: KvfleetError, output_tokens: int 
 
 
 def tracks_of(request: GenerateRequest) -> tuple[list[Track], set[int]]:
-    """Where each choice begins, and which of them are to be generated: those that have not ended."""
+    """All choices, and the numbers of those that have not ended."""
     tracks: list[Track] = []
     for choice in range(request.sampling.n):
         before = request.continuation(choice)

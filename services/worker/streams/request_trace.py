@@ -8,12 +8,13 @@
      ├─ hand_over                  of one that moved: since the worker began to let go
      └─ look, fetch ─▶ vault, peer   begun on transfer threads (`tiers`)
 
-Of several choices the first one's way is told, and the tokens of all. Only `generate` lives while the request runs.
+Phases are of the first choice, tokens of all. Only `generate` lives while the request runs.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 from kvfleet.worker.schedule.sequence import SequenceTrace
 from kvproto.messages import Failed, Finished, GenerateRequest, Moved, Started
@@ -21,7 +22,7 @@ from kvservice.tracing import Span, Tracer, Value, unix_ns
 
 
 def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) -> AttemptTrace | None:
-    """None unless its sender traces it: no trace begins at a worker."""
+    """None unless its sender traces it."""
     if request.traceparent is None:
         return None
     sampling = request.sampling
@@ -45,16 +46,13 @@ def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) ->
     return None if span is None else AttemptTrace(span)
 
 
+@dataclass(eq=False, slots=True)
 class AttemptTrace:
-    """`sequence` is what the engine fills."""
+    """The engine fills `sequence`."""
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self.sequence = SequenceTrace()
-        self._moving_since: int | None = None
-
-    def moving(self) -> None:
-        self._moving_since = time.time_ns()
+    span: Span
+    sequence: SequenceTrace = field(default_factory=SequenceTrace)
+    moving_since: int | None = None  # Unix nanoseconds
 
     def end(self, started: Started | None, output_tokens: int, terminal: Finished | Failed | Moved) -> None:
         now, span = time.time_ns(), self.span
@@ -66,9 +64,9 @@ class AttemptTrace:
             said |= {f"kvfleet.cached.{tier}_tokens": count for tier, count in started.cached.items()}
         span.set(said)
         self._phases(self.sequence, now)
-        if self._moving_since is not None:
+        if self.moving_since is not None:
             moved = {"kvfleet.hand_over.moved": isinstance(terminal, Moved)}
-            span.child("hand_over", moved, at=self._moving_since).end(at=now)
+            span.child("hand_over", moved, at=self.moving_since).end(at=now)
         if isinstance(terminal, Finished):
             span.set({"gen_ai.response.finish_reasons": [terminal.reason.value]})
         elif isinstance(terminal, Moved):

@@ -10,8 +10,8 @@
                          [=================)
                                   [=================)
 
-All of it depends on the lengths of prompt and generated text alone, never on where or how often a request has been
-interrupted: another worker that goes on sees the same tokens at the same positions, so it generates the same ones.
+It depends on the lengths of prompt and outputs alone, so a worker that continues a request sees the same tokens at the
+same positions and generates the same ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvproto.messages import Overflow
 
 @dataclass(frozen=True, slots=True)
 class ContextWindow:
-    """`dropped` prompt tokens are never seen; fewer than `limit` tokens are seen at once, None: all there are."""
+    """`dropped` prompt tokens are never seen; fewer than `limit` tokens are seen at once."""
 
     dropped: int
     max_tokens: int
     limit: int | None = None
 
     def start(self, total: int) -> int:
-        """How many of `total` tokens, prompt and outputs, lie before the first one that the model sees."""
+        """How many of `total` tokens, prompt and outputs, the model no longer sees."""
         if self.limit is None or total < self.limit:
             return self.dropped
         half = self.limit // 2
@@ -39,7 +39,7 @@ class ContextWindow:
 
     @classmethod
     def of(cls, prompt: int, max_tokens: int, context: int, overflow: Overflow) -> ContextWindow:
-        """For a prompt of so many tokens. Raises ContextLengthExceeded where the policy does not make it fit."""
+        """Raises ContextLengthExceeded where the policy does not make the request fit."""
         if overflow is Overflow.SLIDING:
             if context < 2:
                 raise ContextLengthExceeded(f"a context of {context} cannot slide", field="overflow")

@@ -1,9 +1,8 @@
-"""Token ids to text, one id at a time. Adapter: the one place of the worker where `tokenizers` is used.
+"""Token ids to text, one id at a time. Adapter of `tokenizers`.
 
-The pieces of a stream, joined, are the text that decoding all ids at once gives. Two things make that more than a
-decode per token: a character may span several tokens, and some decoders treat the first token of a text differently
-(sentencepiece drops its leading space). So each id is decoded together with a few settled ids before it and the piece
-is what the text grew by, once it does not end within a character.
+The joined pieces of a stream equal decoding all ids at once. As a character may span several tokens, and some decoders
+drop a text's leading space, each id is decoded with a few settled ids before it: the piece is what the text grew by,
+once it does not end within a character.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 4  # of the prompt, so that its continuation keeps a leading space
-MAX_UNSETTLED = 16  # ids; a character has at most 4 bytes, so this many are not text
+MAX_UNSETTLED = 16  # ids; a character has at most 4 bytes, so more is not text
 
 
 class Detokenizer:
-    """Text by a Hugging Face `tokenizers.Tokenizer`; special tokens have none."""
+    """Special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -35,14 +34,14 @@ class Detokenizer:
 
 
 class DetokenizerStream:
-    """Text of one growing sequence. `pending`: ids pushed so far have text that is not given out yet. `_window`: a few
-    ids whose text `_settled` is given out (or was the prompt's), then the unsettled ones."""
+    """`pending`: pushed ids have text that was not returned yet. `_window`: a few ids whose text `_settled` was
+    returned (or was the prompt's), then the unsettled ones."""
 
     def __init__(self, detokenizer: Detokenizer, context: list[int]) -> None:
         self._detokenizer = detokenizer
         self._window = context
         self._settled = detokenizer.decode(context)
-        if self._settled.endswith(REPLACEMENT):  # the prompt ends within a character: its text is not ours to mend
+        if self._settled.endswith(REPLACEMENT):  # the prompt ends within a character
             self._window, self._settled = [], ""
         self._unsettled = 0
         self.pending = False
@@ -57,7 +56,7 @@ class DetokenizerStream:
             self.pending = True
             if self._unsettled < MAX_UNSETTLED:
                 return ""
-            piece = text[len(self._settled) : -1]  # only the last character can still become another one
+            piece = text[len(self._settled) : -1]  # only the last character can still change
             self._slide(MAX_UNSETTLED // 2)
             self._settled = self._settled.removesuffix(REPLACEMENT)
             return piece
@@ -68,13 +67,13 @@ class DetokenizerStream:
         return piece
 
     def skip(self, ids: Sequence[int]) -> str | None:
-        """The text that a `push` of each to a new stream would give, but much faster. None, and nothing happens, if it
-        ends within a character there, or holds what is no text."""
+        """As a `push` of each to a new stream, but much faster. None, and nothing happens, if the text would end within
+        a character or holds bytes that are no text."""
         new = [token for token in ids if token not in self._detokenizer.special]
         skipped = self._detokenizer.decode([*self._window, *new])[len(self._settled) :]
-        if REPLACEMENT in skipped:  # bytes that are no text are spelt otherwise among others than one by one
+        if REPLACEMENT in skipped:  # such bytes decode differently together than one by one
             return None
-        for count in range(1, min(len(new), MAX_UNSETTLED) + 1):  # until it begins with a character
+        for count in range(1, min(len(new), MAX_UNSETTLED) + 1):  # until it begins at a character
             settled = self._detokenizer.decode(new[-count:])
             if REPLACEMENT not in settled:
                 self._window, self._settled = new[-count:], settled
@@ -82,7 +81,7 @@ class DetokenizerStream:
         return None if new else skipped
 
     def flush(self) -> str:
-        """Text that was waiting for more ids; the stream has ended."""
+        """The pending text; the stream has ended."""
         text = self._detokenizer.decode(self._window)
         piece = text[len(self._settled) :]
         self._slide(len(self._window))

@@ -1,8 +1,7 @@
-"""Generated ids in, (ids, text pieces) that may leave the engine out. Pure; a detokenizer is given to it.
+"""Generated ids in, ids with text that may leave the engine out. Pure.
 
-An id is released once all text up to its end can no longer change or be cut off by a stop string. Holding the id and
-not only its text means that text is never left over without an id, and that any prefix of the released ids is a state
-that another worker can go on from.
+An id is released once no stop string can cut off, and no later id change, the text up to its end. So text never lacks
+an id, and another worker can continue from any prefix of the released ids.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvproto.messages import TokenLogprobs
 
 
 class Released(NamedTuple):
-    """`text[i]` belongs to `ids[i]`, and so does `logprobs[i]` where there are any."""
+    """`text[i]` and, if any, `logprobs[i]` belong to `ids[i]`."""
 
     ids: tuple[int, ...]
     text: tuple[str, ...]
@@ -32,20 +31,19 @@ CHARACTER_IDS = 4  # at most, of UTF-8
 
 
 class StopStrings:
-    """Strings any of which ends the text before it. One may begin in one token and end in a later one, and nothing of
-    it may have been sent by then. Empty strings are ignored."""
+    """A stop string may span tokens, and no part of it may be sent. Empty strings are ignored."""
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
         self.strings = tuple(dict.fromkeys(s for s in strings if s))
         self.longest = max(map(len, self.strings), default=0)  # characters
 
     def find(self, text: str) -> int:
-        """Where the earliest stop string in `text` begins, -1 if there is none."""
+        """Start of the earliest stop string, -1 if none."""
         found = [at for at in (text.find(s) for s in self.strings) if at >= 0]
         return min(found, default=-1)
 
     def held(self, text: str) -> int:
-        """Length of the longest end of `text`, which has no whole stop string, that more text could turn into one."""
+        """Length of the longest end of `text` that more text could turn into a stop string."""
         for length in range(min(self.longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(s.startswith(end) for s in self.strings):
@@ -55,7 +53,7 @@ class StopStrings:
 
 @dataclass(eq=False, slots=True)
 class TextStream:
-    """Text of one sequence. `stopped` once a stop string was found: the text ends before it."""
+    """`stopped` once a stop string was found: the text ends before it."""
 
     decoder: DetokenizerStream
     stops: StopStrings
@@ -63,14 +61,14 @@ class TextStream:
     next_index: int = 0  # generated index of the next id to leave
     _ids: list[int] = field(default_factory=list)
     _pieces: list[str] = field(default_factory=list)
-    _logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the held ids, where the request asks for them
-    _known_ids: int = 0  # ids, from the first held one on, that the client has
-    _known_text: int = 0  # characters of the coming pieces that the client has
-    _owed: str = ""  # text of known ids that the client lacks: travels with the next id
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the held ids, if requested
+    _known_ids: int = 0  # held ids, from the first on, that the client has
+    _known_text: int = 0  # characters of the next pieces that the client has
+    _owed: str = ""  # text of known ids that the client lacks: goes with the next id
 
     def replay(self, ids: Sequence[int], text_sent: int) -> None:
-        """Rebuild the state from what an earlier attempt generated. `ids` never leave; `text_sent` characters are with
-        the client: what follows continues exactly there."""
+        """Rebuild the state from an earlier attempt's `ids`, which never leave. The client has `text_sent` characters:
+        what follows continues exactly there."""
         count, text = self._skip(ids)
         if (end := self.stops.find(text)) >= 0:
             self.stopped, text = True, text[:end]
@@ -88,7 +86,7 @@ class TextStream:
         self._owed = text[text_sent:]
 
     def _skip(self, ids: Sequence[int]) -> tuple[int, str]:
-        """How many leading ids are settled, and their text: not the last ones, nor those of a character there."""
+        """How many leading ids are settled, and their text; the last ones and an unfinished character are not."""
         most = len(ids) - REPLAYED_IDS
         for count in range(most, max(most - CHARACTER_IDS, 0), -1):
             if (text := self.decoder.skip(ids[:count])) is not None:
@@ -96,7 +94,6 @@ class TextStream:
         return 0, ""
 
     def push(self, token: int, logprobs: TokenLogprobs | None = None) -> Released:
-        """A generated id. Returns what may leave now."""
         piece = self.decoder.push(token)
         if not self._ids and not self.stops.longest and not self.decoder.pending:
             return self._give((token,), (piece,), () if logprobs is None else (logprobs,))
@@ -107,7 +104,7 @@ class TextStream:
         return self._release()
 
     def finish(self) -> Released:
-        """Generation has ended without a stop string: all that is held leaves, a stop string completed by it aside."""
+        """Generation has ended: all held ids leave, up to a stop string that flushed text completes."""
         if self.stopped or not self._ids:
             return NOTHING
         self._pieces[-1] += self.decoder.flush()
@@ -141,7 +138,7 @@ class TextStream:
         if not count:
             return NOTHING
         ids, pieces = tuple(self._ids[:count]), tuple(self._pieces[:count])
-        replayed = len(self._ids) - len(self._logprobs) if self._logprobs else 0  # came first, and without
+        replayed = len(self._ids) - len(self._logprobs) if self._logprobs else 0  # first, and without logprobs
         logprobs = tuple(self._logprobs[: max(count - replayed, 0)])
         del self._ids[:count], self._pieces[:count], self._logprobs[: len(logprobs)]
         return self._give(ids, pieces, logprobs)
@@ -155,7 +152,7 @@ class TextStream:
     def _leave_out_known(
         self, ids: tuple[int, ...], pieces: tuple[str, ...]
     ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Without what the client has; only the first releases after a replay need this."""
+        """Only for the first releases after a replay."""
         new_ids, new_pieces = [], []
         for token, piece in zip(ids, pieces, strict=True):
             skipped = min(self._known_text, len(piece))

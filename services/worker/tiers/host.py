@@ -63,8 +63,8 @@ class HostTier:
     ) -> list[int]:
         """Blocks from `start` on of a chain lie in `slots`, which the caller holds. Returns the slots to hold from now
         on: where a block is here already, that one."""
-        before = self.pool.find(hashes[start - 1]) if start else None
-        after_lossy = before is not None and self.pool.content(before).lossy
+        before = self.pool.index.find(hashes[start - 1]) if start else None
+        after_lossy = before is not None and self.pool.index[before].lossy
         filled = []
         for at, (slot, content) in enumerate(zip(slots, contents, strict=True), start):
             after_lossy = after_lossy or content.lossy  # what follows a lossy block counts as lossy too

@@ -92,8 +92,8 @@ class PeerStore(BlockStore):
         for pool, read in self.tiers.readable():
             covered: set[int] = set()
             for block_hash in reversed(hashes):
-                block = None if block_hash in found else pool.find(block_hash)
-                if block is None or (content := pool.content(block)).root != root:
+                block = None if block_hash in found else pool.index.find(block_hash)
+                if block is None or (content := pool.index[block]).root != root:
                     continue
                 if block not in covered:
                     chain = pool.ancestry(block_hash)

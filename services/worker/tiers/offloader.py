@@ -266,17 +266,17 @@ class Offloader:
         self, root: Root, hashes: Sequence[bytes], start: int, blocks: Sequence[int], slots: Sequence[int]
     ) -> list[int]:
         """List what was copied from `blocks` to `slots`. Returns the slots to hold."""
-        listed = next((at for at, block in enumerate(blocks) if not self.pool.lists_block(block)), len(blocks))
-        if start and not self.host.pool.lists(hashes[start - 1]):
+        listed = next((at for at, block in enumerate(blocks) if block not in self.pool.index), len(blocks))
+        if start and not self.host.pool.index.lists(hashes[start - 1]):
             listed = 0  # thrown away meanwhile
-        contents = [self.pool.content(block) for block in blocks[:listed]]
+        contents = [self.pool.index[block] for block in blocks[:listed]]
         self.offloaded_total += listed
         return [*self.host.fill(slots[:listed], root, hashes, start, contents), *slots[listed:]]
 
     def _to_vault(self, batch: _Batch) -> None:
         """Hand what vaults were not given yet to their writer; the host's chain is held until it is through."""
         chain = batch.chain
-        if self.remote is None or not all(map(self.host.pool.lists_block, batch.host[: batch.end])):
+        if self.remote is None or any(slot not in self.host.pool.index for slot in batch.host[: batch.end]):
             self.host.pool.release(batch.host)
             return
         if self._holds and self._holding + batch.end > self.host.pool.num_blocks // VAULT_SHARE:
@@ -289,7 +289,7 @@ class Offloader:
         self.host.pool.release(batch.host[batch.end :])
         taking = True
         for at in range(batch.start, batch.end):
-            content = self.host.pool.content(batch.host[at])
+            content = self.host.pool.index[batch.host[at]]
             parent = parent_of(chain.root, chain.hashes, at)
             run = chain.hashes[at - at % RUN_BLOCKS]
             name = BlockName(root_at(chain.root, at), chain.hashes[at], parent, pack_ids(content.ids), run)
@@ -340,8 +340,8 @@ class Offloader:
 
     def carried(self) -> list[bytes]:
         """Last blocks of chains that are held on their way down."""
-        ends = (hold.slots[-1] for hold in self._holds if self.host.pool.lists_block(hold.slots[-1]))
-        on_host = (self.host.pool.content(end).hash for end in ends)
+        ends = (hold.slots[-1] for hold in self._holds if hold.slots[-1] in self.host.pool.index)
+        on_host = (self.host.pool.index[end].hash for end in ends)
         batch = [self._batch.chain.last] if self._batch is not None else []
         return batch + [end for end in on_host if end]
 

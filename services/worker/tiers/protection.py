@@ -115,9 +115,9 @@ class Protector:
     def _exposed(self, sequence: Sequence) -> Exposed:
         hashes = sequence.hashes
         end = min(sequence.filled, len(hashes))
-        on_host = self.host.pool.depth(hashes)
+        on_host = self.host.pool.index.depth(hashes)
         if sequence.state is not SequenceState.RUNNING:  # its blocks are released, but not yet gone
-            end = max(self.pool.depth(hashes), on_host)
+            end = max(self.pool.index.depth(hashes), on_host)
         return Exposed(sequence, end, min(on_host, end), min(self.offloader.vaulted(hashes), end))
 
     def _doubt(self, now: float) -> None:

@@ -319,9 +319,9 @@ class Restorer:
                     nbytes = len(arrived) * self.memory.block_bytes
                     trace.restores.append(Restored(tier, job.began, now, wanted, len(arrived), nbytes, failure))
         self.memory.landed(job.blocks[: len(came)])
-        if job.held and not pool.lists_block(job.held[-1]):
+        if job.held and job.held[-1] not in pool.index:
             came = []  # the chain before them was thrown away meanwhile
-        is_lossy = bool(came and job.held) and pool.content(job.held[-1]).lossy
+        is_lossy = bool(came and job.held) and pool.index[job.held[-1]].lossy
         for at, (lossy, ids) in enumerate(came):
             block_hash = job.hashes[job.start + at]
             if job.exact and pool.is_lossy(block_hash):
@@ -343,7 +343,7 @@ class Restorer:
         done = running.copy.close() if running.copy is not None else 0
         if running.landing is None:
             slots = running.slots[running.part.start : running.part.start + done]
-            contents = [self.host.pool.content(slot) for slot in slots if self.host.pool.lists_block(slot)]
+            contents = [self.host.pool.index[slot] for slot in slots if slot in self.host.pool.index]
             self.host.pool.release(running.slots)
             return [(content.lossy, content.ids) for content in contents]
         arrived = running.landing.close()

@@ -150,7 +150,7 @@ class Tiers:
     def _carried(self) -> list[bytes]:
         """Last blocks of chains that tiers or peers hold, not sequences."""
         lent = [(pool, chain[-1]) for held in self.lent.values() for pool, chain in held]
-        ends = [pool.content(last).hash for pool, last in lent if pool.lists_block(last)]
+        ends = [pool.index[last].hash for pool, last in lent if last in pool.index]
         return [end for end in ends if end] + self.offloader.carried() + self.restorer.carried()
 
     @property
@@ -158,7 +158,7 @@ class Tiers:
         return in_tier(self.host.pool.digest, Tier.HOST.number)
 
     def holdings(self) -> dict[Tier, list[bytes]]:
-        return {Tier.HOST: self.host.pool.hashes()} if self.host.blocks else {}
+        return {Tier.HOST: self.host.pool.index.hashes()} if self.host.blocks else {}
 
     def rates(self) -> dict[str, float]:
         found = {Tier.HOST: self.copier.speed_in.bytes_per_s}
@@ -173,7 +173,7 @@ class Tiers:
         if self.host.blocks:
             pool, size = self.host.pool, self.host.block_bytes
             loads[Tier.HOST.value] = TierLoad(
-                blocks=pool.addressed,
+                blocks=pool.index.addressed,
                 bytes_used=(pool.used + pool.cached) * size,
                 bytes_total=pool.num_blocks * size,
                 offloaded_blocks_total=self.offloader.offloaded_total,

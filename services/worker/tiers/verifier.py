@@ -45,7 +45,7 @@ class Verifier:
         pool = self.tiers.pool
         at, size = len(sample.hashes) - 1, pool.block_size
         chain = pool.chain_to(sample.hashes)
-        if len(chain) <= at or pool.content(chain[at]).lossy or pool.available <= pool.idle_among(chain):
+        if len(chain) <= at or pool.index[chain[at]].lossy or pool.available <= pool.idle_among(chain):
             return None
         pool.acquire(chain)
         scratch = pool.allocate(1)

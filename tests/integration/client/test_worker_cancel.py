@@ -60,7 +60,7 @@ async def test_a_cancel_ends_the_step_and_frees_its_blocks(worker: FakeWorker, c
     assert worker.thread.counters.steps_aborted_total == 1
     assert worker.thread.cancel_to_free.count == 1
     assert worker.thread.cancel_to_free.max < 5, "the step would have taken twenty"
-    used, listed = await worker.thread.call(lambda engine: (engine.pool.used, engine.pool.hashes()))
+    used, listed = await worker.thread.call(lambda engine: (engine.pool.used, engine.pool.index.hashes()))
     assert (used, listed) == (0, []), "nothing of the step that nobody waited for is cached"
     async with asyncio.timeout(LIMIT_S):
         while view.heartbeat.step_age_s:

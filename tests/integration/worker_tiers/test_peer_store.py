@@ -63,7 +63,7 @@ class MemoryTiers:
     def _read(self, block: int) -> memoryview:
         self.reads += 1
         time.sleep(self.pause_s)
-        content = self.pool.content(block)
+        content = self.pool.index[block]
         assert content.hash is not None
         return payload_of(BlockName(content.root, content.hash, content.parent, pack_ids(content.ids)))
 

@@ -187,7 +187,7 @@ class Schedule:
     def check_announced(self, result: StepResult) -> None:
         """Who follows the events knows what is in the index, and all that comes before it."""
         self.follow(result, Tier.DEVICE, self.parents)
-        assert set(self.engine.pool.hashes()) == set(self.parents)
+        assert set(self.engine.pool.index.hashes()) == set(self.parents)
         assert all(parent == ROOT or parent in self.parents for parent in self.parents.values())
 
     def follow(self, result: StepResult, tier: Tier, known: dict[bytes, bytes]) -> None:

@@ -131,7 +131,7 @@ class Pair:
         hashes = block_hash.chain(root, ids, SIZE)
         match = self.pool.match(root, hashes, ids, limit=len(ids))
         assert match.tokens == self.twin.match(path)
-        assert self.pool.depth(hashes) == len(match.blocks)
+        assert self.pool.index.depth(hashes) == len(match.blocks)
         assert match.tokens == len(match.blocks) * SIZE + match.donor_tokens
         if match.donor is not None:
             before, held = self.twin.content[match.donor]
@@ -207,7 +207,7 @@ class Pair:
         check_integrity(self.pool, [blocks for *_, blocks, _ in self.held])
         assert self.pool.available == self.twin.available()
         expected = {hash_of(path) for path in self.twin.paths()}
-        assert set(self.pool.hashes()) == expected
+        assert set(self.pool.index.hashes()) == expected
         last_public = block_hash.chain(PUBLIC_ROOT, PUBLIC, SIZE)
         forks = {
             block_hash.parent_of(root_of(own, PUBLIC), last_public, len(last_public)): last_public[-1]

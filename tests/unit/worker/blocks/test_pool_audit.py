@@ -52,15 +52,15 @@ def hold_what_nobody_holds(pool: BlockPool, idle: list[int]) -> None:
 
 
 def mix_up_hashes(pool: BlockPool, idle: list[int]) -> None:
-    one, other = (pool.content(idle[at]).hash for at in (2, 5))
+    one, other = (pool.index[idle[at]].hash for at in (2, 5))
     assert one is not None
     assert other is not None
-    by_hash = pool._index._by_hash
+    by_hash = pool.index._by_hash
     by_hash[one], by_hash[other] = by_hash[other], by_hash[one]
 
 
 def lose_a_child(pool: BlockPool, idle: list[int]) -> None:
-    del pool._index._children[pool.content(idle[4]).parent][0]
+    del pool.index._children[pool.index[idle[4]].parent][0]
 
 
 def lose_a_parent(pool: BlockPool, idle: list[int]) -> None:
@@ -108,6 +108,6 @@ def test_python_without_assertions_finds_them_too() -> None:
 def test_an_index_knows_what_it_lists() -> None:
     index = ContentIndex()
     pool, idle, _ = filled()
-    index.add(1, pool.content(idle[0]))
+    index.add(1, pool.index[idle[0]])
     assert index.is_listed(1)
-    assert all(map(pool._index.is_listed, idle))
+    assert all(map(pool.index.is_listed, idle))

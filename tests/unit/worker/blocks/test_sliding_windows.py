@@ -118,7 +118,7 @@ def test_the_last_idle_block_of_a_chain_goes_before_those_in_front_of_it() -> No
     pool.allocate(2)
     check_integrity(pool)
     assert pool.allocate(1) == [blocks[1]]
-    assert len(pool.hashes()) == 1  # what continued it cannot be found any more, held or not
+    assert len(pool.index.hashes()) == 1  # what continued it cannot be found any more, held or not
     check_integrity(pool)
     pool.release(blocks[2:])
     assert pool.available == 3  # free at once: they have no content that could be found
@@ -134,7 +134,7 @@ def test_what_hangs_idle_behind_an_evicted_block_is_free() -> None:
     assert pool.allocate(1) == [a]
     check_integrity(pool, [[b], [a]])
     assert pool.available == 1
-    assert pool.hashes() == []
+    assert pool.index.hashes() == []
     assert len(pool.take_changes(Tier.DEVICE)[0].runs[0].hashes) == 3
 
 

@@ -77,9 +77,8 @@ async def test_a_cancelled_prefill_stops_in_the_midst_of_its_chunk(desk: Desk, r
     await desk.ends(1)
     assert isinstance(desk.transcript.ends["gone", 0], Cancelled)
     assert desk.thread.counters.steps_aborted_total == 1
-    assert await desk.thread.call(lambda engine: (engine.pool.used, engine.pool.cached, engine.pool.hashes())) == (
-        0, 0, [],
-    )  # fmt: skip
+    pool = await desk.thread.call(lambda engine: engine.pool)
+    assert (pool.used, pool.cached, pool.index.hashes()) == (0, 0, [])
     assert desk.thread.cancel_to_free.count == 1
     runner.open.set()
     desk.thread.submit(spec("again", prompt))

@@ -48,7 +48,7 @@ def run_behind_a_public_prefix(blocks: int) -> tuple[Engine, ForkedRoot, tuple[i
     ids, root = tuple(range(1, 21)), ForkedRoot(b"public root 16 b", b"tenant root 16 b", 2)
     engine.add(SequenceSpec("r", 0, ids, Sampling(1, temperature=0.0), root))
     Transcript().run(engine)
-    assert engine.pool.addressed == 5
+    assert engine.pool.index.addressed == 5
     return engine, root, ids
 
 
@@ -56,9 +56,9 @@ def test_a_tenants_own_blocks_go_before_the_public_ones_that_they_continue() -> 
     engine, root, ids = run_behind_a_public_prefix(blocks=6)
     engine.pool.release(engine.pool.allocate(3))
     engine.check_integrity()
-    assert engine.pool.depth(chain(root, ids, 4)) == 3, "the last two, both own ones, were evicted"
+    assert engine.pool.index.depth(chain(root, ids, 4)) == 3, "the last two, both own ones, were evicted"
     assert engine.kv.erase(root, ids) == 1
-    assert engine.pool.addressed == 2, "the public ones"
+    assert engine.pool.index.addressed == 2, "the public ones"
     engine.check_integrity()
 
 
@@ -68,7 +68,7 @@ def test_what_continues_a_wrong_public_block_goes_with_it() -> None:
     assert engine.pool.continuations(hashes[1]) == dict.fromkeys(hashes[2:], root.own)
     assert engine.pool.ancestry(hashes[4]) == engine.pool.chain_to(hashes)
     assert engine.pool.drop(hashes[1]) == 4
-    assert engine.pool.hashes() == hashes[:1]
+    assert engine.pool.index.hashes() == hashes[:1]
     engine.check_integrity()
 
 

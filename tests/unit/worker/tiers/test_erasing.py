@@ -80,7 +80,7 @@ class Rig:
 
     def left(self) -> tuple[int, int, int]:
         """Full blocks on device, host and vault."""
-        return self.engine.pool.addressed, self.host.pool.addressed, len(self.remote.kept[Tier.VAULT])
+        return self.engine.pool.index.addressed, self.host.pool.index.addressed, len(self.remote.kept[Tier.VAULT])
 
 
 @pytest.fixture

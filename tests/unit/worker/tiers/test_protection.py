@@ -140,7 +140,7 @@ def test_what_is_quickly_computed_again_is_not_carried(rig: Rig) -> None:
     rig.add("short", LONG[:100], 20)
     rig.turns(5.0, step_s=0.5)
     assert rig.remote.given == 0
-    assert rig.host.pool.addressed == 0
+    assert rig.host.pool.index.addressed == 0
 
 
 def test_without_a_vault_or_behind_a_slow_one_nothing_is_carried(rig: Rig) -> None:

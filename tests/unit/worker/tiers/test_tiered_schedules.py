@@ -96,7 +96,7 @@ class TieredSchedule(Schedule):
     def check_announced(self, result: StepResult) -> None:
         super().check_announced(result)
         self.follow(result, Tier.HOST, self.below)
-        assert set(self.tiers.host.pool.hashes()) == set(self.below)
+        assert set(self.tiers.host.pool.index.hashes()) == set(self.below)
 
     def check(self) -> None:
         end = time.monotonic() + LIMIT_S

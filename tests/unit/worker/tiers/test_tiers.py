@@ -116,7 +116,7 @@ class TestReuse:
             rig.run(f"r{at}", [at, *PROMPT])
         rig.settle()
         assert rig.remote is not None
-        assert rig.host.pool.addressed == 0
+        assert rig.host.pool.index.addressed == 0
         assert rig.remote.kept[Tier.VAULT] == {}
 
     def test_what_was_asked_for_again_goes_down_though_the_device_had_lost_it(self, make_rig: MakeRig) -> None:
@@ -126,7 +126,7 @@ class TestReuse:
                 rig.run(f"s{session}t{turn}", [session, *PROMPT])
                 rig.flush_device()
         assert rig.tiers.reuse.share(ROOT) > 0.3
-        assert rig.host.pool.addressed > 0
+        assert rig.host.pool.index.addressed > 0
 
 
 class TestVault:
@@ -394,7 +394,7 @@ class TestRaces:
         rig.run("c", turn, exact=True)
         rig.settle()
         pool = rig.host.pool
-        flags = [pool.content(block).lossy for block in pool.chain_to(chain(ROOT, turn, SIZE))]
+        flags = [pool.index[block].lossy for block in pool.chain_to(chain(ROOT, turn, SIZE))]
         assert flags == sorted(flags)
         assert rig.host.depth(chain(ROOT, turn, SIZE), 0, 10, exact=True) == flags.count(False)
 
@@ -406,7 +406,7 @@ class TestErase:
         rig.settle()
         assert rig.remote is not None
         assert rig.engine.kv.erase(ROOT, turn) > 0
-        assert rig.pool.addressed == rig.host.pool.addressed == len(rig.remote.kept[Tier.VAULT]) == 0
+        assert rig.pool.index.addressed == rig.host.pool.index.addressed == len(rig.remote.kept[Tier.VAULT]) == 0
         rig.run("b", PROMPT)
         assert rig.cached("b") == {}
 
@@ -442,7 +442,7 @@ class TestEvents:
                 hashes = {block_hash for run in change.runs for block_hash in run.hashes}
                 assert hashes <= held if change.removed else not hashes & held
                 held = held - hashes if change.removed else held | hashes
-        assert held == set(rig.host.pool.hashes()) == set(rig.engine.kv.holdings()[Tier.HOST])
+        assert held == set(rig.host.pool.index.hashes()) == set(rig.engine.kv.holdings()[Tier.HOST])
 
 
 class TestLending:
@@ -540,7 +540,7 @@ class TestVerification:
         assert rig.remote.distrusted == ["vault1"]
         assert rig.tiers.loads()["vault"].failures_total["wrong"] == 1
         hashes = chain(ROOT, PROMPT, SIZE)
-        rig.until(lambda: not any(pool.lists(hashes[0]) for pool, _ in rig.tiers.readable()))
+        rig.until(lambda: not any(pool.index.lists(hashes[0]) for pool, _ in rig.tiers.readable()))
         assert rig.run("c", PROMPT) == expected_tokens(PROMPT, GREEDY)
         assert rig.cached("c") == {}
 
@@ -588,7 +588,7 @@ class TestVerification:
         assert rig.engine.verify()
         rig.engine.check_integrity()
         for pool, _ in rig.tiers.readable():
-            assert not any(map(pool.lists, computed))
+            assert not any(map(pool.index.lists, computed))
         assert not any(block_hash in kept for block_hash in computed)
 
     def test_what_continues_it_goes_too(self, make_rig: MakeRig) -> None:
@@ -637,7 +637,7 @@ class TestPreload:
         assert rig.tiers.restorer.preload(ROOT, chain(ROOT, PROMPT, SIZE), Tier.VAULT, "", 5.0) == 10
         rig.until(lambda: not rig.tiers.restorer.preloading)
         assert rig.pool.used == 0
-        assert rig.pool.addressed == 0
+        assert rig.pool.index.addressed == 0
 
 
 class TestTenants:
