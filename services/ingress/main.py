@@ -197,7 +197,7 @@ async def serve(settings: IngressSettings, life: Lifecycle) -> None:
     )
     await ingress.start()
     certificates = {"nats": settings.nats_cert, "https": settings.tls_cert}
-    ingress.metrics.show_common(common_readings("ingress", connection, certificates))
+    ingress.metrics.show(common_readings("ingress", connection, certificates))
     life.closing("ingress", ingress.close)
     lease = Lease(bucket, record)
     await lease.renew()  # first: others take the turns of an ingress that is no member as free

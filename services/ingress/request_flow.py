@@ -188,7 +188,7 @@ class RequestFlow:
 
     def _model_of_turn(self, session: Session, said: str | None) -> str:
         if session.head is None or not session.head.turns:
-            return said or self.parts.models.default_name(self.parts.config.default_model)
+            return said or self.parts.models.default_name()
         if said is not None and said != session.head.model:
             raise InvalidRequest(f"this session is of {session.head.model!r}", field="model_name")
         return session.head.model

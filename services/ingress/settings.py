@@ -155,7 +155,6 @@ class IngressConfig:
     tokenizer_threads: int = 2
     fleet_key: bytes = b""  # the same at all ingresses: request ids of Idempotency-Keys follow from it
     targets: Targets = field(default_factory=Targets)  # by which goodput is counted
-    default_model: str | None = None  # for /generate without `model_name`; else the only served model
     sessions: SessionLimits = SessionLimits()
     runs: RunLimits = RunLimits()
     web: WebRules = WebRules()

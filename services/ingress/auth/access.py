@@ -24,16 +24,29 @@ from kvfleet.ingress.auth.key_files import check_tls, read_pair, read_sources, u
 from kvfleet.ingress.auth.oidc import OidcRules, read_algorithms
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.settings import IngressSettings
-from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit, open_audit_file
-from kvfleet.ingress.telemetry.audit_file import AuditFile
-from kvfleet.ingress.telemetry.metrics import IngressReading
+from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit, AuditFile
 from kvproto.errors import InvalidRequest, KvfleetError
 from kvservice.lifecycle import Lifecycle
+from kvservice.metrics import Reading
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 FILE_REFRESH_S = 1.0  # of an issuer's keys in a file
+READINGS = (  # name, help, and where it is: part and attribute
+    ("api_key_reloads_total", "API key files taken up.", "keys", "reloads_total"),
+    (
+        "api_key_reload_failures_total",
+        "API key files that could not be used: the old keys stay.",
+        "keys",
+        "failures_total",
+    ),
+    ("issuer_keys", "Keys of the OIDC issuer.", "issuer", "key_count"),
+    ("issuer_fetches_total", "Times that they were asked for.", "issuer", "fetches_total"),
+    ("issuer_fetch_failures_total", "Times in vain.", "issuer", "failures_total"),
+    ("audit_lines_total", "Lines of the audit log.", "audit", "written_total"),
+    ("audit_dropped_lines_total", "Lines that were lost.", "audit", "dropped_total"),
+)
 S = TypeVar("S")
 
 
@@ -109,7 +122,7 @@ class Access:
         self._audit_file: AuditFile | None = None
         self.audit = NO_AUDIT
         if settings.audit_log is not None:
-            self._audit_file = open_audit_file(settings.audit_log)
+            self._audit_file = AuditFile(settings.audit_log)
             self.audit = Audit(self._audit_file.write, time.time)
         self._issuer = _issuer_of(settings, now)
         path = settings.api_keys_file
@@ -157,28 +170,13 @@ class Access:
         for reload in self._reloads:
             reload.now()
 
-    def readings(self) -> tuple[IngressReading, ...]:
-        """What metrics show of it; 0 of what there is not."""
-        keys, issuer, audit = self._keys_reload, self._issuer, self._audit_file
-
-        def of(part: Any, name: str) -> Callable[[], float]:
-            return lambda: getattr(part, name) if part is not None else 0
-
-        rows = (
-            ("api_key_reloads", "counter", "API key files taken up.", of(keys, "reloads_total")),
-            (
-                "api_key_reload_failures",
-                "counter",
-                "API key files that could not be used: the old keys stay.",
-                of(keys, "failures_total"),
-            ),
-            ("issuer_keys", "gauge", "Keys of the OIDC issuer.", of(issuer, "key_count")),
-            ("issuer_fetches", "counter", "Times that they were asked for.", of(issuer, "fetches_total")),
-            ("issuer_fetch_failures", "counter", "Times in vain.", of(issuer, "failures_total")),
-            ("audit_lines", "counter", "Lines of the audit log.", of(audit, "written_total")),
-            ("audit_dropped_lines", "counter", "Lines that were lost.", of(audit, "dropped_total")),
-        )
-        return tuple(IngressReading(name, help_, kind, read) for name, kind, help_, read in rows)
+    def readings(self) -> list[Reading]:
+        """What metrics show of it; 0 for absent parts."""
+        parts = {"keys": self._keys_reload, "issuer": self._issuer, "audit": self._audit_file}
+        return [
+            Reading(f"kvfleet_ingress_{name}", help_, partial(getattr, parts[part], attribute, 0))
+            for name, help_, part, attribute in READINGS
+        ]
 
 
 def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKeys | None:

@@ -13,7 +13,7 @@ from typing import Any
 from kvfleet.ingress.answers.native_events import NATIVE_EVENTS
 from kvfleet.ingress.answers.openai_answers import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from kvfleet.ingress.fleet import report
-from kvfleet.ingress.fleet.placement_report import NewestPlacementsAnswer, PlacementsAnswer
+from kvfleet.ingress.fleet.report import NewestPlacementsAnswer, PlacementsAnswer
 from kvfleet.ingress.http.answer_types import described
 from kvfleet.ingress.http.error_bodies import ErrorAnswer
 from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE

@@ -18,13 +18,13 @@ from kvfleet.ingress.auth.tenancy import identify
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.listings import Listings, Question
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
-from kvfleet.ingress.fleet.placement_report import newest_report, placements_report, read_request_id
+from kvfleet.ingress.fleet.report import newest_report, placements_report, read_request_id
 from kvfleet.ingress.http.answer_types import told
 from kvfleet.ingress.http.exchange import Exchange, integer_query
 from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits.callers import Caller, require_admin
 from kvfleet.ingress.parts import IngressParts
-from kvfleet.ingress.prompts.other_regions import OtherRegions
+from kvfleet.ingress.prompts.models import OtherRegions
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks, tokens_by_tier
 from kvproto.errors import (
@@ -271,7 +271,7 @@ class FleetRoutes:
             living = head.worker in self.regions.workers(region, head.model) if region else False
             if living or members.view.is_alive(head.worker):
                 return head.worker
-        model = head.model if head else said_model or self.parts.models.default_name(self.parts.config.default_model)
+        model = head.model if head else said_model or self.parts.models.default_name()
         worker = members.ring(model).owner(ring_key(caller.tenant, session=session.key))
         if worker is None:
             raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
