@@ -1,4 +1,4 @@
-"""Wiring: one ingress out of its parts, and its life: start, drain, close. No decision and no HTTP here."""
+"""Wiring: builds one ingress of its parts, starts, drains and closes it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from kvproto.client import Client
 from kvproto.errors import KvfleetError
 from kvproto.ids import new_epoch
 from kvproto.messages import Role
+from kvproto.tasks import end
 from kvservice import tracing
 from kvservice.metrics import Reading
 from kvservice.tracing import Tracer
@@ -93,7 +94,7 @@ READINGS = (  # name, help, and where an `Ingress` has it
 
 
 class Ingress:
-    """An ingress process but its web server. Its client's members are listed already; `readings` are of other parts."""
+    """An ingress without its web server. The client must know its members already; `readings` are of other parts."""
 
     def __init__(
         self,
@@ -118,11 +119,7 @@ class Ingress:
         self.audit = audit
         self.tenancy = tenancy
         self.guard = WebGuard(config.web, is_open=tenancy.is_open)
-        self.metrics = IngressMetrics(
-            registry,
-            config.targets,
-            lambda: [record.model for record in self.models.served()],
-        )
+        self.metrics = IngressMetrics(registry, config.targets, lambda: [one.model for one in self.models.served()])
         self.regions = OtherRegions(client.connection, client.subjects, client.now)
         self.models = Models(client, client.members.view, self._executor, self.regions)
         self.regions.on_change = self.models.on_regions
@@ -177,18 +174,15 @@ class Ingress:
         self.client.fail_streams(error)
 
     async def close(self) -> None:
-        """Stop the background tasks; the client stays its owner's."""
+        """The client stays open."""
         with contextlib.suppress(ValueError):
             self.client.members.listeners.remove(self.models.on_member)
         with contextlib.suppress(ValueError):
             self.client.connection.on_reconnect.remove(self.session_index.rewatch)
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end(self._tasks)
         self._tasks.clear()
         await self.usage_exchange.stop()
-        await self.routes.close()
+        await self.routes.listings.close()
         await self.session_blocks.close()
         await self.regions.stop()
         await self.models.stop()

@@ -1,9 +1,8 @@
-"""Wiring: who may come in, and what is written down about it: API keys, an issuer, the audit log. Files that say so are
-taken up when they change: by looking every half second, or at once at SIGHUP; the audit log follows its name itself.
+"""Wiring of API keys, an issuer, certificates and the audit log. Changed files are reloaded: by polling every half
+second, or at once at SIGHUP.
 
-What is there must look the same twice, so that a file in the middle of being written is not taken; links that are
-swapped, as Kubernetes does with a mounted secret, are noticed as any other change. What cannot be used is said once,
-and what was there stays; what could not be taken just now (a retryable error) is tried again at each look.
+A file must look the same twice, so that a half-written one is not taken. An unusable file is logged once, and the old
+content stays; after a retryable error it is tried again at each poll.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ S = TypeVar("S")
 
 @dataclass(eq=False, slots=True)
 class Reload(Generic[S]):
-    """One source. `read` blocks, in a thread; `take` raises KvfleetError for what is of no use. Owned by the loop."""
+    """One source, owned by the loop. `read` blocks, in a thread; `take` raises KvfleetError for unusable content."""
 
     what: str
     read: Callable[[], S]
     take: Callable[[S], None]
-    seen: S | str  # at the last look; what it said, or why it could not be read
+    seen: S | str  # at the last look: the content, or why it could not be read
     on_reload: Callable[[str, str | None], None] = lambda what, why_not: None
     reloads_total: int = 0
     failures_total: int = 0
     _decided: S | str = field(init=False)  # the same, when that was last acted upon
-    _told: int = 0  # times that `now` was called
+    _told: int = 0  # calls of `now`
 
     def __post_init__(self) -> None:
         self._decided = self.seen
@@ -73,13 +72,13 @@ class Reload(Generic[S]):
             told = self._told
             said = await asyncio.to_thread(self._look)
             if told != self._told:
-                continue  # what this look saw is older than what was taken meanwhile
+                continue  # this look is older than the content taken meanwhile
             if said == self.seen:
                 self._decide(said)
             self.seen = said
 
     def now(self) -> None:
-        """Take up what is there, without waiting for it to settle; what could not be used is tried again."""
+        """Reload without waiting for the content to settle, even if it was refused before."""
         self._told += 1
         self.seen = self._look()
         self._decided = ""
@@ -137,7 +136,6 @@ class Access:
             self._keys_reload = self._reload("API keys", read, lambda said: self.tenancy.use(self._parse(said)), texts)
 
     def _parse(self, texts: tuple[str, ...]) -> KeySet:
-        """What the setting and the files say together."""
         said = self._settings.api_keys
         return parse_keys(*((said,) if said and said.strip() else ()), *texts)
 
@@ -147,7 +145,7 @@ class Access:
         return reload
 
     def serve_tls(self, context: ssl.SSLContext, life: Lifecycle) -> None:
-        """Certificates that are renewed serve the connections from then on."""
+        """New connections use renewed certificates."""
         cert, key = self._settings.tls_cert, self._settings.tls_key
         assert cert is not None
         assert key is not None
@@ -180,7 +178,7 @@ class Access:
 
 
 def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKeys | None:
-    """Its keys are from a URL, a file, or wherever the issuer's description says."""
+    """Its keys come from a URL, a file, or the URL in the issuer's description."""
     issuer, audience = settings.oidc_issuer, settings.oidc_audience
     if issuer is None:
         if settings.oidc_jwks is not None or audience is not None:

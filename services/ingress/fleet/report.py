@@ -1,5 +1,5 @@
-"""What /v1/models, /workers, /stats, /sessions and the probes answer: the types, which `openapi` describes, and those
-of the fleet from one reader's view of it. Pure."""
+"""Answers of the routes that show the fleet, sessions and placements: their types, which `openapi` describes, and how
+they are made of messages. Pure."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class KnownHealthAnswer(HealthAnswer):
 
 
 def workers_report(view: FleetView, address_of: Callable[[str], str]) -> dict[str, WorkerAnswer]:
-    """Every known worker by id, the recently dead ones included; `address_of`: the subject where it takes requests."""
+    """Every known worker by id, the recently dead ones included; `address_of` gives its subject for requests."""
     return {worker: _worker(view.workers[worker], address_of(worker)) for worker in sorted(view.workers)}
 
 
@@ -134,7 +134,7 @@ def _worker(view: WorkerView, address: str) -> WorkerAnswer:
 
 
 def stats_report(view: FleetView, ingress: IngressCounts) -> StatsAnswer:
-    """Sums over the living workers, and the share of prompt tokens that were found cached."""
+    """Sums over the living workers."""
     alive = [one for one in view.workers.values() if one.dead_since is None]
     beats = [one.heartbeat for one in alive if one.heartbeat is not None]
     load = _sums(Load, [beat.load for beat in beats], but=("tiers", "priorities", "oldest_wait_s"))
@@ -155,18 +155,17 @@ def stats_report(view: FleetView, ingress: IngressCounts) -> StatsAnswer:
 
 
 def members_of(view: FleetView, role: Role) -> int:
-    """How many processes of a role other than worker are registered."""
+    """How many processes of a role are registered; not for workers."""
     return sum(one is role for one, _ in view.members)
 
 
 def _sums(kind: type[Load | Rates | TierLoad], values: Sequence[Any], but: Sequence[str]) -> dict[str, Any]:
-    """Field by field."""
     names = (one.name for one in fields(kind) if one.name not in but)
     return {name: sum(getattr(one, name) for one in values) for name in names}
 
 
 def _sum_rates(rates: Sequence[Rates]) -> dict[str, Any]:
-    """Tier by tier where a rate has one for each; of the times of a step the longest."""
+    """Restore rates by tier; the longest of the step times."""
     restore = [one.restore_bytes_per_s for one in rates]
     by_tier = {tier: sum(one.get(tier, 0.0) for one in restore) for tier in sorted(set[str]().union(*restore))}
     return _sums(Rates, rates, but=("restore_bytes_per_s", "step_s")) | {
@@ -187,16 +186,13 @@ def _sum_tiers(loads: Sequence[Mapping[str, TierLoad]]) -> dict[str, dict[str, A
 
 def models_report(records: Iterable[WorkerRecord]) -> ModelsAnswer:
     """OpenAI's list of models."""
-    return ModelsAnswer(
-        "list",
-        [
-            ModelAnswer(one.model, "model", one.started_unix_ms // 1000, "kvfleet", one.context_length)
-            for one in records
-        ],
-    )
+    models = [
+        ModelAnswer(one.model, "model", one.started_unix_ms // 1000, "kvfleet", one.context_length) for one in records
+    ]
+    return ModelsAnswer("list", models)
 
 
-# `chatcmpl-<request>` and `cmpl-<request>` are how OpenAI's answers show an id drawn here: 128 bits in base32.
+# OpenAI's answers show an id drawn here (128 bits in base32) as `chatcmpl-<request>` or `cmpl-<request>`.
 _OPENAI_ID = re.compile(r"(?:chatcmpl|cmpl)-([a-z2-7]{26})\Z")
 TokensByTier = dict[str, Natural]
 
@@ -249,7 +245,7 @@ class PlacementsAnswer(_OfRequest):
 
 
 class NewestAttempt(AttemptAnswer, _OfRequest):
-    """Of any request, which it names first."""
+    """Of any request; its `request_id` comes first."""
 
 
 Attempt = TypeVar("Attempt", bound=AttemptAnswer)
@@ -260,7 +256,7 @@ class NewestPlacementsAnswer(Described):
 
 
 def read_request_id(said: str) -> str:
-    """The request behind an id as clients see it. Raises InvalidRequest for what can be none."""
+    """The request behind an id as clients see it. Raises InvalidRequest for a malformed id."""
     openai = _OPENAI_ID.match(said)
     if openai is not None:
         return openai[1]

@@ -5,7 +5,6 @@ as soon as its worker joins."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -21,6 +20,7 @@ from kvproto.messages import Bundle, RegionSummary, State, WorkerRecord
 from kvproto.nats_message import Message, Subscription
 from kvproto.regions import Regions
 from kvproto.subjects import Subjects
+from kvproto.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +117,7 @@ class Models:
             self._prefetch(record)
 
     async def stop(self) -> None:
-        for task in list(self.fetching.values()):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, KvfleetError):
-                await task
+        await end(self.fetching.values())
 
     def on_member(self, change: Change, view: WorkerView) -> None:
         """A listener of `Members`: a new worker's bundle is here before its first request."""
