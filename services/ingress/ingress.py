@@ -35,7 +35,6 @@ from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.buckets import Bucket
 from kvproto.client import Client
-from kvproto.errors import KvfleetError
 from kvproto.ids import new_epoch
 from kvproto.messages import Role
 from kvproto.tasks import end
@@ -169,9 +168,6 @@ class Ingress:
         while self.admission.running and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(DRAIN_POLL_S)
         return not self.admission.running
-
-    def end_streams(self, error: KvfleetError) -> None:
-        self.client.fail_streams(error)
 
     async def close(self) -> None:
         """The client stays open."""

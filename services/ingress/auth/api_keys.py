@@ -111,9 +111,8 @@ def _parse(source: str) -> Any:
         return tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
         place = _PLACE.search(str(error))
-        raise InvalidRequest(
-            f"neither JSON nor TOML {place.group() if place else ''}".rstrip(), field="api_keys"
-        ) from None
+        why = f"neither JSON nor TOML {place.group()}" if place else "neither JSON nor TOML"
+        raise InvalidRequest(why, field="api_keys") from None
 
 
 def _field(name: Any) -> str:

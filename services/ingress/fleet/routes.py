@@ -77,10 +77,8 @@ class FleetRoutes:
     async def workers(self, exchange: Exchange) -> None:
         caller = await self._admin(exchange)
         client = self.parts.client
-        await _json(
-            exchange,
-            report.workers_report(client.members.view, partial(client.subjects.worker_generate, tenant=caller.tenant)),
-        )
+        address_of = partial(client.subjects.worker_generate, tenant=caller.tenant)
+        await _json(exchange, report.workers_report(client.members.view, address_of))
 
     async def stats(self, exchange: Exchange) -> None:
         await self._admin(exchange)
@@ -157,13 +155,15 @@ class FleetRoutes:
         caller = await self._metered(exchange)
         require_admin(caller)
         session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
-        question = AdminRequest(
-            AdminCommand.READ_KV, caller.tenant, session.ids, layer=integer_query(exchange, "layer", 0)
-        )
+        layer = integer_query(exchange, "layer", 0)
+        question = AdminRequest(AdminCommand.READ_KV, caller.tenant, session.ids, layer=layer)
         worker = self._worker_of(caller, session)
         if split(worker)[0]:
             raise NotFound(f"the last turn ran at {worker}, K and V are read in this region only", field="seq_id")
-        data = await self._ask(worker, question)
+        try:
+            data = await self.parts.client.admin(worker, question)
+        except TimeoutError:
+            raise Unavailable(f"worker {worker} does not answer", retry_after_s=1.0) from None
         await exchange.respond(200, data, content_type=SAFETENSORS)
 
     async def delete_session(self, exchange: Exchange) -> None:
@@ -262,12 +262,6 @@ class FleetRoutes:
         region = split(worker)[0] or None
         address = None if region else self.parts.client.subjects.worker_generate(worker, caller.tenant)
         return report.LocatedAnswer(worker, address, region)
-
-    async def _ask(self, worker: str, question: AdminRequest) -> bytes:
-        try:
-            return await self.parts.client.admin(worker, question)
-        except TimeoutError:
-            raise Unavailable(f"worker {worker} does not answer", retry_after_s=1.0) from None
 
 
 @cache

@@ -239,8 +239,7 @@ class Limiter:
 
     def charge(self, usage: RunUsage, prompt_tokens: int, now: float, unix_s: float) -> None:
         """Take a run's prompt, once. Raises LimitExceeded, and PayloadTooLarge for one that would never pass."""
-        both = self.accounts(usage.caller)
-        usage.own, usage.tenants = both  # while it was parked its accounts may have been dropped
+        usage.own, usage.tenants = both = self.accounts(usage.caller)  # dropped, perhaps, while it was parked
         if usage.prompt_tokens:
             return
         waits: list[tuple[float, str]] = []
@@ -254,8 +253,7 @@ class Limiter:
                     )
             if wait := account.tokens.wait_s(prompt_tokens):
                 wait = max(wait, account.requests.wait_s(1.0 + account.asking))  # another must be free by then
-                per_minute = f"at most {limits.tokens_per_minute:g} tokens per minute with {whose}"
-                waits.append((wait, per_minute))
+                waits.append((wait, f"at most {limits.tokens_per_minute:g} tokens per minute with {whose}"))
             if limits.tokens_per_day and account.day_tokens + prompt_tokens > limits.tokens_per_day:
                 waits.append((DAY_S - unix_s % DAY_S, f"at most {limits.tokens_per_day} tokens a day with {whose}"))
         _refuse_to_wait(waits)

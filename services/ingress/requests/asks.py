@@ -1,8 +1,5 @@
-"""What a caller said about sampling, and about where and when it wants to run, as read from a body. Pure.
-
-What sampling becomes for one prompt: `sampling_plan`. Which policies there are only placement knows; who may name one
-is `tenancy`'s.
-"""
+"""Fields of a body about sampling and placement. Pure. `sampling_plan` applies them to one prompt; only placement knows
+which policies exist."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ MAX_CHOICES = 128
 MAX_BIASES = 4096
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
-ANY_COUNT = 2**53 - 1  # what a model's context leaves is said where it is known
+ANY_COUNT = 2**53 - 1  # `sampling_plan` knows what the model's context leaves
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 
 Count = Annotated[int, Whole(1, ANY_COUNT)]
@@ -45,8 +42,7 @@ Biases = Made(
 
 @dataclass(frozen=True, slots=True)
 class SamplingAsk:
-    """None: the caller left it to the model's defaults. `logprobs` None: the caller wants none; each route has its own
-    way to ask for them."""
+    """None: the model's default. `logprobs` None: the caller wants none; each route reads them in its own way."""
 
     max_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -73,7 +69,7 @@ class SamplingAsk:
 
 
 def check_tokens(ask: SamplingAsk, vocab_size: int) -> None:
-    """Raises InvalidRequest naming the field with the first id that the model does not know."""
+    """Raises InvalidRequest naming the field with the first unknown id."""
     for field_name, tokens in (("logit_bias", ask.logit_bias), ("stop_token_ids", ask.stop_ids)):
         for token in tokens:
             if token >= vocab_size:
@@ -89,7 +85,7 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 @dataclass(frozen=True, slots=True)
 class PlacementAsk:
-    """None: left to the fleet. A worker comes with the policy `direct` and with no other; InvalidRequest otherwise."""
+    """None: the fleet decides. Raises InvalidRequest for a worker without the policy `direct`, and the reverse."""
 
     policy: Name | None = None
     worker: Name | None = None

@@ -1,10 +1,10 @@
-"""What a caller's sampling becomes for one prompt of one model, and whether it fits the context. Pure.
+"""Applies a caller's sampling to one prompt of one model, whose context it must fit. Pure.
 
-Whether a prompt and its `max_tokens` must fit is the caller's `context_overflow`:
+`context_overflow` says whether a prompt and its `max_tokens` must fit:
 
-    error                 both must; where no `max_tokens` is named, what the context leaves bounds the default
-    truncate_left         `max_tokens` must, with one prompt token; the worker drops the oldest of the others. Where
-                          none is named, the default drops prompt tokens for half a context at most
+    error                 both must; the context bounds the default of `max_tokens`
+    truncate_left         `max_tokens` must, with one prompt token; the worker drops the oldest of the others. The
+                          default drops prompt tokens for half a context at most
     truncate_generation   the prompt must, with one generated token; `max_tokens` becomes what is left
     sliding               neither must: whenever the context is full the worker drops its older half
 """
@@ -28,12 +28,11 @@ def prompt_must_fit(overflow: Overflow) -> bool:
 def plan_sampling(
     ask: SamplingAsk, bundle: Bundle, *, prompt_tokens: int, field: str, default_max_tokens: int
 ) -> Sampling:
-    """The request's sampling: said by the caller, else by the model's generation defaults, else neutral. A seed that
-    nobody said is the client's to derive from the request's id, so that a repeat draws the same tokens anywhere.
+    """The caller's sampling, else the model's generation defaults, else neutral. An absent seed stays absent:
+    `kvproto.Client` derives it from the request's id, so that a repeat draws the same tokens anywhere.
 
-    The model's own stop tokens are the worker's business, unless `ignore_eos` tells it otherwise. Raises
-    ContextLengthExceeded naming `field` (the prompt's) or the caller's `max_tokens`, InvalidRequest for a token that
-    the model does not know and for `min_tokens` beyond `max_tokens`.
+    Raises ContextLengthExceeded naming `field` (the prompt's) or the caller's `max_tokens`, InvalidRequest for an
+    unknown token and for `min_tokens` beyond `max_tokens`.
     """
     check_tokens(ask, bundle.vocab_size)
     said: dict[str, Any] = {name: getattr(ask, name) for name in _SAID}
@@ -69,12 +68,11 @@ def _max_tokens(ask: SamplingAsk, context: int, prompt_tokens: int, field: str, 
 
 
 def prompt_too_long(context: int, tokens: str, field: str) -> ContextLengthExceeded:
-    """For a prompt of so many `tokens`, or at least so many."""
     return _context_exceeded(context, f"{context - 1} of a prompt and one to generate, got {tokens}", field)
 
 
 def _context_exceeded(context: int, why: str, field: str) -> ContextLengthExceeded:
-    """In the words by which OpenAI's clients, and what stands on them, know it from other refusals."""
+    """In the words by which OpenAI's clients recognise it."""
     return ContextLengthExceeded(f"this model's maximum context length is {context} tokens, {why}", field=field)
 
 

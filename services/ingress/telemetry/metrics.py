@@ -1,7 +1,5 @@
-"""What an ingress counts, as Prometheus reads it. Hot paths add to plain integers; a collector shows them when asked.
-
-Every series exists from the start at 0: a rate over a series that appears with its first event misses that event.
-"""
+"""The metrics of an ingress. Hot paths add to plain integers, which a collector reads. Every series exists from the
+start at 0: a rate over a series that appears with its first event misses that event."""
 
 from __future__ import annotations
 
@@ -11,11 +9,10 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 
-from kvfleet.ingress.limits.service_levels import ServiceLevel, ServiceLevels, Targets
+from kvfleet.ingress.limits.service_levels import ServiceLevels, Targets
 from kvproto import errors
 from kvproto.messages import FinishReason
-from kvservice.distribution import Distribution
-from kvservice.metrics import LiveCollector, Reading
+from kvservice.metrics import Buckets, LiveCollector, Reading
 
 GENERATING = ("chat_completions", "completions", "generate")
 ROUTES = (
@@ -34,7 +31,7 @@ def _counted(help_: str, suffix: str = "_total") -> int:
 
 @dataclass(slots=True)
 class RequestTally:
-    """Counted on hot paths, since the start of the process."""
+    """Since the start of the process."""
 
     prompt_tokens: int = _counted("Prompt tokens of finished requests.")
     generated_tokens: int = _counted("Tokens relayed to clients.")
@@ -46,13 +43,10 @@ class RequestTally:
 
 
 class IngressMetrics:
-    """All series of one ingress, registered in one registry. `served` names the models that workers have now."""
+    """All series of one ingress, in one registry. `served` names the models of workers."""
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        targets: Targets = Targets(),
-        served: Callable[[], Iterable[str]] = tuple,
+        self, registry: CollectorRegistry, targets: Targets = Targets(), served: Callable[[], Iterable[str]] = tuple
     ) -> None:
         self.registry = registry
         self.tally = RequestTally()
@@ -87,21 +81,17 @@ class IngressMetrics:
     def _level_readings(self) -> list[Reading]:
         levels, targets = self.levels, self.levels.targets
 
-        def count(name: str, help_: str, value: Callable[[ServiceLevel], float]) -> Reading:
-            return Reading(
-                f"kvfleet_ingress_{name}",
-                help_,
-                labels=_BY_LEVEL,
-                read_labelled=lambda: {by: value(level) for by, level in levels.all().items()},
-            )
+        def count(name: str, help_: str, attribute: str) -> Reading:
+            def read() -> dict[tuple[str, ...], float]:
+                return {by: getattr(level, attribute) for by, level in levels.all().items()}
 
-        def histogram(name: str, help_: str, value: Callable[[ServiceLevel], Distribution]) -> Reading:
-            return Reading(
-                f"kvfleet_ingress_{name}",
-                help_,
-                labels=_BY_LEVEL,
-                read_histograms=lambda: {by: value(level).read() for by, level in levels.all().items()},
-            )
+            return Reading(f"kvfleet_ingress_{name}", help_, labels=_BY_LEVEL, read_labelled=read)
+
+        def histogram(name: str, help_: str, attribute: str) -> Reading:
+            def read() -> dict[tuple[str, ...], tuple[Buckets, float]]:
+                return {by: getattr(level, attribute).read() for by, level in levels.all().items()}
+
+            return Reading(f"kvfleet_ingress_{name}", help_, labels=_BY_LEVEL, read_histograms=read)
 
         def outcomes() -> dict[tuple[str, ...], float]:
             return {(route, why): n for route, counts in self._outcomes.items() for why, n in counts.items()}
@@ -113,8 +103,8 @@ class IngressMetrics:
             return found
 
         return [
-            histogram("ttft_seconds", "From a request's arrival to its first token.", lambda level: level.ttft),
-            histogram("inter_token_seconds", "From one token of a request to the next.", lambda level: level.itl),
+            histogram("ttft_seconds", "From a request's arrival to its first token.", "ttft"),
+            histogram("inter_token_seconds", "From one token of a request to the next.", "itl"),
             Reading(
                 "kvfleet_ingress_outcomes_total",
                 "Generating requests by what ended them: a finish reason or an error's code.",
@@ -122,16 +112,10 @@ class IngressMetrics:
                 read_labelled=outcomes,
             ),
             count(
-                "judged_requests_total",
-                "Requests that finished, or failed through no fault of their caller.",
-                lambda level: level.judged,
+                "judged_requests_total", "Requests that finished, or failed through no fault of their caller.", "judged"
             ),
-            count(
-                "goodput_requests_total",
-                "Of the judged, those that finished within both targets.",
-                lambda level: level.good_requests,
-            ),
-            count("goodput_tokens_total", "Tokens generated for these.", lambda level: level.good_tokens),
+            count("goodput_requests_total", "Of the judged, those that finished within both targets.", "good_requests"),
+            count("goodput_tokens_total", "Tokens generated for these.", "good_tokens"),
             Reading(
                 "kvfleet_ingress_slo_missed_requests_total",
                 "Of the judged, those that missed a target; some miss both.",
