@@ -39,7 +39,7 @@ from kvproto.ids import new_epoch
 from kvproto.messages import Role
 from kvproto.tasks import end
 from kvservice import tracing
-from kvservice.metrics import Reading
+from kvservice.metrics import LiveCollector, Reading
 from kvservice.tracing import Tracer
 
 DRAIN_POLL_S = 0.05
@@ -141,7 +141,7 @@ class Ingress:
         self.routes = FleetRoutes(
             parts, self.session_blocks, self.regions, lambda: self.unready or self.admission.draining
         )
-        self.metrics.show((*self._readings(), *readings))
+        registry.register(LiveCollector((*self._readings(), *readings)))
 
     @property
     def ready_workers(self) -> int:

@@ -29,7 +29,7 @@ from kvproto.subjects import INGRESS_INBOX, Subjects
 from kvservice import lifecycle, logs
 from kvservice.lifecycle import Lifecycle
 from kvservice.membership import member_record, open_bucket
-from kvservice.metrics import MetricsServer
+from kvservice.metrics import LiveCollector, MetricsServer
 from kvservice.nats_connection import connect
 from kvservice.probes import STUCK_S
 from kvservice.process_metrics import common_readings
@@ -197,7 +197,7 @@ async def serve(settings: IngressSettings, life: Lifecycle) -> None:
     )
     await ingress.start()
     certificates = {"nats": settings.nats_cert, "https": settings.tls_cert}
-    ingress.metrics.show(common_readings("ingress", connection, certificates))
+    ingress.metrics.registry.register(LiveCollector(common_readings("ingress", connection, certificates)))
     life.closing("ingress", ingress.close)
     lease = Lease(bucket, record)
     await lease.renew()  # first: others take the turns of an ingress that is no member as free

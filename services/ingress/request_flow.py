@@ -89,7 +89,9 @@ class RequestFlow:
     async def _chat_job(self, call: Call[ChatAsk]) -> Job:
         ask, tenant = call.ask, call.caller.tenant
         model = await self.parts.models.get(ask.model)
-        session = await self._offered_session(tenant, ask.seq_id)
+        session = None
+        with contextlib.suppress(Unavailable):
+            session = await self.parts.books.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
         prompt = await self.prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
@@ -191,11 +193,6 @@ class RequestFlow:
         if said is not None and said != session.head.model:
             raise InvalidRequest(f"this session is of {session.head.model!r}", field="model_name")
         return session.head.model
-
-    async def _offered_session(self, tenant: str, seq_id: str | None) -> Session | None:
-        with contextlib.suppress(Unavailable):
-            return await self.parts.books.sessions.read(tenant, seq_id) if seq_id is not None else None
-        return None
 
     # ------------------------------------------------------------------ running
 

@@ -12,7 +12,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -118,11 +118,8 @@ class Access:
         check_tls(settings.tls_cert, settings.tls_key)
         self._settings = settings
         self._reloads: list[Reload[Any]] = []
-        self._audit_file: AuditFile | None = None
-        self.audit = NO_AUDIT
-        if settings.audit_log is not None:
-            self._audit_file = AuditFile(settings.audit_log)
-            self.audit = Audit(self._audit_file.write, time.time)
+        self._audit_file = AuditFile(settings.audit_log) if settings.audit_log is not None else None
+        self.audit = Audit(self._audit_file.write, time.time) if self._audit_file is not None else NO_AUDIT
         self._issuer = _issuer_of(settings, now)
         path = settings.api_keys_file
         texts = read_sources(path, "api_keys_file") if path is not None else ()
@@ -186,16 +183,8 @@ def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKey
         return None
     if not audience:
         raise InvalidRequest("missing: tokens for other services must not be good here", field="oidc_audience")
-    rules = OidcRules(
-        issuer=issuer,
-        audience=audience,
-        algorithms=read_algorithms(settings.oidc_algorithms),
-        tenant_claim=settings.oidc_tenant_claim,
-        admin_claim=settings.oidc_admin_claim,
-        admin_value=settings.oidc_admin_value,
-        limits_claim=settings.oidc_limits_claim,
-        leeway_s=settings.oidc_leeway_s,
-    )
+    given = {one.name: getattr(settings, f"oidc_{one.name}") for one in fields(OidcRules)}
+    rules = OidcRules(**given | {"algorithms": read_algorithms(settings.oidc_algorithms)})
     said = settings.oidc_jwks
     if said is not None and "://" not in said:
         read = partial(read_key_file, Path(said))

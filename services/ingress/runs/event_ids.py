@@ -73,12 +73,6 @@ def prompt_digest(ids: Sequence[int]) -> str:
     return base32(blake2b(pack_ids(ids), digest_size=5).digest())
 
 
-def check_choices(at: Position, choices: int) -> None:
-    """Raises InvalidRequest for a position that a stream of so many choices cannot have."""
-    if len(at.counts) > choices or (choices == 1 and at.ended) or len(at.ended) == choices:
-        raise InvalidRequest(f"is no position of a stream with n = {choices}", field=LAST_EVENT_ID)
-
-
 class EventIds:
     """One reader's position and event ids. Owned by its writer, which changes `counts` and `ended`; `begun` choices
     have had their first event. With `lines` each event begins with an `id:` line."""
@@ -96,14 +90,15 @@ class EventIds:
         lines: bool = True,
     ) -> None:
         """`announced`: a choice begins with an event of its own. `prompt`: `prompt_digest`. Raises PromptChanged if the
-        client's stream began from another prompt."""
+        client's stream began from another prompt, InvalidRequest for a position that no such stream has."""
         if at.prompt and prompt and at.prompt != prompt:
             raise PromptChanged(
                 "the stream was begun from other prompt ids: this ingress reads the conversation differently. Send the "
                 f"request again without {LAST_EVENT_ID}, or to the ingress that it was begun at",
                 field=LAST_EVENT_ID,
             )
-        check_choices(at, choices)
+        if len(at.counts) > choices or (choices == 1 and at.ended) or len(at.ended) == choices:
+            raise InvalidRequest(f"is no position of a stream with n = {choices}", field=LAST_EVENT_ID)
         self.lines = lines
         self._prefix = b"%b:" % (f"{request}.{prompt}" if prompt else request).encode()
         self._ends = 0

@@ -69,10 +69,6 @@ class IngressMetrics:
         if counts is not None:
             counts[outcome] = counts.get(outcome, 0) + 1
 
-    def show(self, readings: Iterable[Reading]) -> None:
-        """Add values that other parts own."""
-        self.registry.register(LiveCollector(readings))
-
     def _tally_readings(self) -> Iterator[Reading]:
         for one in fields(RequestTally):
             name = f"kvfleet_ingress_{one.name}{one.metadata['suffix']}"
