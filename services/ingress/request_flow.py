@@ -33,6 +33,7 @@ from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, repeat_state
+from kvfleet.ingress.requests.asks import plan_sampling, prompt_must_fit
 from kvfleet.ingress.requests.bodies import (
     DEFAULT_MAX_TOKENS,
     ChatAsk,
@@ -42,7 +43,6 @@ from kvfleet.ingress.requests.bodies import (
     read_completion,
     read_generate,
 )
-from kvfleet.ingress.requests.sampling_plan import plan_sampling, prompt_must_fit
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
 from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName

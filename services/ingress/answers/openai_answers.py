@@ -71,9 +71,6 @@ def completion_logprobs(
     return CompletionLogprobs(tokens, values, tops, offsets)
 
 
-# ---------------------------------------------------------------------------------------------- types
-
-
 class CachedTokens(Described):
     cached_tokens: Natural
 
@@ -178,9 +175,6 @@ class CompletionChunk(_Named):
     choices: list[CompletionChunkChoice]
     kvfleet: ChunkNote | EndNote
     usage: Usage | None = None
-
-
-# ---------------------------------------------------------------------------------------------- bodies
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from kvfleet.ingress.prompts.chat_splice import Splice, SpliceIndex, join, match_history
 from kvfleet.ingress.prompts.models import ServedModel
+from kvfleet.ingress.requests.asks import prompt_too_long
 from kvfleet.ingress.requests.bodies import ChatMessage, check_vocabulary
-from kvfleet.ingress.requests.sampling_plan import prompt_too_long
 from kvproto.ids import base32
 
 T = TypeVar("T")

@@ -35,8 +35,6 @@ MAX_COMPLETION_LOGPROBS = 5
 
 SeqId = Annotated[str, Field(min_length=1, max_length=MAX_SEQ_ID_CHARS)]
 
-# ---------------------------------------------------------------------------------------------- values
-
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
@@ -106,8 +104,6 @@ Prompt = Annotated[Text | Ids, Field(union_mode="left_to_right")]
 OnlyPrompt = BeforeValidator(
     _only_prompt, json_schema_input_type=Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=1)]
 )
-
-# ---------------------------------------------------------------------------------------------- bodies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,6 @@ def _kind_of(value: object) -> str:
     return "null" if value is None else _NAMES.get(type(value), type(value).__name__)
 
 
-# ---------------------------------------------------------------------------------------------- types of fields
-
 Flag = Annotated[bool, Strict()]
 Number = Annotated[float, Strict()]
 
@@ -91,9 +89,6 @@ class Made:
 
 def _whole(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() and abs(value) < 2**63 else value
-
-
-# ---------------------------------------------------------------------------------------------- forms
 
 
 class BodyForm(Generic[T]):
