@@ -20,7 +20,7 @@ from kvproto.errors import Draining, LimitExceeded, PayloadTooLarge, Unavailable
 from kvproto.messages import Sampling
 
 DEFAULT_BYTES = 384 * 1024 * 1024
-FREE_RETURNS = 8  # of one run: a client whose connection breaks is not charged again, one that plays with it is
+FREE_RETURNS = 8  # of one run, for broken connections; later ones are charged as new requests
 
 
 @dataclass(slots=True)

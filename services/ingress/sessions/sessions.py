@@ -114,7 +114,7 @@ class Sessions:
         return tokens <= self.limits.max_tokens
 
     def check_length(self, tokens: int, field: str) -> None:
-        """Raises InvalidRequest for a turn that would make a history longer than is kept."""
+        """Raises InvalidRequest for a history that is too long to keep."""
         if not self.fits(tokens):
             raise InvalidRequest(
                 f"the session would grow to {tokens} tokens, at most {self.limits.max_tokens} are kept", field=field
@@ -144,20 +144,10 @@ class Sessions:
         ours = session.head is not None and session.head.turn is not None and session.head.turn.request == request
         if self.is_busy(session) and not ours:
             raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} is running", retry_after_s=1.0)
-        turn, now = self._lease(request), self.unix_ms()
-        if session.head is None:
-            head = SessionHead(
-                seq_id=session.seq_id,
-                model=model,
-                length=0,
-                turns=0,
-                created_unix_ms=now,
-                updated_unix_ms=now,
-                turn=turn,
-                generation=new_process_id(),
-            )
-        else:
-            head = replace(session.head, turn=turn)
+        before, now = session.head, self.unix_ms()
+        if before is None:
+            before = SessionHead(session.seq_id, model, 0, 0, now, now, generation=new_process_id())
+        head = replace(before, turn=self._lease(request))
         revision = await self.bucket.update(session.key, codec.encode(head), session.revision)
         held = self._turns[request] = OpenTurn(session, head, revision)
         if session.expired is not None:
