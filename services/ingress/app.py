@@ -1,9 +1,5 @@
-"""Routes and nothing else: path -> handler, error -> answer, every request counted, and audited.
-
-A Starlette router without its middleware (but CORS, for who asks for it): errors are answered here once, and a stream's
-sends reach the server unwrapped. Paths are matched as they were sent, percent-encoded: a session's name with a slash in
-it is one segment.
-"""
+"""Routes: path -> handler, error -> answer; counts and audits every request. A Starlette router without middleware but
+CORS, so that a stream's sends reach the server unwrapped."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 CLIENT_LEFT = 499
-FOR_ALL = ("/", "/dashboard/{file}", "/livez", "/readyz", "/openapi.json")  # hold nothing: any host, any site
+FOR_ALL = ("/", "/dashboard/{file}", "/livez", "/readyz", "/openapi.json")  # for any host and site
 EXPOSED = ["x-request-id", "x-trace-id", "retry-after", "x-should-retry"]
 EXPOSED += [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
 
@@ -73,7 +69,7 @@ def create_app(ingress: Ingress) -> ASGIApp:
 
 
 def for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The same, which tells browsers that pages of these origins may ask and read."""
+    """Allows pages of these origins to ask and read."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -86,7 +82,7 @@ def for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class _AsSent(Router):
-    """Matches paths as they were sent: what is a slash in a name, and what ends it, is seen there alone."""
+    """Matches paths as they were sent, percent-encoded: a session's name with a slash is one segment."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__({**scope, "path": scope["raw_path"].decode("latin-1")}, receive, send)
@@ -94,7 +90,7 @@ class _AsSent(Router):
 
 @dataclass(eq=False, slots=True)
 class Endpoint:
-    """One handler as an ASGI application: the top of its task, where errors become answers."""
+    """One handler as an ASGI application: the top of its task, which answers errors."""
 
     handler: Handler
     route: str
@@ -116,7 +112,7 @@ class Endpoint:
                 self.metrics.tally.stream_errors += 1
             if not exchange.gone:
                 await exchange.refuse(error)
-        except Exception:  # the task's top: a fault of ours is one 500, or one cut stream
+        except Exception:  # the task's top: an internal fault is one 500, or one cut stream
             exchange.outcome = KvfleetError.code
             log.exception(
                 "request %s on %s failed", exchange.request_id, self.route, extra={"request": exchange.request_id}
@@ -136,7 +132,7 @@ class Endpoint:
 
 
 class _Route(Route):
-    """A route whose refusal of a method has the form of every other error."""
+    """Refuses methods in the form of every other error."""
 
     def __init__(self, path: str, endpoint: Endpoint, method: str, wrong_method: ASGIApp) -> None:
         super().__init__(path, endpoint, methods=[method], name=path)

@@ -1,4 +1,4 @@
-"""Wiring: one ingress out of its parts, and its life: start, drain, close. No decision and no HTTP here."""
+"""Wiring: builds one ingress of its parts, starts, drains and closes it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.fleet.routes import FleetRoutes
-from kvfleet.ingress.http.body_reader import BodyReader
 from kvfleet.ingress.http.web_guard import WebGuard
 from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.shared_usage import SharedUsage
 from kvfleet.ingress.limits.shared_usage_exchange import UsageExchange
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.chat_splice import SpliceIndex
-from kvfleet.ingress.prompts.models import Models
-from kvfleet.ingress.prompts.other_regions import OtherRegions
+from kvfleet.ingress.prompts.models import Models, OtherRegions
 from kvfleet.ingress.prompts.prompts import Prompts
 from kvfleet.ingress.request_flow import RequestFlow
 from kvfleet.ingress.request_reader import RequestReader
@@ -34,76 +32,68 @@ from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.sessions.turns import SessionBooks
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
-from kvfleet.ingress.telemetry.metrics import IngressMetrics, IngressReading
+from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.buckets import Bucket
 from kvproto.client import Client
-from kvproto.errors import KvfleetError
 from kvproto.ids import new_epoch
 from kvproto.messages import Role
+from kvproto.tasks import end
 from kvservice import tracing
+from kvservice.metrics import LiveCollector, Reading
 from kvservice.tracing import Tracer
 
 DRAIN_POLL_S = 0.05
-READINGS = (  # name, kind, help, and where an `Ingress` has it
-    ("running_requests", "gauge", "Requests admitted and not yet ended.", "admission.running"),
-    ("refused_requests", "counter", "Refused by admission.", "admission.refused_total"),
-    ("refused_callers", "counter", "Refused as nobody known.", "tenancy.refused_total"),
-    ("api_keys", "gauge", "Configured API keys.", "tenancy.key_count"),
+READINGS = (  # name, help, and where an `Ingress` has it
+    ("running_requests", "Requests admitted and not yet ended.", "admission.running"),
+    ("refused_requests_total", "Refused by admission.", "admission.refused_total"),
+    ("refused_callers_total", "Refused as nobody known.", "tenancy.refused_total"),
+    ("api_keys", "Configured API keys.", "tenancy.key_count"),
+    ("counting_ingresses", "Other ingresses that told within 3 s what limited callers use there.", "usage.peers"),
+    ("told_usage_reports_total", "Reports sent to them.", "usage_exchange.sent_total"),
+    ("heard_usage_reports_total", "Reports of theirs.", "usage_exchange.received_total"),
     (
-        "counting_ingresses",
-        "gauge",
-        "Other ingresses that told within 3 s what limited callers use there.",
-        "usage.peers",
-    ),
-    ("told_usage_reports", "counter", "Reports sent to them.", "usage_exchange.sent_total"),
-    ("heard_usage_reports", "counter", "Reports of theirs.", "usage_exchange.received_total"),
-    (
-        "ignored_usage_reports",
-        "counter",
+        "ignored_usage_reports_total",
         "Reports, or accounts in one, that were unreadable, of a life that is over, or too many.",
         "usage_exchange.ignored_total",
     ),
-    ("placed_attempts", "counter", "Attempts placed by placement.", "client.counters.placed_total"),
+    ("placed_attempts_total", "Attempts placed by placement.", "client.counters.placed_total"),
     (
-        "placement_fallbacks",
-        "counter",
+        "placement_fallbacks_total",
         "Attempts placed by the ring because placement did not answer.",
         "client.counters.fallback_total",
     ),
     (
-        "placement_unasked",
-        "counter",
+        "placement_unasked_total",
         "Of them, those of which placement was not even asked, as it had not answered for a while.",
         "client.counters.unasked_total",
     ),
-    ("spilled_attempts", "counter", "Attempts placed in another region.", "client.counters.spilled_total"),
+    ("spilled_attempts_total", "Attempts placed in another region.", "client.counters.spilled_total"),
     (
-        "region_refusals",
-        "counter",
+        "region_refusals_total",
         "Other regions that could not take a request, or did not answer.",
         "client.counters.region_refusals_total",
     ),
-    ("lost_attempts", "counter", "Attempts whose worker was lost.", "client.counters.lost_total"),
-    ("resends", "counter", "Times a worker was asked for frames again.", "client.counters.resends_total"),
-    ("orphan_frames", "counter", "Frames for nobody.", "client.inbox.orphan_frames_total"),
-    ("malformed_frames", "counter", "Frames that were unreadable.", "client.inbox.malformed_total"),
-    ("splice_hits", "counter", "Chats whose history was known.", "splices.hits_total"),
-    ("splice_misses", "counter", "Chats whose history was not.", "splices.misses_total"),
-    ("splice_bytes", "gauge", "Memory of known histories.", "splices.bytes_used"),
-    ("kept_runs", "gauge", "Ended and cut requests that may be asked for again.", "runs.kept"),
-    ("kept_run_bytes", "gauge", "Memory of them.", "runs.kept_bytes"),
-    ("running_run_bytes", "gauge", "Memory of running ones.", "runs.memory.used"),
-    ("attached_requests", "counter", "Repeats that joined a running request.", "runs.attached_total"),
-    ("resumed_requests", "counter", "Repeats that went on with a cut request.", "runs.resumed_total"),
-    ("replayed_requests", "counter", "Repeats of finished requests.", "runs.replayed_total"),
-    ("sessions", "gauge", "Sessions of all tenants.", "session_index.table.total"),
-    ("running_turns", "gauge", "Session turns running here.", "sessions.running"),
-    ("ready_workers", "gauge", "Workers that take new work.", "ready_workers"),
+    ("lost_attempts_total", "Attempts whose worker was lost.", "client.counters.lost_total"),
+    ("resends_total", "Times a worker was asked for frames again.", "client.counters.resends_total"),
+    ("orphan_frames_total", "Frames for nobody.", "client.inbox.orphan_frames_total"),
+    ("malformed_frames_total", "Frames that were unreadable.", "client.inbox.malformed_total"),
+    ("splice_hits_total", "Chats whose history was known.", "splices.hits_total"),
+    ("splice_misses_total", "Chats whose history was not.", "splices.misses_total"),
+    ("splice_bytes", "Memory of known histories.", "splices.bytes_used"),
+    ("kept_runs", "Ended and cut requests that may be asked for again.", "runs.kept"),
+    ("kept_run_bytes", "Memory of them.", "runs.kept_bytes"),
+    ("running_run_bytes", "Memory of running ones.", "runs.memory.used"),
+    ("attached_requests_total", "Repeats that joined a running request.", "runs.attached_total"),
+    ("resumed_requests_total", "Repeats that went on with a cut request.", "runs.resumed_total"),
+    ("replayed_requests_total", "Repeats of finished requests.", "runs.replayed_total"),
+    ("sessions", "Sessions of all tenants.", "session_index.table.total"),
+    ("running_turns", "Session turns running here.", "sessions.running"),
+    ("ready_workers", "Workers that take new work.", "ready_workers"),
 )
 
 
 class Ingress:
-    """An ingress process but its web server. Its client's members are listed already; `readings` are of other parts."""
+    """An ingress without its web server. The client must know its members already; `readings` are of other parts."""
 
     def __init__(
         self,
@@ -113,7 +103,7 @@ class Ingress:
         tenancy: Tenancy,
         registry: CollectorRegistry,
         audit: Audit = NO_AUDIT,
-        readings: Iterable[IngressReading] = (),
+        readings: Iterable[Reading] = (),
         tracer: Tracer = tracing.NULL,
     ) -> None:
         self.client = client
@@ -128,11 +118,7 @@ class Ingress:
         self.audit = audit
         self.tenancy = tenancy
         self.guard = WebGuard(config.web, is_open=tenancy.is_open)
-        self.metrics = IngressMetrics(
-            registry,
-            config.targets,
-            lambda: [record.model for record in self.models.served()],
-        )
+        self.metrics = IngressMetrics(registry, config.targets, lambda: [one.model for one in self.models.served()])
         self.regions = OtherRegions(client.connection, client.subjects, client.now)
         self.models = Models(client, client.members.view, self._executor, self.regions)
         self.regions.on_change = self.models.on_regions
@@ -150,13 +136,12 @@ class Ingress:
         self.runs = Runs(config.runs, client.now)
         books = SessionBooks(self.sessions, self.session_index, self.metrics.tally)
         parts = IngressParts(client, config, tenancy, self.admission, self.models, books, self.metrics, self.runs)
-        bodies = BodyReader(self._executor, config.max_body_bytes, config.body_timeout_s)
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
-        self.flow = RequestFlow(parts, RequestReader(parts, bodies, audit, tracer), prompts)
+        self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
         self.routes = FleetRoutes(
             parts, self.session_blocks, self.regions, lambda: self.unready or self.admission.draining
         )
-        self.metrics.read_also((*self._readings(), *readings))
+        registry.register(LiveCollector((*self._readings(), *readings)))
 
     @property
     def ready_workers(self) -> int:
@@ -184,31 +169,25 @@ class Ingress:
             await asyncio.sleep(DRAIN_POLL_S)
         return not self.admission.running
 
-    def end_streams(self, error: KvfleetError) -> None:
-        self.client.fail_streams(error)
-
     async def close(self) -> None:
-        """Stop the background tasks; the client stays its owner's."""
+        """The client stays open."""
         with contextlib.suppress(ValueError):
             self.client.members.listeners.remove(self.models.on_member)
         with contextlib.suppress(ValueError):
             self.client.connection.on_reconnect.remove(self.session_index.rewatch)
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end(self._tasks)
         self._tasks.clear()
         await self.usage_exchange.stop()
-        await self.routes.close()
+        await self.routes.listings.close()
         await self.session_blocks.close()
         await self.regions.stop()
         await self.models.stop()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _readings(self) -> tuple[IngressReading, ...]:
-        return tuple(
-            IngressReading(name, help_, kind, partial(attrgetter(path), self)) for name, kind, help_, path in READINGS
-        )
+    def _readings(self) -> list[Reading]:
+        return [
+            Reading(f"kvfleet_ingress_{name}", help_, partial(attrgetter(path), self)) for name, help_, path in READINGS
+        ]
 
 
 def unix_ms() -> int:

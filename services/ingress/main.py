@@ -1,4 +1,4 @@
-"""Wiring of an ingress process: settings, NATS, client, lease, uvicorn; metrics and probes on a port of their own."""
+"""Wiring of an ingress process: settings, NATS, client, lease, uvicorn, and a port for metrics and probes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvproto.subjects import INGRESS_INBOX
 from kvservice import lifecycle
 from kvservice.lifecycle import Lifecycle
 from kvservice.membership import join, member_record
-from kvservice.metrics import open_port
+from kvservice.metrics import LiveCollector, open_port
 from kvservice.process_metrics import common_readings
 from kvservice.tracing_start import open_tracer
 
@@ -48,7 +48,7 @@ class _Server(uvicorn.Server):
 
 
 def _socket(settings: IngressSettings, config: uvicorn.Config) -> socket.socket:
-    """Its own, or one that it inherited: who holds that too keeps clients waiting, not refused, until the next life."""
+    """Its own, or an inherited one: its other holder keeps clients waiting, not refused, between two processes."""
     if settings.listen_fd is None:
         try:
             return config.bind_socket()
@@ -91,7 +91,7 @@ async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, l
         ingress.unready = True
         await asyncio.sleep(settings.unready_s)
         if not await ingress.drain(settings.drain_s):
-            ingress.end_streams(
+            ingress.client.fail_streams(
                 Draining("this ingress is shutting down: send the request again, with Last-Event-ID to go on from here")
             )
             await ingress.drain(1.0)
@@ -103,7 +103,7 @@ async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, l
 
 
 async def _settle(ingress: Ingress) -> None:
-    """Clients wait on an inherited socket: they need not see an ingress that has not heard of its workers yet."""
+    """Wait for the first workers: clients wait on an inherited socket meanwhile."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_S):
             while ingress.routes.missing():
@@ -111,10 +111,10 @@ async def _settle(ingress: Ingress) -> None:
 
 
 class IngressProbes(Collector):
-    """Metrics and probes on `--metrics-port`; without one it does nothing. Owned by the process's main coroutine.
+    """Metrics and probes on `--metrics-port`, if there is one. Owned by the process's main coroutine.
 
-    The port is open from the start, and not ready until a request would be served. Its server has its own threads; what
-    the event loop owns is read there.
+    The port is open from the start, and ready once a request would be served. Its server has threads of its own, which
+    read in the event loop what that owns.
     """
 
     def __init__(self, settings: IngressSettings, life: Lifecycle) -> None:
@@ -125,7 +125,7 @@ class IngressProbes(Collector):
         open_port(settings, life, self._registry, self._is_ready)
 
     def serving(self, ingress: Ingress) -> None:
-        """From now on requests may be served, and its metrics are shown."""
+        """Requests may be served from now on."""
         self._ingress = ingress
         self._registry.register(self)
 
@@ -135,7 +135,7 @@ class IngressProbes(Collector):
         return self._read(lambda: list(registry.collect()))
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # registering must not ask the event loop, which it runs on
+        return ()  # registering runs in the event loop, which `collect` waits for
 
     def _is_ready(self) -> bool:
         ingress = self._ingress
@@ -145,7 +145,7 @@ class IngressProbes(Collector):
             return False
 
     def _read(self, question: Callable[[], T]) -> T:
-        """Have the event loop answer. Raises TimeoutError."""
+        """Called in the event loop. Raises TimeoutError."""
 
         async def ask() -> T:
             return question()
@@ -178,7 +178,7 @@ async def serve(settings: IngressSettings, life: Lifecycle) -> None:
     )
     await ingress.start()
     certificates = {"nats": settings.nats_cert, "https": settings.tls_cert}
-    ingress.metrics.show_common(common_readings("ingress", connection, certificates))
+    ingress.metrics.registry.register(LiveCollector(common_readings("ingress", connection, certificates)))
     life.closing("ingress", ingress.close)
     lease = Lease(bucket, record)
     await lease.renew()  # first: others take the turns of an ingress that is no member as free

@@ -1,4 +1,4 @@
-"""What the routes of one ingress share: built once by `Ingress`, handed to each as one value."""
+"""The parts that all routes of one ingress share. `Ingress` builds them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from kvproto.client import Client
 
 @dataclass(frozen=True, slots=True)
 class IngressParts:
-    """Each part is owned by the event loop. `client` reaches the fleet, `tenancy` knows the callers, `admission` lets
-    them in, `models` are those that are served, `books` keep the sessions, `runs` what requests have brought."""
+    """Each part is owned by the event loop."""
 
     client: Client
     config: IngressConfig

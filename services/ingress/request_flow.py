@@ -3,11 +3,10 @@
     authenticate ─▶ a place ─▶ read, validate ─▶ admit ─┬─▶ tokenise once ─▶ client.generate, write ─▶ commit ─▶ end
                                                         └─▶ a repeat: write what is there, go on where it stopped
 
-Each route names its body's reader (`request_reader` is the line up to it) and how a job is made of what it read;
-`_serve` is the rest, for all of them. The end is sent when all is let go, so that a caller who sends its next request
-at once finds its session free and its own limit unused. Refusals are raised as `KvfleetError` and answered by `app`, as
-the last event if a stream has begun. All promises about workers that vanish are kept by `kvproto.Client`, those about
-clients that vanish and come back by `runs`; this file only brings the two together.
+`request_reader` does all up to `admit`; each route makes a job of its body; `_serve` is the rest, for all routes. The
+end is sent after session and limits are released, for a caller that sends its next request at once. Errors are raised
+as `KvfleetError` and answered by `app`, as the last event if a stream has begun. `kvproto.Client` handles lost workers,
+`runs` clients that leave and come back.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, repeat_state
+from kvfleet.ingress.requests.asks import plan_sampling, prompt_must_fit
 from kvfleet.ingress.requests.bodies import (
     DEFAULT_MAX_TOKENS,
     ChatAsk,
@@ -43,7 +43,6 @@ from kvfleet.ingress.requests.bodies import (
     read_completion,
     read_generate,
 )
-from kvfleet.ingress.requests.sampling_plan import plan_sampling, prompt_must_fit
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
 from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName
@@ -63,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class RequestFlow:
-    """The three generating routes. Owned by the event loop; holds no state of a request between its awaits."""
+    """Owned by the event loop; holds no state of a request between its awaits."""
 
     parts: IngressParts
     reader: RequestReader
@@ -72,7 +71,7 @@ class RequestFlow:
     # ------------------------------------------------------------------ routes
 
     async def chat_completions(self, exchange: Exchange) -> None:
-        """POST /v1/chat/completions. Of several choices the first is the one that is remembered as the turn."""
+        """POST /v1/chat/completions. Of several choices the first is remembered as the turn."""
         call = await self.reader.read(exchange, "chat_completions", read_chat)
         await self._serve(exchange, call, lambda: self._chat_job(call), streams=call.ask.stream)
 
@@ -81,7 +80,7 @@ class RequestFlow:
         await self._serve(exchange, call, lambda: self._completion_job(call), streams=call.ask.stream)
 
     async def generate(self, exchange: Exchange) -> None:
-        """POST /generate: a turn of a session, of a new one unless `seq_id` names a known one."""
+        """POST /generate: a turn of a session, which is new unless `seq_id` names a known one."""
         call = await self.reader.read(exchange, "generate", read_generate)
         await self._serve(exchange, call, lambda: self._generate_job(call), streams=True)
 
@@ -90,7 +89,9 @@ class RequestFlow:
     async def _chat_job(self, call: Call[ChatAsk]) -> Job:
         ask, tenant = call.ask, call.caller.tenant
         model = await self.parts.models.get(ask.model)
-        session = await self._offered_session(tenant, ask.seq_id)
+        session = None
+        with contextlib.suppress(Unavailable):
+            session = await self.parts.books.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
         prompt = await self.prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
@@ -113,13 +114,13 @@ class RequestFlow:
         else:
             ids = ask.prompt_ids
         sampling = self._sampling(call, model, len(ids), "prompt", default=16)
-        if ask.prompt is None:  # what cannot fit is not looked through
+        if ask.prompt is None:  # after `_sampling`, which refuses prompts that cannot fit
             await self.prompts.check_ids(model, ids)
         form = _openai_form(call, model, sampling, ids)
         return self._job(call, model, ids, sampling, form, HeldTurn())
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
-        """The history is kept whole, also what a `context_overflow` policy leaves out of a turn."""
+        """Keeps the whole history, also ids that a `context_overflow` policy leaves out of a turn."""
         ask, tenant, request = call.ask, call.caller.tenant, call.name.request
         session = await self._session_of(call)
         model = await self.parts.models.get(self._model_of_turn(session, ask.model), field="model_name")
@@ -175,7 +176,7 @@ class RequestFlow:
         return Job(generation, form, turn, turn_bytes, level, _costs(call.ask))
 
     async def _session_of(self, call: Call[GenerateAsk]) -> Session:
-        """The session as it was before this turn, if this turn was committed last."""
+        """If this turn was committed last, the session as it was before."""
         tenant, name, seq_id = call.caller.tenant, call.name, call.ask.seq_id
         if seq_id is None and not name.named:
             return self.parts.books.sessions.fresh(tenant, auto_seq_id(name.request))
@@ -188,20 +189,15 @@ class RequestFlow:
 
     def _model_of_turn(self, session: Session, said: str | None) -> str:
         if session.head is None or not session.head.turns:
-            return said or self.parts.models.default_name(self.parts.config.default_model)
+            return said or self.parts.models.default_name()
         if said is not None and said != session.head.model:
             raise InvalidRequest(f"this session is of {session.head.model!r}", field="model_name")
         return session.head.model
 
-    async def _offered_session(self, tenant: str, seq_id: str | None) -> Session | None:
-        with contextlib.suppress(Unavailable):
-            return await self.parts.books.sessions.read(tenant, seq_id) if seq_id is not None else None
-        return None
-
     # ------------------------------------------------------------------ running
 
     async def _serve(self, exchange: Exchange, call: Call[Ask], prepare: Prepare, *, streams: bool) -> None:
-        """Admit, run or attach to the run that it repeats, carry that to the caller, end. Raises the run's error."""
+        """Admit, run or attach to the repeated run, carry it to the caller, end. Raises the run's error."""
         name = call.name
         if name.at != START and not streams:
             raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
@@ -252,7 +248,7 @@ class RequestFlow:
     def _start(
         self, trace: RequestTrace | None, usage: RunUsage, generation: Generation, before: Sequence[Continuation]
     ) -> Stream:
-        """Raises LimitExceeded, PayloadTooLarge where its prompt is more than the limits leave."""
+        """Raises LimitExceeded, PayloadTooLarge for a prompt beyond the limits."""
         usage.model = generation.model
         self.parts.admission.charge(usage, len(generation.prompt_ids), now())
         trail = trace.trail(generation) if trace is not None else None
@@ -260,8 +256,8 @@ class RequestFlow:
 
     @contextlib.contextmanager
     def _admitted(self, exchange: Exchange, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
-        """The run that a request is about, found or new, with one more reader. It counts once in its key's limits while
-        it runs, whichever readers are left; what was parked and goes on is not charged anew."""
+        """The run of a request, found or new, with one more reader. While it runs it counts once in its key's limits,
+        whichever readers are left; a parked one that goes on is not charged again."""
         caller = call.caller
         repeat, returns = repeat_state(found)
         choices = call.ask.sampling.n
@@ -291,7 +287,7 @@ class RequestFlow:
                 self.parts.admission.release(caller, repeat=True)
 
     def _observe(self, call: Call[Ask], run: Run) -> None:
-        """Metrics of one request, when who began it is done with it."""
+        """Metrics of one request, when its first reader is done."""
         transcript, level = run.transcript, run.level
         ttft_s = itl_s = None
         if run.first_token_at is not None and run.last_token_at is not None:
@@ -334,12 +330,12 @@ def _openai_form(
 
 
 def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:
-    """Needed where log probabilities are asked for."""
+    """For log probabilities."""
     return model.tokenizer.spelling if sampling.logprobs is not None else None
 
 
 def _begun_otherwise(name: RequestName) -> PromptChanged:
-    """A worker knows another request of this id: it was begun at another ingress, from other ids of the prompt."""
+    """A worker knows another request of this id, begun at another ingress from other prompt ids."""
     return PromptChanged(
         "the request runs already, or did a moment ago, from other prompt ids or another body: another ingress reads "
         f"the conversation differently. Send it there, or again without {name.header}",

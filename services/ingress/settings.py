@@ -1,7 +1,5 @@
-"""Settings of an ingress process, and what its parts are told of them: limits, times and defaults.
-
-Sizes are in bytes, tokens or characters as named, times in seconds.
-"""
+"""Settings of an ingress process, and the configuration of its parts. Sizes are in bytes, tokens or characters as
+named, times in seconds."""
 
 from __future__ import annotations
 
@@ -102,23 +100,22 @@ class IngressSettings(ServiceSettings):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Bounds of what tenants may keep. A turn's lease outlives three missed renewals."""
+    """A turn's lease outlives three missed renewals."""
 
     idle_expiry_s: float = 86_400.0
     per_tenant: int = 100_000
     max_tokens: int = 131_072  # history of one session, the running turn's prompt and max_tokens included
     lease_s: float = 15.0
-    # For a JetStream without a leader. A commit renews no lease: with the third of it since the last renewal, and the
-    # 2 s of the last try, this is no longer than the lease.
+    # For a JetStream without a leader. A commit renews no lease: a third of the lease, this, and the 2 s of the last
+    # try together are no longer than the lease.
     commit_timeout_s: float = 8.0
     sweep_period_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """How long what a request brought is kept once it has ended or its clients have left; `replay_s` for requests with
-    an Idempotency-Key. `bytes` bound the memory of such: the oldest give way; `running_bytes` that of those that run.
-    `readers` bound who reads one at once."""
+    """`grace_s`: how long an ended or parked run is kept; `replay_s`: the same with an Idempotency-Key. `bytes` bounds
+    the memory of kept runs, `running_bytes` that of running ones, `readers` the readers of one run."""
 
     grace_s: float = 60.0
     replay_s: float = 600.0
@@ -129,8 +126,8 @@ class RunLimits:
 
 @dataclass(frozen=True, slots=True)
 class WebRules:
-    """`own_hosts`: what this host is called; `allowed_hosts`: other names, None: not set; `cors_origins`: whose
-    pages may ask. `*` in either: all."""
+    """`own_hosts`: names of this host; `allowed_hosts`: other names, None: not set; `cors_origins`: of pages that may
+    ask. `*`: all."""
 
     own_hosts: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
@@ -139,7 +136,7 @@ class WebRules:
 
 @dataclass(frozen=True, slots=True)
 class IngressConfig:
-    """One ingress process. `id` is its member id: turns of sessions are leased in its name."""
+    """`id` is the process's member id, in whose name turns of sessions are leased."""
 
     id: str
     max_body_bytes: int = 4 * 1024 * 1024
@@ -155,7 +152,6 @@ class IngressConfig:
     tokenizer_threads: int = 2
     fleet_key: bytes = b""  # the same at all ingresses: request ids of Idempotency-Keys follow from it
     targets: Targets = field(default_factory=Targets)  # by which goodput is counted
-    default_model: str | None = None  # for /generate without `model_name`; else the only served model
     sessions: SessionLimits = SessionLimits()
     runs: RunLimits = RunLimits()
     web: WebRules = WebRules()

@@ -103,14 +103,9 @@ def _vault() -> Any:
 
 def _of_ingress() -> dict[str, Exported]:
     registry = CollectorRegistry()
-    metrics = IngressMetrics(registry)
-    metrics.read_also(())
+    IngressMetrics(registry)
     ingress: Any = _Whatever()
-    own = {
-        f"kvfleet_ingress_{one.name}" + ("_total" if one.kind == "counter" else ""): one
-        for one in (*Ingress._readings(ingress), *Access.readings(ingress))
-    }
-    found = {name: Exported(name, one.kind, (), one.help) for name, one in own.items()}
+    found = _named(_described([*Ingress._readings(ingress), *Access.readings(ingress)]))
     return found | {name: one for name, one in _named(registry.collect()).items() if name not in PROCESS}
 
 

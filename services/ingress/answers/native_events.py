@@ -1,4 +1,4 @@
-"""The events of POST /generate: their types, and as bytes: `start`, `token` each, then `done` or `error`. Pure."""
+"""The events of POST /generate, as types and as bytes: `start`, each `token`, then `done` or `error`. Pure."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ NATIVE_EVENTS = (StartEvent, TokenEvent, ScoredTokenEvent, DoneEvent, ErrorEvent
 
 @dataclass(frozen=True, slots=True)
 class NativeForm:
-    """What every reader of one answer gets. With `spelling`, that of the model's tokens, events have the tokens' log
-    probabilities."""
+    """With `spelling` (of the model's tokens) events have log probabilities."""
 
     request: str
     seq_id: str
@@ -80,13 +79,12 @@ class NativeForm:
         return sys.getsizeof(self.prompt) + sys.getsizeof(self.seq_id)
 
     def writer(self, at: Position = START, *, id_lines: bool = True) -> NativeEvents:
-        """Its events always have `id:` lines. Raises InvalidRequest for a position that this answer
-        cannot have."""
+        """Its events always have `id:` lines. Raises InvalidRequest for a position that this answer cannot have."""
         return NativeEvents(self, at)
 
 
 class NativeEvents:
-    """Writer for one reader. Every generated token is one event, also one whose text is held back (empty)."""
+    """Writer for one reader. Every token is one event, also one whose text is held back (empty)."""
 
     def __init__(self, form: NativeForm, at: Position) -> None:
         self._form = form

@@ -1,8 +1,5 @@
-"""OpenAI's answers: the types of bodies and chunks, which `openapi` describes, and whole bodies as bytes. Pure.
-
-What the fleet knows beyond OpenAI's form stands in a `kvfleet` object that clients ignore. Log probabilities have two
-forms: chat's list of tokens, and the four parallel lists of completions.
-"""
+"""OpenAI's answers: the types of bodies and chunks, which `openapi` describes, and whole bodies as bytes. Pure. Clients
+ignore the additional `kvfleet` object."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ class ChatLogprobs(Described):
 
 
 class CompletionLogprobs(Described):
-    """`top_logprobs` has the token itself beside the asked alternatives where it is none of them; `text_offset` counts
-    the characters of the choice's text before each token."""
+    """`top_logprobs` always has the token itself; `text_offset` counts the choice's characters before each token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -73,9 +69,6 @@ def completion_logprobs(
         offsets.append(offset)
         offset += len(piece)
     return CompletionLogprobs(tokens, values, tops, offsets)
-
-
-# ---------------------------------------------------------------------------------------------- types
 
 
 class CachedTokens(Described):
@@ -138,7 +131,7 @@ class CompletionAnswer(_Named):
     kvfleet: FleetNote
 
 
-# Chunks are sent as dicts and prepared bytes, by `openai_events`. What has a default need not be there.
+# `openai_events` sends chunks as dicts and prepared bytes. Fields with a default may be absent.
 
 
 class ChunkNote(Described):
@@ -146,7 +139,7 @@ class ChunkNote(Described):
 
 
 class EndNote(FleetNote):
-    """Of the chunk that ends the answer, and of the one after it."""
+    """In the chunk that ends the answer, and the one after it."""
 
     event_id: Annotated[str, Field(pattern=EVENT_ID)]
 
@@ -184,15 +177,9 @@ class CompletionChunk(_Named):
     usage: Usage | None = None
 
 
-# ---------------------------------------------------------------------------------------------- bodies
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every chunk and body of one answer repeats. `id` is `chatcmpl-<request>` or `cmpl-<request>`.
-
-    `spelling` is that of the model's tokens where the request asks for log probabilities, else None.
-    """
+    """What every chunk and body of one answer repeats. `spelling`: of the model's tokens, for log probabilities."""
 
     request: str
     model: str
@@ -221,7 +208,7 @@ def usage_of(finished: Finished, transcript: Transcript) -> Usage:
 
 
 def cached_tokens(transcript: Transcript) -> int:
-    """What the first attempt found: a later one, after a lost worker, says nothing about reuse."""
+    """Of the first attempt: a later one, after a lost worker, says nothing about reuse."""
     if transcript.started is not None:
         return transcript.started.cached_tokens
     return transcript.finished.cached_tokens if transcript.finished is not None else 0

@@ -1,9 +1,6 @@
-"""OpenAI's streams as bytes: the chunks whose types `openai_answers` has, for chat and for completions. Pure.
-
-Chunks are built once per request and choice, as the bytes before and after the piece of text; a token then costs one
-escaped string and a few appends. With log probabilities every token is a chunk of its own, made anew. Every chunk has
-its `event_id`, so that a client can go on after it whether or not it asked for `id:` lines.
-"""
+"""OpenAI's streams as bytes: the chunks whose types `openai_answers` has. Pure. Chunks are built once per request and
+choice, as the bytes around the text; a token then costs one escaped string and a few appends. With log probabilities
+each token's chunk is made anew."""
 
 from __future__ import annotations
 
@@ -39,8 +36,7 @@ _PLACE_JSON = orjson.dumps(_PLACE.decode())
 
 @dataclass(frozen=True, slots=True)
 class OpenAiForm:
-    """What every reader of one streamed answer gets. With `include_usage` every chunk has `usage: null`; a last one,
-    without choices, has it."""
+    """With `include_usage` every chunk has `usage: null`, and a last one, without choices, the usage."""
 
     head: AnswerHead
     include_usage: bool
@@ -55,10 +51,7 @@ class OpenAiForm:
 
 
 class OpenAiEvents:
-    """Writer for one reader.
-
-    Each choice ends in a chunk with its `finish_reason`; the one that ends the answer says which worker gave it.
-    """
+    """Writer for one reader. Each choice ends in a chunk with its `finish_reason`; the last one names the worker."""
 
     def __init__(self, form: OpenAiForm, at: Position, id_lines: bool) -> None:
         self._head = head = form.head
@@ -72,9 +65,9 @@ class OpenAiEvents:
         self._offsets: dict[int, int] = {}  # characters of each choice that has had scored tokens
 
     def _template(self, choice: int) -> tuple[bytes, bytes, bytes]:
-        """What stands before a piece of text, between it and the event's id, and behind that."""
+        """A chunk's bytes before its text, between text and event id, and after that."""
         template = self._data(_PLACE, (self._choice(choice, self._text(_MARK)),), None, {})
-        before, _, rest = template.rpartition(_MARK_JSON)  # nothing of the caller's stands behind it
+        before, _, rest = template.rpartition(_MARK_JSON)  # no caller's text follows it
         middle, _, after = rest.partition(_PLACE_JSON)
         return before, middle + b'"', b'"' + after
 
@@ -126,7 +119,7 @@ class OpenAiEvents:
     def _scored_tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling, out: list[bytes]
     ) -> None:
-        """A chunk each, also for one whose text is held back: its probability is not."""
+        """A chunk each, also for a token whose text is held back."""
         before, after = self.ids.around(choice)
         offset = self._offsets.get(choice)
         if offset is None:

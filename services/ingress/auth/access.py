@@ -1,9 +1,8 @@
-"""Wiring: who may come in, and what is written down about it: API keys, an issuer, the audit log. Files that say so are
-taken up when they change: by looking every half second, or at once at SIGHUP; the audit log follows its name itself.
+"""Wiring of API keys, an issuer, certificates and the audit log. Changed files are reloaded: by polling every half
+second, or at once at SIGHUP.
 
-What is there must look the same twice, so that a file in the middle of being written is not taken; links that are
-swapped, as Kubernetes does with a mounted secret, are noticed as any other change. What cannot be used is said once,
-and what was there stays; what could not be taken just now (a retryable error) is tried again at each look.
+A file must look the same twice, so that a half-written one is not taken. An unusable file is logged once, and the old
+content stays; after a retryable error it is tried again at each poll.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,32 +23,45 @@ from kvfleet.ingress.auth.key_files import check_tls, read_pair, read_sources, u
 from kvfleet.ingress.auth.oidc import OidcRules, read_algorithms
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.settings import IngressSettings
-from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit, open_audit_file
-from kvfleet.ingress.telemetry.audit_file import AuditFile
-from kvfleet.ingress.telemetry.metrics import IngressReading
+from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit, AuditFile
 from kvproto.errors import InvalidRequest, KvfleetError
 from kvservice.lifecycle import Lifecycle
+from kvservice.metrics import Reading
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 FILE_REFRESH_S = 1.0  # of an issuer's keys in a file
+READINGS = (  # name, help, and where it is: part and attribute
+    ("api_key_reloads_total", "API key files taken up.", "keys", "reloads_total"),
+    (
+        "api_key_reload_failures_total",
+        "API key files that could not be used: the old keys stay.",
+        "keys",
+        "failures_total",
+    ),
+    ("issuer_keys", "Keys of the OIDC issuer.", "issuer", "key_count"),
+    ("issuer_fetches_total", "Times that they were asked for.", "issuer", "fetches_total"),
+    ("issuer_fetch_failures_total", "Times in vain.", "issuer", "failures_total"),
+    ("audit_lines_total", "Lines of the audit log.", "audit", "written_total"),
+    ("audit_dropped_lines_total", "Lines that were lost.", "audit", "dropped_total"),
+)
 S = TypeVar("S")
 
 
 @dataclass(eq=False, slots=True)
 class Reload(Generic[S]):
-    """One source. `read` blocks, in a thread; `take` raises KvfleetError for what is of no use. Owned by the loop."""
+    """One source, owned by the loop. `read` blocks, in a thread; `take` raises KvfleetError for unusable content."""
 
     what: str
     read: Callable[[], S]
     take: Callable[[S], None]
-    seen: S | str  # at the last look; what it said, or why it could not be read
+    seen: S | str  # at the last look: the content, or why it could not be read
     on_reload: Callable[[str, str | None], None] = lambda what, why_not: None
     reloads_total: int = 0
     failures_total: int = 0
     _decided: S | str = field(init=False)  # the same, when that was last acted upon
-    _told: int = 0  # times that `now` was called
+    _told: int = 0  # calls of `now`
 
     def __post_init__(self) -> None:
         self._decided = self.seen
@@ -60,13 +72,13 @@ class Reload(Generic[S]):
             told = self._told
             said = await asyncio.to_thread(self._look)
             if told != self._told:
-                continue  # what this look saw is older than what was taken meanwhile
+                continue  # this look is older than the content taken meanwhile
             if said == self.seen:
                 self._decide(said)
             self.seen = said
 
     def now(self) -> None:
-        """Take up what is there, without waiting for it to settle; what could not be used is tried again."""
+        """Reload without waiting for the content to settle, even if it was refused before."""
         self._told += 1
         self.seen = self._look()
         self._decided = ""
@@ -106,11 +118,8 @@ class Access:
         check_tls(settings.tls_cert, settings.tls_key)
         self._settings = settings
         self._reloads: list[Reload[Any]] = []
-        self._audit_file: AuditFile | None = None
-        self.audit = NO_AUDIT
-        if settings.audit_log is not None:
-            self._audit_file = open_audit_file(settings.audit_log)
-            self.audit = Audit(self._audit_file.write, time.time)
+        self._audit_file = AuditFile(settings.audit_log) if settings.audit_log is not None else None
+        self.audit = Audit(self._audit_file.write, time.time) if self._audit_file is not None else NO_AUDIT
         self._issuer = _issuer_of(settings, now)
         path = settings.api_keys_file
         texts = read_sources(path, "api_keys_file") if path is not None else ()
@@ -124,7 +133,6 @@ class Access:
             self._keys_reload = self._reload("API keys", read, lambda said: self.tenancy.use(self._parse(said)), texts)
 
     def _parse(self, texts: tuple[str, ...]) -> KeySet:
-        """What the setting and the files say together."""
         said = self._settings.api_keys
         return parse_keys(*((said,) if said and said.strip() else ()), *texts)
 
@@ -134,7 +142,7 @@ class Access:
         return reload
 
     def serve_tls(self, context: ssl.SSLContext, life: Lifecycle) -> None:
-        """Certificates that are renewed serve the connections from then on."""
+        """New connections use renewed certificates."""
         cert, key = self._settings.tls_cert, self._settings.tls_key
         assert cert is not None
         assert key is not None
@@ -157,32 +165,17 @@ class Access:
         for reload in self._reloads:
             reload.now()
 
-    def readings(self) -> tuple[IngressReading, ...]:
-        """What metrics show of it; 0 of what there is not."""
-        keys, issuer, audit = self._keys_reload, self._issuer, self._audit_file
-
-        def of(part: Any, name: str) -> Callable[[], float]:
-            return lambda: getattr(part, name) if part is not None else 0
-
-        rows = (
-            ("api_key_reloads", "counter", "API key files taken up.", of(keys, "reloads_total")),
-            (
-                "api_key_reload_failures",
-                "counter",
-                "API key files that could not be used: the old keys stay.",
-                of(keys, "failures_total"),
-            ),
-            ("issuer_keys", "gauge", "Keys of the OIDC issuer.", of(issuer, "key_count")),
-            ("issuer_fetches", "counter", "Times that they were asked for.", of(issuer, "fetches_total")),
-            ("issuer_fetch_failures", "counter", "Times in vain.", of(issuer, "failures_total")),
-            ("audit_lines", "counter", "Lines of the audit log.", of(audit, "written_total")),
-            ("audit_dropped_lines", "counter", "Lines that were lost.", of(audit, "dropped_total")),
-        )
-        return tuple(IngressReading(name, help_, kind, read) for name, kind, help_, read in rows)
+    def readings(self) -> list[Reading]:
+        """What metrics show of it; 0 for absent parts."""
+        parts = {"keys": self._keys_reload, "issuer": self._issuer, "audit": self._audit_file}
+        return [
+            Reading(f"kvfleet_ingress_{name}", help_, partial(getattr, parts[part], attribute, 0))
+            for name, help_, part, attribute in READINGS
+        ]
 
 
 def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKeys | None:
-    """Its keys are from a URL, a file, or wherever the issuer's description says."""
+    """Its keys come from a URL, a file, or the URL in the issuer's description."""
     issuer, audience = settings.oidc_issuer, settings.oidc_audience
     if issuer is None:
         if settings.oidc_jwks is not None or audience is not None:
@@ -190,16 +183,8 @@ def _issuer_of(settings: IngressSettings, now: Callable[[], float]) -> IssuerKey
         return None
     if not audience:
         raise InvalidRequest("missing: tokens for other services must not be good here", field="oidc_audience")
-    rules = OidcRules(
-        issuer=issuer,
-        audience=audience,
-        algorithms=read_algorithms(settings.oidc_algorithms),
-        tenant_claim=settings.oidc_tenant_claim,
-        admin_claim=settings.oidc_admin_claim,
-        admin_value=settings.oidc_admin_value,
-        limits_claim=settings.oidc_limits_claim,
-        leeway_s=settings.oidc_leeway_s,
-    )
+    given = {one.name: getattr(settings, f"oidc_{one.name}") for one in fields(OidcRules)}
+    rules = OidcRules(**given | {"algorithms": read_algorithms(settings.oidc_algorithms)})
     said = settings.oidc_jwks
     if said is not None and "://" not in said:
         read = partial(read_key_file, Path(said))

@@ -1,4 +1,4 @@
-"""Configured API keys, and what they and their tenants may use. Pure: text in, entries out.
+"""Configured API keys, and the limits of their tenants. Pure: text in, entries out.
 
 Keys are configured by their SHA-256 (hex), so that neither file nor environment holds a usable one. The text is TOML
 or JSON:
@@ -19,7 +19,7 @@ or JSON:
 
     [tenants."*"]                            of each tenant that has no table of its own
 
-No message repeats what stands in the text but names of fields: a key may stand there by mistake.
+Messages repeat nothing of the text but names of fields: a key may stand there by mistake.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KNOWN = {"name", "sha256", "tenant", "admin", "disabled", "not_after", "policie
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One configured key: a request that presents what has one of these hashes is `caller`'s, unless it is too late."""
+    """One configured key of `caller`, by the hashes of its texts."""
 
     sha256: tuple[str, ...]
     caller: Caller
@@ -59,24 +59,20 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeySet:
-    """All that the sources say at one time."""
-
     keys: tuple[ApiKey, ...] = ()
     tenants: Mapping[str, KeyLimits] = field(default_factory=dict)
 
     def limits_of(self, tenant: str) -> KeyLimits:
-        """Of all callers of a tenant together."""
         return self.tenants.get(tenant) or self.tenants.get(ANY_TENANT) or NO_LIMITS
 
 
 def hash_key(key: str) -> str:
-    """What a configuration holds instead of the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def parse_keys(*sources: str) -> KeySet:
-    """What texts of TOML or JSON say together. Raises InvalidRequest naming the entry: a service must not start half
-    guarded, and a file that is being written must not count as one without keys."""
+    """Raises InvalidRequest naming the entry: a service must not start half guarded, and a half-written file must not
+    count as one without keys."""
     entries: list[Any] = []
     tenants: dict[str, KeyLimits] = {}
     for source in sources:
@@ -115,13 +111,11 @@ def _parse(source: str) -> Any:
         return tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
         place = _PLACE.search(str(error))
-        raise InvalidRequest(
-            f"neither JSON nor TOML {place.group() if place else ''}".rstrip(), field="api_keys"
-        ) from None
+        why = f"neither JSON nor TOML {place.group()}" if place else "neither JSON nor TOML"
+        raise InvalidRequest(why, field="api_keys") from None
 
 
 def _field(name: Any) -> str:
-    """A field's name as messages may show it."""
     return name if isinstance(name, str) and _FIELD.match(name) else "(not shown)"
 
 
@@ -157,7 +151,7 @@ def _read_key(entry: Any, field: str) -> ApiKey:
     within = type(highest) is int and -MAX_PRIORITY <= highest <= MAX_PRIORITY
     _require(within, f"must be an integer within [{-MAX_PRIORITY}, {MAX_PRIORITY}]", f"{field}.max_priority")
     limits = read_limits(entry, field)
-    policies = entry.get("policies", [])  # names as placement has them; which there are only placement knows
+    policies = entry.get("policies", [])  # only placement knows which exist
     are_names = isinstance(policies, list) and all(isinstance(one, str) and is_token(one) for one in policies)
     _require(are_names, "must be a list of names", f"{field}.policies")
     caller = Caller(name, tenant, entry.get("admin", False), limits, policies=tuple(policies), max_priority=highest)

@@ -1,12 +1,9 @@
-"""Loop: the keys of an issuer: fetched with httpx, and kept up to date.
+"""Loop: the keys of an issuer, fetched with httpx at the start, every few minutes, and when a token names an unknown
+one, at most once in `COOLDOWN_S`. While the issuer does not answer, the last keys serve for a day; a token of an
+unknown key is refused with 503, since it may be good.
 
-They are fetched at the start, every few minutes, and when a token names one that is not here, though not more often
-than once in `COOLDOWN_S`, for all askers together: all wait for the same fetch. While the issuer does not answer, the
-last keys serve for a day; a token whose key is not among them is refused with 503, since it may be good.
-
-A fetch blocks, in a thread which no shutdown waits for. TLS is asked for wherever the issuer is not on this host, also
-of what the issuer's own description names; redirects are not followed. Certificates are checked against the system's
-authorities (`SSL_CERT_FILE` names others), not against those that httpx would bring.
+Fetches need TLS unless the issuer is on this host, also for the URL in its description, and follow no redirects. They
+check certificates against the system's authorities (`SSL_CERT_FILE` names others), not against httpx's.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class SigningKey:
 
 
 def read_key_set(key_set: dict[str, Any]) -> tuple[SigningKey, ...]:
-    """Its keys for signatures that a token may have here; others are passed over. Raises Unavailable for none."""
+    """The usable signing keys. Raises Unavailable if there is none."""
     import jwt
 
     listed = key_set.get("keys")
@@ -75,7 +72,7 @@ def read_key_set(key_set: dict[str, Any]) -> tuple[SigningKey, ...]:
 
 @dataclass(eq=False, slots=True)
 class IssuerKeys:
-    """One issuer's tokens and their keys. Owned by the event loop; `fetch` blocks, and runs in a thread."""
+    """Owned by the event loop; `fetch` blocks, in a thread that no shutdown waits for."""
 
     rules: OidcRules
     fetch: Fetch
@@ -84,7 +81,7 @@ class IssuerKeys:
     keys: tuple[SigningKey, ...] = ()
     fetches_total: int = 0
     failures_total: int = 0
-    _fetched_at: float | None = None  # the last time that it worked
+    _fetched_at: float | None = None  # the last success
     _asked_at: float | None = None
     _fetching: asyncio.Task[None] | None = None
 
@@ -93,7 +90,7 @@ class IssuerKeys:
         return len(self.keys)
 
     async def caller_of(self, token: str) -> Caller:
-        """Raises AuthenticationFailed, PermissionDenied, Unavailable while the issuer does not answer."""
+        """Raises AuthenticationFailed, PermissionDenied, and Unavailable while the issuer does not answer."""
         algorithm, kid = read_head(token, self.rules)
         key = await self._key_of(algorithm, kid)
         return caller_of(read_claims(token, algorithm, key.key, self.rules), self.rules)
@@ -105,7 +102,7 @@ class IssuerKeys:
             await asyncio.sleep(self.refresh_s if self._is_answering else COOLDOWN_S)
 
     async def refresh(self) -> None:
-        """Fetch them now. Raises Unavailable; what is there stays."""
+        """Fetch the keys now. Raises Unavailable; the old ones stay."""
         if self._fetching is None:
             self._fetching = asyncio.create_task(self._refresh(), name="issuer-keys")
             self._fetching.add_done_callback(self._fetched)
@@ -150,7 +147,7 @@ class IssuerKeys:
         return self._fetched_at is not None and self._asked_at is not None and self._fetched_at >= self._asked_at
 
     def _find(self, algorithm: str, kid: str | None) -> SigningKey | None:
-        """By its id; a token that names none means the only one of its algorithm."""
+        """By its id; without one, the only key of the algorithm."""
         fitting = [key for key in self.keys if key.algorithm == algorithm]
         if kid is None:
             return fitting[0] if len(fitting) == 1 else None
@@ -158,7 +155,7 @@ class IssuerKeys:
 
 
 def check_url(url: str, setting: str) -> None:
-    """Raises InvalidRequest for one that keys must not come from."""
+    """Raises InvalidRequest for a URL that keys must not come from."""
     import httpx  # here, so that only an ingress with an issuer's URL loads it, and the others start sooner
 
     try:
@@ -171,7 +168,7 @@ def check_url(url: str, setting: str) -> None:
 
 
 def fetch_key_set(issuer: str, url: str | None) -> dict[str, Any]:
-    """The key set at `url`, else where the issuer's description says. Raises Unavailable."""
+    """From `url`, else from the URL in the issuer's description. Raises Unavailable."""
     if url is None:
         described = _fetch_json(issuer.rstrip("/") + DISCOVERY)
         if described.get("issuer") != issuer:
@@ -187,7 +184,7 @@ def fetch_key_set(issuer: str, url: str | None) -> dict[str, Any]:
 
 
 def read_key_file(path: Path) -> dict[str, Any]:
-    """The same from a file. Raises Unavailable."""
+    """Raises Unavailable."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

@@ -1,8 +1,4 @@
-"""Adapter: the files that hold keys: those with API keys, and the certificate of the HTTP endpoint with its key.
-
-API keys are in one file, or a folder of them as Kubernetes mounts a secret: its files are links into a hidden folder
-that is swapped as a whole, so names that begin with a dot are left out.
-"""
+"""Adapter: files of API keys, and the certificate of the HTTP endpoint with its key."""
 
 from __future__ import annotations
 
@@ -18,7 +14,10 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 def read_sources(path: Path, setting: str) -> tuple[str, ...]:
-    """The texts of a file or of a folder's files, by name. Raises InvalidRequest naming the setting."""
+    """The texts of a file, or of a folder's files by name. Raises InvalidRequest naming the setting.
+
+    Hidden names are left out: in a secret mounted by Kubernetes all files are links into a hidden folder.
+    """
     try:
         if not path.is_dir():
             return (_read(path),)
@@ -42,7 +41,7 @@ def _read(path: Path) -> str:
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Both or none. Raises InvalidRequest naming the setting, also for files that are no certificate with its key."""
+    """Raises InvalidRequest naming the setting: for one without the other, and for files that do not match."""
     if cert is not None and key is not None:
         read_pair(cert, key)
         try:
@@ -63,11 +62,11 @@ def read_pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
 
 
 def use_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
-    """Have a context serve this pair from now on; it stays as it was where that raises. InvalidRequest for what is no
-    certificate with its key, Unavailable where it could not be taken just now.
+    """Have a context serve this pair. Raises InvalidRequest for a pair that does not match, Unavailable where it could
+    not be loaded just now; the context stays as it was then.
 
-    What is tried is what is used: files could be swapped in between, and a certificate that does not match leaves a
-    context without a key. The key is written to no disk.
+    The bytes that are tried are the bytes that are used: files could be swapped in between, and a certificate that does
+    not match leaves a context without a key. The key is written to no disk.
     """
     try:
         with _in_memory(cert) as cert_path, _in_memory(key) as key_path:
@@ -82,7 +81,7 @@ def use_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
 
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[str]:
-    """A file's path, for as long as it is needed: the ssl module reads files only."""
+    """The path of a file in memory: the ssl module reads files only."""
     number = os.memfd_create("kvfleet-tls")
     with open(number, "wb") as file:
         file.write(data)

@@ -1,8 +1,5 @@
-"""What an issuer's token says of its bearer. Pure: the key is handed in, the clock is PyJWT's.
-
-The token's header names its key and its algorithm; the algorithm must be one that is allowed here and the one that the
-key is of, so a public key can never serve as the secret of an HMAC, and `none` is no algorithm at all.
-"""
+"""The claims of an issuer's tokens. Pure: the key is passed in, the clock is PyJWT's. A token's algorithm must be one
+that is allowed here and that of its key, so a public key never serves as an HMAC's secret, and `none` is refused."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ REFUSALS = {  # by the name of PyJWT's error
 
 @dataclass(frozen=True, slots=True)
 class OidcRules:
-    """Whose tokens are accepted, and what their claims are read as. A claim is named by its name, or by a path with
-    dots. `admin` is a claim and a value that it has or holds."""
+    """A claim is named by its name, or by a path with dots. An admin's claim is or holds `admin_value`."""
 
     issuer: str
     audience: str
@@ -40,7 +36,7 @@ class OidcRules:
 
 
 def read_algorithms(said: str) -> tuple[str, ...]:
-    """An allow-list as a setting has it. Raises InvalidRequest for one that must not be in it."""
+    """Reads a setting. Raises InvalidRequest for an algorithm that must not be allowed."""
     names = tuple(name.strip() for name in said.split(",") if name.strip())
     if not names or any(name not in ALGORITHMS for name in names):
         raise InvalidRequest(f"must be some of {', '.join(ALGORITHMS)}", field="oidc_algorithms")
@@ -48,8 +44,7 @@ def read_algorithms(said: str) -> tuple[str, ...]:
 
 
 def read_head(token: str, rules: OidcRules) -> tuple[str, str | None]:
-    """The algorithm and the id of its key, unverified. Raises AuthenticationFailed for what is no token, or signed as
-    is not allowed."""
+    """Algorithm and key id, unverified. Raises AuthenticationFailed for no token, or a forbidden algorithm."""
     import jwt  # here, so that only an ingress with an issuer loads it, and the others start sooner
 
     try:
@@ -65,7 +60,7 @@ def read_head(token: str, rules: OidcRules) -> tuple[str, str | None]:
 
 
 def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[str, Any]:
-    """What a token says whose signature, issuer, audience and times are right. Raises AuthenticationFailed."""
+    """Checks signature, issuer, audience and times. Raises AuthenticationFailed."""
     import jwt
 
     try:
@@ -86,7 +81,7 @@ def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[
 
 
 def caller_of(claims: dict[str, Any], rules: OidcRules) -> Caller:
-    """The bearer of a good token. Raises PermissionDenied where it does not say what is needed here."""
+    """The bearer of a verified token. Raises PermissionDenied for one that lacks a needed claim."""
     subject = claims["sub"]
     if not 1 <= len(subject) <= MAX_SUBJECT_CHARS or not subject.isprintable():
         raise PermissionDenied(f"the token's sub is not 1 to {MAX_SUBJECT_CHARS} characters", field="authorization")
@@ -114,7 +109,7 @@ def _limits_of(claims: dict[str, Any], rules: OidcRules) -> KeyLimits:
 
 
 def claim_at(claims: dict[str, Any], name: str) -> Any:
-    """`https://example.com/tenant` as it is, `realm_access.roles` by its path; None where there is none."""
+    """By its name (`https://example.com/tenant`), else by its path (`realm_access.roles`); None if absent."""
     if name in claims:
         return claims[name]
     value: Any = claims

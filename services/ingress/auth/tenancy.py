@@ -1,9 +1,5 @@
-"""Who is calling: what a request presents -> its caller. The keys may be replaced while requests run.
-
-An API key is looked up by its SHA-256, so the time a look-up takes says nothing about a key's characters: one who
-guesses does not know what the hash of a guess has in common with a configured one. What is no key and looks like a
-token of the issuer is asked of it, if there is one.
-"""
+"""Finds the caller of a request, by API key or the issuer's token. The keys may be replaced while requests run. A key
+is looked up by its SHA-256, so the time of a look-up says nothing about its characters."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ MAX_PRESENTED_CHARS = 16 * 1024
 
 @dataclass(eq=False)
 class Tenancy:
-    """Owned by the event loop; `use` replaces the keys. `reloads` says that others may be there later."""
+    """Owned by the event loop. `reloads`: the keys may change later."""
 
     keys: KeySet
     unix_s: Callable[[], float]
@@ -35,7 +31,7 @@ class Tenancy:
         self.use(self.keys)
 
     def use(self, keys: KeySet) -> None:
-        """From the next request on. An ingress that was not open never becomes so."""
+        """Replaces the keys. An ingress that was not open never becomes so."""
         self.keys = keys
         self._by_hash: dict[str, ApiKey] = {one: key for key in keys.keys for one in key.sha256}
 
@@ -51,8 +47,8 @@ class Tenancy:
         return self.issuer is None and not self.reloads and len({k.caller.tenant for k in self.keys.keys}) == 1
 
     async def authenticate(self, authorization: str | None, api_key: str | None = None) -> Caller:
-        """From `Authorization: Bearer <key or token>` or `x-api-key: <key>`. Raises AuthenticationFailed; of a token
-        also PermissionDenied where it says no tenant, and Unavailable while its issuer does not answer."""
+        """From `Authorization: Bearer <key or token>` or `x-api-key: <key>`. Raises AuthenticationFailed; for a token
+        also PermissionDenied without a tenant, and Unavailable while its issuer does not answer."""
         if self.is_open:
             return OPEN
         try:
@@ -83,7 +79,7 @@ class Tenancy:
 
 
 async def identify(tenancy: Tenancy, exchange: Exchange) -> Caller:
-    """Whose a request is, and says so in it. Raises as `authenticate` does."""
+    """Sets the exchange's caller. Raises as `authenticate` does."""
     caller = await tenancy.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
     exchange.caller = caller
     return caller

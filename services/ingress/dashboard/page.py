@@ -1,8 +1,5 @@
-"""The dashboard as an ingress serves it: the files beside this one, read once; headers hold a browser to them.
-
-The page holds nothing: what it shows it asks of the same routes as anybody, with the key that its reader typed in. It
-needs neither a key nor NATS itself, so that it can say what is away.
-"""
+"""Serves the dashboard: the files beside this one, read once, with headers that hold a browser to them. The page asks
+the public routes with the key that its reader typed in; serving it needs neither a key nor NATS."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from kvfleet.ingress.http.error_bodies import Headers
 from kvfleet.ingress.http.exchange import Exchange
 
 INDEX = "index.html"
-TYPES = {  # of what a page is made of; nothing else is served
+TYPES = {  # of all files that are served
     ".html": b"text/html; charset=utf-8",
     ".js": b"text/javascript; charset=utf-8",
     ".css": b"text/css; charset=utf-8",
@@ -29,7 +26,7 @@ HEADERS: Headers = [
     (b"content-security-policy", POLICY),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),  # they belong together: never one of yesterday's with today's others
+    (b"cache-control", b"no-cache"),  # the files belong together
 ]
 
 
@@ -38,12 +35,12 @@ def suffix(name: str) -> str:
 
 
 def read_files(folder: Traversable) -> dict[str, bytes]:
-    """Name to bytes of each file of the page in `folder`, those below it not."""
+    """Name to bytes of the page's files in `folder`, but not below it."""
     return {one.name: one.read_bytes() for one in folder.iterdir() if suffix(one.name) in TYPES and one.is_file()}
 
 
 class Dashboard:
-    """Its files stay as they were when the process began; a request's path is only ever looked up among them."""
+    """Reads its files once; a request's path is only looked up among them."""
 
     def __init__(self) -> None:
         self._files = read_files(resources.files("kvfleet.ingress.dashboard"))
@@ -52,7 +49,6 @@ class Dashboard:
         await self._respond(exchange, INDEX)
 
     async def file(self, exchange: Exchange) -> None:
-        """GET /dashboard/{file}: what the page asks for."""
         name = exchange.path_params["file"]
         if name == INDEX or name not in self._files:
             await no_such_route(exchange)

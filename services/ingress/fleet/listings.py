@@ -1,10 +1,7 @@
-"""Loop: lists of decisions, which cost placement and this process milliseconds each, however often they are asked for.
+"""Loop: bounds and shares lists of decisions, which cost placement and this process milliseconds each.
 
-    question (whose, of what model, how many) ──▶ runs ──▶ answered: shared for KEPT_S ──▶ forgotten
-             └── no place is free: 429
-
-A caller that asks what another one asks already, or just asked, gets the same answer. A question has its place until
-its answer is forgotten, so the places bound how many run at once, and how many begin in a second.
+question ──▶ runs ──▶ answered: shared for KEPT_S with callers of the same question ──▶ forgotten
+    └── no place is free: 429; a question has its place until its answer is forgotten
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from kvproto.tasks import end
 
 KEPT_S = 0.5
 MAX_LISTINGS = 8
-MAX_LISTINGS_PER_TENANT = 3  # and of all callers who may list every tenant's, together
+MAX_LISTINGS_PER_TENANT = 3  # and of all admins together
 RETRY_S = 1.0
 
 Question = tuple[str | None, str | None, int]  # tenant, None: all; model, None: any; how many at most
@@ -28,7 +25,7 @@ Question = tuple[str | None, str | None, int]  # tenant, None: all; model, None:
 
 @dataclass(eq=False, slots=True)
 class Listings:
-    """Owned by the event loop. `answer` is run in a task for each question, which no asker's going ends."""
+    """Owned by the event loop. `answer` runs in a task for each question, which outlives its callers."""
 
     answer: Callable[[Question], Coroutine[Any, Any, bytes]]
     places: dict[Question, asyncio.Task[bytes]] = field(default_factory=dict)
@@ -37,20 +34,19 @@ class Listings:
         return len(self.places)
 
     async def ask(self, question: Question) -> bytes:
-        """Raises LimitExceeded, and what `answer` does: a failure is shared by those who wait for it, and not kept."""
+        """Raises LimitExceeded, and what `answer` does; a failure is shared by those who wait for it, and not kept."""
         task = self.places.get(question)
         if task is None:
             of_one = sum(tenant == question[0] for tenant, _, _ in self.places)
             if len(self.places) >= MAX_LISTINGS or of_one >= MAX_LISTINGS_PER_TENANT:
-                raise LimitExceeded(
-                    "too many different lists of placements are asked for at once", retry_after_s=RETRY_S
-                )
+                why = "too many different lists of placements are asked for at once"
+                raise LimitExceeded(why, retry_after_s=RETRY_S)
             task = self.places[question] = asyncio.create_task(self.answer(question))
             task.add_done_callback(partial(self._answered, question))
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Callers that still wait are cancelled."""
+        """Cancels the callers that still wait."""
         await end(list(self.places.values()))
         self.places.clear()
 

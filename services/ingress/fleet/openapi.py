@@ -1,9 +1,5 @@
-"""What the ingress serves at /openapi.json: every route, what it takes and what it answers, as OpenAPI 3.1. Pure.
-
-Bodies are described by the forms that read them (`requests`), headers by the patterns that do, and answers by the types
-that are sent: wherever a schema is to stand, an operation names the type. A test compares the paths with those of
-`app`, another one holds every answer against its description.
-"""
+"""The OpenAPI 3.1 description at /openapi.json. Pure. The forms that read bodies (`requests`), the patterns that read
+headers and the types of answers are the schemas: an operation names a type in place of its schema."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 from kvfleet.ingress.answers.native_events import NATIVE_EVENTS
 from kvfleet.ingress.answers.openai_answers import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from kvfleet.ingress.fleet import report
-from kvfleet.ingress.fleet.placement_report import NewestPlacementsAnswer, PlacementsAnswer
+from kvfleet.ingress.fleet.report import NewestPlacementsAnswer, PlacementsAnswer
 from kvfleet.ingress.http.answer_types import described
 from kvfleet.ingress.http.error_bodies import ErrorAnswer
 from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE
@@ -58,7 +54,7 @@ ID_LINES_WHERE_ASKED_FOR = (
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. `errors` beside 405, which every route has."""
+    """One route. Every route has the error 405 beside its `errors`."""
 
     method: str
     path: str
@@ -115,7 +111,7 @@ def _json(*answers: object) -> dict[str, Any]:
 
 
 def _generating(path: str, summary: str, form: BodyForm[Any], answer: type | None, *events: type) -> Operation:
-    """Events have one of these as their data, or an error, and ids always or where they are asked for."""
+    """`answer` is the type of a whole answer, None where there is none; `events` are the types of events' data."""
     errors = [ErrorAnswer] if answer else []
     payload = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [*events, *errors]}}
     event = {
@@ -232,7 +228,6 @@ OPERATIONS = (
 
 
 def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
-    """The whole description."""
     paths: dict[str, Any] = {}
     for one in operations:
         paths.setdefault(one.path, {})[one.method] = _described(one)

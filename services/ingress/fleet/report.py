@@ -1,16 +1,19 @@
-"""What /v1/models, /workers, /stats, /sessions and the probes answer: the types, which `openapi` describes, and those
-of the fleet from one reader's view of it. Pure."""
+"""Answers of the routes that show the fleet, sessions and placements: their types, which `openapi` describes, and how
+they are made of messages. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from kvfleet.ingress.http.answer_types import Described, Natural, told
+from kvproto.errors import InvalidRequest
 from kvproto.fleet_view import FleetView, WorkerView
-from kvproto.messages import Load, Rates, Role, State, TierLoad, WorkerRecord
+from kvproto.ids import is_token
+from kvproto.messages import Actual, Candidate, Decision, Load, Rates, Role, State, TierLoad, WorkerRecord
 
 
 class ModelAnswer(Described):
@@ -119,7 +122,7 @@ class KnownHealthAnswer(HealthAnswer):
 
 
 def workers_report(view: FleetView, address_of: Callable[[str], str]) -> dict[str, WorkerAnswer]:
-    """Every known worker by id, the recently dead ones included; `address_of`: the subject where it takes requests."""
+    """Every known worker by id, the recently dead ones included; `address_of` gives its subject for requests."""
     return {worker: _worker(view.workers[worker], address_of(worker)) for worker in sorted(view.workers)}
 
 
@@ -131,7 +134,7 @@ def _worker(view: WorkerView, address: str) -> WorkerAnswer:
 
 
 def stats_report(view: FleetView, ingress: IngressCounts) -> StatsAnswer:
-    """Sums over the living workers, and the share of prompt tokens that were found cached."""
+    """Sums over the living workers."""
     alive = [one for one in view.workers.values() if one.dead_since is None]
     beats = [one.heartbeat for one in alive if one.heartbeat is not None]
     load = _sums(Load, [beat.load for beat in beats], but=("tiers", "priorities", "oldest_wait_s"))
@@ -152,18 +155,17 @@ def stats_report(view: FleetView, ingress: IngressCounts) -> StatsAnswer:
 
 
 def members_of(view: FleetView, role: Role) -> int:
-    """How many processes of a role other than worker are registered."""
+    """How many processes of a role are registered; not for workers."""
     return sum(one is role for one, _ in view.members)
 
 
 def _sums(kind: type[Load | Rates | TierLoad], values: Sequence[Any], but: Sequence[str]) -> dict[str, Any]:
-    """Field by field."""
     names = (one.name for one in fields(kind) if one.name not in but)
     return {name: sum(getattr(one, name) for one in values) for name in names}
 
 
 def _sum_rates(rates: Sequence[Rates]) -> dict[str, Any]:
-    """Tier by tier where a rate has one for each; of the times of a step the longest."""
+    """Restore rates by tier; the longest of the step times."""
     restore = [one.restore_bytes_per_s for one in rates]
     by_tier = {tier: sum(one.get(tier, 0.0) for one in restore) for tier in sorted(set[str]().union(*restore))}
     return _sums(Rates, rates, but=("restore_bytes_per_s", "step_s")) | {
@@ -184,10 +186,127 @@ def _sum_tiers(loads: Sequence[Mapping[str, TierLoad]]) -> dict[str, dict[str, A
 
 def models_report(records: Iterable[WorkerRecord]) -> ModelsAnswer:
     """OpenAI's list of models."""
-    return ModelsAnswer(
-        "list",
-        [
-            ModelAnswer(one.model, "model", one.started_unix_ms // 1000, "kvfleet", one.context_length)
-            for one in records
-        ],
+    models = [
+        ModelAnswer(one.model, "model", one.started_unix_ms // 1000, "kvfleet", one.context_length) for one in records
+    ]
+    return ModelsAnswer("list", models)
+
+
+# OpenAI's answers show an id drawn here (128 bits in base32) as `chatcmpl-<request>` or `cmpl-<request>`.
+_OPENAI_ID = re.compile(r"(?:chatcmpl|cmpl)-([a-z2-7]{26})\Z")
+TokensByTier = dict[str, Natural]
+
+
+class CandidateAnswer(Described):
+    worker_id: str
+    chosen: bool
+    cost_ms: float | None
+    terms_ms: dict[str, float]
+    matched_tokens: TokensByTier
+
+
+class ActualAnswer(Described):
+    accepted: bool
+    cached_tokens: TokensByTier | None
+    queue_ms: float | None
+    ttft_ms: float | None
+    output_tokens: Natural
+    ended: bool
+    error_code: str | None
+
+
+class AttemptAnswer(Described):
+    attempt: Natural
+    decided_unix_ms: Natural
+    placement_id: str
+    tenant: str
+    model: str
+    policy: str
+    worker_id: str
+    why: str
+    prompt_tokens: Natural
+    expected_hit_tokens: TokensByTier
+    expected_ttft_ms: float | None
+    source_worker_id: str | None
+    source_tokens: Natural
+    candidates: list[CandidateAnswer]
+    candidates_total: Natural
+    actual: ActualAnswer
+
+
+class _OfRequest(Described):
+    request_id: str
+
+
+class PlacementsAnswer(_OfRequest):
+    """Oldest first."""
+
+    attempts: list[AttemptAnswer]
+
+
+class NewestAttempt(AttemptAnswer, _OfRequest):
+    """Of any request; its `request_id` comes first."""
+
+
+Attempt = TypeVar("Attempt", bound=AttemptAnswer)
+
+
+class NewestPlacementsAnswer(Described):
+    placements: list[NewestAttempt]
+
+
+def read_request_id(said: str) -> str:
+    """The request behind an id as clients see it. Raises InvalidRequest for a malformed id."""
+    openai = _OPENAI_ID.match(said)
+    if openai is not None:
+        return openai[1]
+    if not is_token(said):
+        raise InvalidRequest(f"must be 1 to 64 of A-Z a-z 0-9 _ -, got {said[:80]!r}", field="id")
+    return said
+
+
+def placements_report(request: str, decisions: Sequence[Decision]) -> PlacementsAnswer:
+    """One entry per attempt, in the order given."""
+    return PlacementsAnswer(request, [_attempt(AttemptAnswer, decision) for decision in decisions])
+
+
+def newest_report(decisions: Iterable[Decision]) -> NewestPlacementsAnswer:
+    """One entry per attempt of any request, in the order given."""
+    found = [_attempt(NewestAttempt, decision, request_id=decision.request) for decision in decisions]
+    return NewestPlacementsAnswer(found)
+
+
+def _attempt(kind: type[Attempt], decision: Decision, **named: str) -> Attempt:
+    return told(
+        kind,
+        decision,
+        **named,
+        decided_unix_ms=decision.unix_ms,
+        placement_id=decision.placement,
+        worker_id=decision.worker,
+        expected_hit_tokens=decision.expected_hit,
+        expected_ttft_ms=_ms(decision.expected_ttft_s),
+        source_worker_id=decision.source or None,
+        candidates=[_candidate(one, decision.worker) for one in decision.candidates],
+        actual=_actual(decision.actual),
     )
+
+
+def _candidate(candidate: Candidate, chosen: str) -> CandidateAnswer:
+    cost_ms = candidate.cost_ms if candidate.terms else None  # a policy that does not reckon has none
+    return CandidateAnswer(candidate.worker, candidate.worker == chosen, cost_ms, candidate.terms, candidate.matched)
+
+
+def _actual(actual: Actual) -> ActualAnswer:
+    return told(
+        ActualAnswer,
+        actual,
+        cached_tokens=actual.cached,
+        queue_ms=_ms(actual.queue_s),
+        ttft_ms=_ms(actual.ttft_s),
+        error_code=actual.code,
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -1,7 +1,5 @@
-"""The routes that generate nothing: models, workers, sums, placements, sessions and where their blocks are, health.
-
-Sessions of other tenants do not exist here, for admins neither: their keys carry the caller's own tenant.
-"""
+"""The routes that generate nothing: models, workers, sums, placements, sessions and their blocks, health. Sessions of
+other tenants do not exist here, not even for admins: session keys carry the caller's own tenant."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ from kvfleet.ingress.auth.tenancy import identify
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.listings import Listings, Question
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
-from kvfleet.ingress.fleet.placement_report import newest_report, placements_report, read_request_id
+from kvfleet.ingress.fleet.report import newest_report, placements_report, read_request_id
 from kvfleet.ingress.http.answer_types import told
 from kvfleet.ingress.http.exchange import Exchange, integer_query
 from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits.callers import Caller, require_admin
 from kvfleet.ingress.parts import IngressParts
-from kvfleet.ingress.prompts.other_regions import OtherRegions
+from kvfleet.ingress.prompts.models import OtherRegions
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks, tokens_by_tier
 from kvproto.errors import (
@@ -47,7 +45,7 @@ _PATHS = frozenset(one.path for one in OPERATIONS)
 
 @dataclass(eq=False, slots=True)
 class FleetRoutes:
-    """Owned by the event loop; reads what other parts know."""
+    """Owned by the event loop."""
 
     parts: IngressParts
     blocks: SessionBlocks
@@ -79,13 +77,10 @@ class FleetRoutes:
     async def workers(self, exchange: Exchange) -> None:
         caller = await self._admin(exchange)
         client = self.parts.client
-        await _json(
-            exchange,
-            report.workers_report(client.members.view, partial(client.subjects.worker_generate, tenant=caller.tenant)),
-        )
+        address_of = partial(client.subjects.worker_generate, tenant=caller.tenant)
+        await _json(exchange, report.workers_report(client.members.view, address_of))
 
     async def stats(self, exchange: Exchange) -> None:
-        """GET /stats: the fleet's sums, and this ingress's own counts."""
         await self._admin(exchange)
         tally, counters = self.parts.metrics.tally, self.parts.client.counters
         own = report.IngressCounts(
@@ -103,25 +98,19 @@ class FleetRoutes:
         await _json(exchange, report.stats_report(self.parts.client.members.view, own))
 
     async def placements(self, exchange: Exchange) -> None:
-        """GET /v1/placements/{id}: why a request was placed as it was, and what became of it.
-
-        Those of other tenants are not found, so that no tenant learns which ids exist; an admin key finds all.
-        """
+        """GET /v1/placements/{id}. Those of other tenants are not found, so that no tenant learns which ids exist; an
+        admin key finds all."""
         caller = await identify(self.parts.tenancy, exchange)
         request = read_request_id(exchange.path_params["id"])
         try:
             decisions = await self.parts.client.explain(request, None if caller.admin else caller.tenant)
         except NotFound:
-            # The text is the same for an id that does not exist and for another tenant's.
-            raise NotFound(
-                f"no decision about {request!r} is known: it may be too old, or placed while placement was away",
-                field="id",
-            ) from None
+            why = f"no decision about {request!r} is known: it may be too old, or placed while placement was away"
+            raise NotFound(why, field="id") from None  # the same text for another tenant's id
         await _json(exchange, placements_report(request, decisions))
 
     async def newest_placements(self, exchange: Exchange) -> None:
-        """GET /v1/placements?limit=N&model=M: the last decisions, newest first; all tenants' for an admin key. The same
-        answer for all who ask within half a second."""
+        """GET /v1/placements?limit=N&model=M: all tenants' for an admin key."""
         caller = await identify(self.parts.tenancy, exchange)
         limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
         tenant = None if caller.admin else caller.tenant
@@ -130,20 +119,14 @@ class FleetRoutes:
     # ------------------------------------------------------------------ sessions
 
     async def kv_route(self, exchange: Exchange) -> None:
-        """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice. `address`
-        is the NATS subject on which it takes requests of this tenant; `region` is null for one of this region, and one
-        of another region is reached by no subject here."""
+        """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice."""
         caller = await self._metered(exchange)
         session = await self.parts.books.sessions.read(caller.tenant, exchange.path_params["seq_id"])
         await _json(exchange, self._located(caller, self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
-        """GET /sessions/{seq_id}: its tokens, how many of them and which blocks its worker holds, and how many leading
-        ones each worker has by tier.
-
-        The history is there whichever workers live; `worker_id` is null when its worker does not say what is cached.
-        Workers of another `region` are not asked.
-        """
+        """GET /sessions/{seq_id}: also which of its blocks each worker of this region holds. `worker_id` is null when
+        its worker does not answer."""
         caller = await self._metered(exchange)
         session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         head = session.head
@@ -172,26 +155,24 @@ class FleetRoutes:
         caller = await self._metered(exchange)
         require_admin(caller)
         session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
-        question = AdminRequest(
-            AdminCommand.READ_KV, caller.tenant, session.ids, layer=integer_query(exchange, "layer", 0)
-        )
+        layer = integer_query(exchange, "layer", 0)
+        question = AdminRequest(AdminCommand.READ_KV, caller.tenant, session.ids, layer=layer)
         worker = self._worker_of(caller, session)
         if split(worker)[0]:
             raise NotFound(f"the last turn ran at {worker}, K and V are read in this region only", field="seq_id")
-        data = await self._ask(worker, question)
+        try:
+            data = await self.parts.client.admin(worker, question)
+        except TimeoutError:
+            raise Unavailable(f"worker {worker} does not answer", retry_after_s=1.0) from None
         await exchange.respond(200, data, content_type=SAFETENSORS)
 
     async def delete_session(self, exchange: Exchange) -> None:
-        """DELETE /sessions/{seq_id}: its history, and of its requests' blocks those that no other request
-        shares. 409 while a turn runs. Other regions where it ran are told in the background."""
+        """DELETE /sessions/{seq_id}: its history, and blocks that no other request shares. 409 while a turn runs."""
         caller = await self._metered(exchange)
         seq_id = exchange.path_params["seq_id"]
         session = await self.parts.books.sessions.erase(caller.tenant, seq_id)
         await self.blocks.erase(session)
         await _json(exchange, report.DeletedAnswer(seq_id, True))
-
-    async def close(self) -> None:
-        await self.listings.close()
 
     # ------------------------------------------------------------------ process
 
@@ -199,13 +180,12 @@ class FleetRoutes:
         await _json(exchange, report.StatusAnswer("ok"))
 
     async def readyz(self, exchange: Exchange) -> None:
-        """A request would be served: NATS answers, a ready worker's model is loaded, and nothing drains."""
         missing = self.missing()
         await _json(exchange, report.StatusAnswer(missing or "ok"), status=503 if missing else 200)
 
     async def health(self, exchange: Exchange) -> None:
-        """As /readyz, with what is there: how many to everybody, which to those who have a key. `models_unavailable`
-        are those of `models` that no worker serves just now: their workers restart, say."""
+        """As /readyz, with counts; with names for callers with a key. `models_unavailable` are those of `models` that
+        no worker serves just now."""
         missing = self.missing()
         view = self.parts.client.members.view
         answer = report.HealthAnswer(
@@ -215,7 +195,8 @@ class FleetRoutes:
             placements=report.members_of(view, Role.PLACEMENT),
             vaults=report.members_of(view, Role.VAULT),
         )
-        if self.parts.tenancy.is_open or _says_who(exchange):  # a probe that does not was refused nothing
+        names_caller = any(exchange.header(name) is not None for name in (b"authorization", b"x-api-key"))
+        if self.parts.tenancy.is_open or names_caller:  # probes without a key do not count as refused
             with contextlib.suppress(AuthenticationFailed, PermissionDenied, Unavailable):
                 await identify(self.parts.tenancy, exchange)
                 served = {record.model for record in self.parts.models.served()}
@@ -226,7 +207,7 @@ class FleetRoutes:
         await _json(exchange, answer, status=503 if missing else 200)
 
     async def metrics(self, exchange: Exchange) -> None:
-        """For admins; the port for metrics shows the same to all that reach it."""
+        """For admins; the metrics port shows the same to all."""
         await self._admin(exchange)
         body = generate_latest(self.parts.metrics.registry)
         await exchange.respond(200, body, content_type=CONTENT_TYPE_LATEST.encode())
@@ -235,7 +216,7 @@ class FleetRoutes:
         await exchange.respond(200, await asyncio.to_thread(_openapi))
 
     def missing(self) -> str:
-        """Why no request would be served; empty where one would."""
+        """Why no request would be served; empty if one would."""
         if self.is_draining():
             return "draining"
         if not self.parts.client.connection.is_connected:
@@ -251,7 +232,7 @@ class FleetRoutes:
         return orjson.dumps(newest_report(await self.parts.client.newest_decisions(limit, tenant, model)))
 
     async def _metered(self, exchange: Exchange) -> Caller:
-        """The caller of a route that reads a history, and may ask workers for it: one of its limited requests."""
+        """The caller of a route that may ask workers: it counts as a request."""
         caller = await identify(self.parts.tenancy, exchange)
         now, admission = asyncio.get_running_loop().time, self.parts.admission
         exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
@@ -271,7 +252,7 @@ class FleetRoutes:
             living = head.worker in self.regions.workers(region, head.model) if region else False
             if living or members.view.is_alive(head.worker):
                 return head.worker
-        model = head.model if head else said_model or self.parts.models.default_name(self.parts.config.default_model)
+        model = head.model if head else said_model or self.parts.models.default_name()
         worker = members.ring(model).owner(ring_key(caller.tenant, session=session.key))
         if worker is None:
             raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
@@ -282,16 +263,10 @@ class FleetRoutes:
         address = None if region else self.parts.client.subjects.worker_generate(worker, caller.tenant)
         return report.LocatedAnswer(worker, address, region)
 
-    async def _ask(self, worker: str, question: AdminRequest) -> bytes:
-        try:
-            return await self.parts.client.admin(worker, question)
-        except TimeoutError:
-            raise Unavailable(f"worker {worker} does not answer", retry_after_s=1.0) from None
-
 
 @cache
 def _openapi() -> bytes:
-    """Takes a tenth of a second, once: not the event loop's."""
+    """Takes a tenth of a second, once; must not run in the event loop."""
     return orjson.dumps(openapi_document())
 
 
@@ -313,17 +288,12 @@ def _asked(exchange: Exchange) -> str:
 
 
 class _RouteError(KvfleetError):
-    """What HTTP itself refuses; it never crosses the wire."""
+    """Refused by HTTP itself; never crosses the wire."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.http_status = status
         self.code = code
-
-
-def _says_who(exchange: Exchange) -> bool:
-    """Whether a request names its caller, rightly or wrongly."""
-    return exchange.header(b"authorization") is not None or exchange.header(b"x-api-key") is not None
 
 
 async def _json(exchange: Exchange, answer: object, status: int = 200) -> None:

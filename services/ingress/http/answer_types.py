@@ -1,4 +1,4 @@
-"""What an answer is: dataclasses that are sent as JSON, and described in OpenAPI, from one set of fields. Pure."""
+"""Types of answers: dataclasses that are sent as JSON and described in OpenAPI from one set of fields. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Natural = Annotated[int, Field(ge=0)]
 
 @dataclass_transform()
 class Described:
-    """Subclasses are dataclasses; orjson sends them, field after field. A field that has a default may be left out."""
+    """Subclasses are dataclasses. A field that has a default may be absent."""
 
     def __init_subclass__(cls) -> None:
         dataclass(cls)
@@ -27,13 +27,13 @@ Told = TypeVar("Told", bound=Described)
 
 
 def told(kind: type[Told], source: object, **others: Any) -> Told:
-    """An answer whose fields are those of `source`, but for the `others`."""
+    """An answer with the fields of `source` and `others`."""
     own = {one.name: getattr(source, one.name) for one in fields(kind) if one.name not in others}  # type: ignore[arg-type]
     return kind(**own, **others)
 
 
 class _Closed(GenerateJsonSchema):
-    """A field that is sent and not described is found."""
+    """Allows no undescribed fields, so that tests find them."""
 
     def dataclass_schema(self, schema: core.DataclassSchema) -> Schema:
         return super().dataclass_schema(schema) | {"additionalProperties": False}
@@ -46,7 +46,7 @@ class _Closed(GenerateJsonSchema):
 
 
 def described(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Schema]]:
-    """The same with schemas in place of types, and the components that they refer to."""
+    """`value` with schemas in place of types, and the components that they refer to."""
     kinds: dict[type, None] = {}
     _with(kinds.setdefault, value)
     schemas, shared = TypeAdapter.json_schemas(

@@ -32,21 +32,19 @@ class ErrorAnswer(Described):
 
 
 def status_of(error: KvfleetError) -> int:
-    """499 (the caller cancelled) is no status of HTTP; a caller that still listens was cancelled by this side."""
+    """499 (the caller cancelled) is no status of HTTP: this side cancelled a caller that still listens."""
     return 503 if error.http_status == 499 else error.http_status
 
 
 def error_body(error: KvfleetError) -> bytes:
-    """The message names the field, `param` is the field."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return orjson.dumps(ErrorAnswer(ToldError(str(error), kind, error.field, error.code)))
 
 
 def error_headers(error: KvfleetError) -> Headers:
-    """Retry-After in whole seconds where trying again makes sense, and whether it does in the words that OpenAI's
-    clients obey: they would repeat everything from 500 up. A connection to an ingress that drains is closed, and
-    one whose request's body is still coming."""
+    """Retry-After in whole seconds, and x-should-retry, which OpenAI's clients obey: they would repeat everything from
+    500 up. Closes the connection to an ingress that drains, and one whose request's body is still coming."""
     status = status_of(error)
     if status == 401:
         return [(b"www-authenticate", b"Bearer")]
@@ -62,7 +60,7 @@ def error_headers(error: KvfleetError) -> Headers:
 
 
 def loggable(error: KvfleetError) -> str:
-    """For logs: of what is about a caller's words the code and the field, since the message may repeat them."""
+    """For logs: only code and field of errors about a caller's words, as the message may repeat them."""
     if error.field is not None:
         return f"{error.code} ({error.field})"
     return error.message if error.http_status >= 500 else error.code

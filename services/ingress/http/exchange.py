@@ -1,8 +1,5 @@
-"""Adapter: one HTTP request and its answer, over ASGI. The only file here that knows ASGI's messages.
-
-A body is read with a limit; an answer is either whole (`respond`) or a stream of events (`start`, `write`, `end`), each
-write being one send. What was refused is answered in OpenAI's error form.
-"""
+"""Adapter: one HTTP request and its answer, over ASGI. The only file here that knows ASGI's messages. An answer is
+either whole (`respond`) or a stream of events (`start_events`, `write`, `end`), each write being one send."""
 
 from __future__ import annotations
 
@@ -32,8 +29,6 @@ _EVENT_STREAM: Headers = [
 
 
 class ExchangeTrace(Protocol):
-    """What is recorded of a traced request."""
-
     span: Span
     error: KvfleetError | None
 
@@ -42,7 +37,7 @@ class ExchangeTrace(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """One request. Owned by the task that serves it; `gone` once the client has left."""
+    """Owned by the task that serves it; `gone` once the client has left."""
 
     scope: Scope
     receive: Receive
@@ -55,17 +50,17 @@ class Exchange:
     gone: bool = False
     writes: int = 0
     trace: ExchangeTrace | None = None
-    error_event: Callable[[KvfleetError], bytes] | None = None  # how a stream that began says that it failed
+    error_event: Callable[[KvfleetError], bytes] | None = None  # the last event of a stream that failed
     caller: Caller | None = None  # once it is known
-    more_headers: Callable[[], Headers] = list  # of any answer, as they are when it begins
-    usage: RunUsage | None = None  # of the run that it is about
-    repeats: bool = False  # that run was another request's
+    more_headers: Callable[[], Headers] = list  # of any answer; called when it begins
+    usage: RunUsage | None = None  # of its run
+    repeats: bool = False  # another request began that run
     began_at: float = field(default_factory=time.monotonic)
 
     # ------------------------------------------------------------------ request
 
     def header(self, name: bytes) -> str | None:
-        """A request header's last value; names are lower case."""
+        """The last value; names are lower case."""
         value = None
         for key, raw in self.scope["headers"]:
             if key == name:
@@ -83,7 +78,7 @@ class Exchange:
 
     @property
     def path(self) -> str:
-        """As it was sent."""
+        """As it was sent, percent-encoded."""
         return str(self.scope["path"])
 
     @property
@@ -100,8 +95,8 @@ class Exchange:
         return values[-1] if values else None
 
     async def read_body(self, limit: int, within_s: float) -> bytes:
-        """Raises PayloadTooLarge before reading more than `limit` bytes, RequestTimeout when it has not come as a whole
-        `within_s`, Cancelled when the client leaves."""
+        """Raises PayloadTooLarge before reading more than `limit` bytes, RequestTimeout, Cancelled when the client
+        leaves."""
         try:
             async with asyncio.timeout(within_s):
                 return await self._read_body(limit)
@@ -129,7 +124,7 @@ class Exchange:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def until_gone(self) -> None:
-        """Returns when the client has left (`gone` is set), or the answer is complete."""
+        """Waits until the client has left (`gone` is set), or the answer is complete."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
         self.gone = not self.ended
@@ -142,7 +137,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body})
 
     async def respond_empty(self) -> None:
-        """Status 204: there is nothing (more) to be had."""
+        """Status 204."""
         await self._start(204, [])
         self.ended = True
         await self.send({"type": "http.response.body"})
@@ -168,7 +163,7 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
-        """One send. Waits while the client reads too slowly, which in the end pauses the sequence at its worker."""
+        """One send. Waits while the client reads too slowly, which in time pauses the sequence at its worker."""
         self.writes += 1
         await self._send_in_time({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -177,11 +172,8 @@ class Exchange:
         await self._send_in_time({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _send_in_time(self, message: Message) -> None:
-        """Raises Cancelled for a client that stays and does not read: it must not hold slot and session for ever.
-
-        The server's send hardly ever waits, and a timer for each costs several times what it does itself: one is
-        started only where it does.
-        """
+        """Raises Cancelled for a client that does not read: it must not hold slot and session for ever. A timer costs
+        several times a send, so it is started only for the rare send that waits."""
         sending = self.send(message).__await__()
         try:
             waits_for = next(sending)
@@ -197,12 +189,12 @@ class Exchange:
 
 @types.coroutine
 def _rest(begun: Generator[Any, Any, Any], waits_for: Any) -> Generator[Any, Any, None]:
-    """What is left of an awaitable that has begun, and waits."""
+    """The rest of an awaitable that has begun, and waits."""
     try:
         while True:
             try:
                 value = yield waits_for
-            except BaseException as error:  # noqa: BLE001  a cancellation, for instance: it is the begun one's
+            except BaseException as error:  # noqa: BLE001  a cancellation, for instance, goes to the awaitable
                 waits_for = begun.throw(error)
             else:
                 waits_for = begun.send(value)
@@ -211,7 +203,7 @@ def _rest(begun: Generator[Any, Any, Any], waits_for: Any) -> Generator[Any, Any
 
 
 def integer_query(exchange: Exchange, name: str, default: int) -> int:
-    """A query parameter that counts. Raises InvalidRequest naming it."""
+    """Raises InvalidRequest naming the parameter."""
     value = exchange.query_value(name)
     if value is None:
         return default

@@ -1,9 +1,6 @@
-"""What is left of a caller's limits, in the headers that OpenAI's clients know. Pure.
-
-Where both the caller and its tenant have a limit, the one that leaves less is told. `reset` is the time until nothing
-of it is used, as `1m30s`, `2s`, `120ms`. An answer has its headers when its first token is there: what it goes on to
-generate is not in them.
-"""
+"""The rest of a caller's limits, in the headers that OpenAI's clients know. Pure. Of the limits of caller and tenant
+the one that leaves less counts. `reset` is the time until nothing is used. Headers precede the answer's tokens, so they
+do not count them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from kvfleet.ingress.limits.limiter import Limiter
 
 
 def limit_headers(limiter: Limiter, caller: Caller, now: float, unix_s: float) -> Headers:
-    """Empty for a caller whose requests and tokens nothing limits."""
+    """Empty for a caller without limits per minute."""
     requests: list[tuple[float, float, float]] = []  # remaining, limit, seconds until it is whole again
     tokens: list[tuple[float, float, float]] = []
     for account in limiter.accounts(caller):

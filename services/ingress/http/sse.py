@@ -1,11 +1,10 @@
-"""Loop: carries what a run brings to one client: server-sent events, or gathered into one answer.
+"""Loop: carries a run to one client, as server-sent events or as one answer.
 
-Everything that one read of the stream returns becomes ONE send: costs nothing when tokens come one by one, and is what
-saves the process when they come faster than it can send. Formats are writers (`openai_events`, `native_events`) that
-append ready bytes; no object is made per token.
-
-    run.step ──▶ transcript ──▶ writer ──▶ send      the last events are the caller's to send, when all is let go
+    run.step ──▶ transcript ──▶ writer ──▶ send      the caller sends the last events, when all is released
       │  nothing for a while: a comment keeps the connection; the client leaves: its run loses a reader
+
+All tokens of one read of the stream become one send, for tokens that come faster than it can send; no object is made
+per token.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ OnTokens = Callable[[int], None]
 async def relay(
     exchange: Exchange, run: Run, at: Position, *, id_lines: bool, keepalive_s: float, on_tokens: OnTokens
 ) -> list[bytes]:
-    """Write a run as events, from where the client is, all but its end, which is returned. `id_lines`: it asks for
-    them. Raises the run's KvfleetError, InvalidRequest for a position that it cannot have, Cancelled when the client
-    leaves."""
+    """Write a run as events from the client's position on, and return the last ones. Raises the run's KvfleetError,
+    InvalidRequest for a position that it cannot have, Cancelled when the client leaves."""
     async with _watched(exchange, run):
         while run.form is None and not exchange.gone:
             if run.error is not None:
@@ -82,7 +80,7 @@ async def complete(exchange: Exchange, transcript: Transcript, last: list[bytes]
 
 
 async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
-    """Have a run get to its end for an answer that is sent whole. Raises as `relay` does."""
+    """Run to the end for an answer that is sent whole. Raises as `relay` does."""
     async with _watched(exchange, run):
         while not exchange.gone:
             if run.finished:
@@ -101,18 +99,16 @@ async def _get_on(run: Run, on_tokens: OnTokens) -> None:
 
 
 def placement_headers(started: Started | None) -> Headers:
-    """Which worker serves it and what was cached, for debugging with curl."""
+    """For debugging with curl."""
     if started is None or not is_token(started.worker):
         return []
-    return [
-        (b"x-kvfleet-worker", started.worker.encode()),
-        (b"x-kvfleet-cached-tokens", b"%d" % started.cached_tokens),
-    ]
+    cached = (b"x-kvfleet-cached-tokens", b"%d" % started.cached_tokens)
+    return [(b"x-kvfleet-worker", started.worker.encode()), cached]
 
 
 @contextlib.asynccontextmanager
 async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
-    """Have the exchange leave its run as soon as the client leaves."""
+    """The exchange leaves its run as soon as the client leaves."""
 
     leaving = False
 

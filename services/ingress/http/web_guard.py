@@ -1,12 +1,10 @@
 """Refuses requests that a browser made for the page of another site. Pure.
 
-An ingress without keys lets in all that reach it, and every page in a browser on the same machine does: by sending a
-form (cross-site), or under a name of its own that it has point to the ingress (DNS rebinding), where it reads the
-answers too. With keys a page has nothing to send; only the hosts that were said are looked at.
+Every page in a browser on the same machine can reach an ingress without keys: with a form (cross-site), or under a name
+of its own that points to the ingress (DNS rebinding). With keys a page has nothing to send; only hosts are checked.
 
-A browser tells: `Host` is the name in its address bar, `Origin` is with every cross-site POST, `Sec-Fetch-Site` with
-all else on https and on loopback. curl and SDKs send neither of the last two. An address in place of a name cannot be
-rebound.
+Browsers send the name in the address bar as `Host`, `Origin` with every cross-site POST, and `Sec-Fetch-Site` with all
+else on https and loopback. curl and SDKs send neither of the last two. An address cannot be rebound as a name can.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ class WebGuard:
         self._is_open = is_open
 
     def check(self, exchange: Exchange) -> None:
-        """Raises MisdirectedRequest (421) for a host that is not served, PermissionDenied (403) for what another site's
-        page sends."""
+        """Raises MisdirectedRequest (421) for a host that is not served, PermissionDenied (403) for another site's
+        page."""
         host = (exchange.header(b"host") or "").lower()
         if host and not self._any_host and not self._is_served(name_of(host)):
             raise MisdirectedRequest(

@@ -1,11 +1,11 @@
-"""Who may start now: concurrent requests of the process, what the caller's and its tenant's limits leave, and the
-memory of what runs. Pure: `now` is in seconds of any clock that does not go back, `unix_s` reads the wall clock.
+"""Admission by the process's requests, the limits of caller and tenant, and the memory of what runs. Pure: `now` is in
+seconds of any clock that does not go back, `unix_s` reads the wall clock.
 
     used <= half   all grow, new ones are let in
     used > half    none is let in; a run that holds more than an even share of the half, and would grow, ends
 
-So the runs that are beyond their share do not grow, those below reach it at most, and no more than the whole is used.
-Costs are what CPython takes, measured by a test: an answer that is sent whole is built of its transcript at the end.
+Runs beyond their share do not grow, and those below reach it at most, so no more than the whole is used. A test
+measures that costs are what CPython takes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from kvproto.errors import Draining, LimitExceeded, PayloadTooLarge, Unavailable
 from kvproto.messages import Sampling
 
 DEFAULT_BYTES = 384 * 1024 * 1024
-FREE_RETURNS = 8  # of one run: a client whose connection breaks is not charged again, one that plays with it is
+FREE_RETURNS = 8  # of one run, for broken connections; later ones are charged as new requests
 
 
 @dataclass(slots=True)
 class Admission:
-    """Owned by the event loop. `reading` ─▶ (body) ─▶ `admit` ─▶ (run) ─▶ `release`.
-
-    A request has its place while its body is read, so that nothing is read of a caller that is over a limit; it gives
-    it up and is admitted in one step of the event loop.
-    """
+    """Owned by the event loop. `reading` ─▶ (body) ─▶ `admit` ─▶ (run) ─▶ `release`; a request gives up its place and
+    is admitted in one step of the event loop."""
 
     max_concurrent: int
     unix_s: Callable[[], float]
@@ -58,12 +55,12 @@ class Admission:
                 self.limiter.unreserve(caller, charged=charged)
 
     def admit(self, caller: Caller, now: float, *, choices: int = 1, repeat: bool = False, returns: int = 0) -> None:
-        """Count the request in. Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry;
-        InvalidRequest (400) for more choices than the caller may ever have.
+        """Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry; InvalidRequest (400) for
+        more choices than the caller may ever have.
 
-        A `repeat` of a request that runs or has finished is not one more of the caller's: its client may be back before
-        the loss of its connection was noticed. One that goes on after it was parked runs once more, so it counts in
-        `max_concurrent`, but in no rate; `returns` says how often.
+        A `repeat` of a request that runs or has finished uses none of the caller's limits: its client may be back
+        before its lost connection is noticed. A parked one that goes on counts in `max_concurrent`; of its `returns`
+        the first `FREE_RETURNS` count in no rate.
         """
         with self._counting_refusals():
             self._check_process()
@@ -85,7 +82,7 @@ class Admission:
             self.limiter.release(caller, choices=choices)
 
     def meter(self, caller: Caller, now: float) -> None:
-        """Count a question that is work for workers as a request. Raises LimitExceeded."""
+        """Count a question to workers as a request. Raises LimitExceeded."""
         with self._counting_refusals():
             self.limiter.admit(caller, now, self.unix_s(), choices=0)
 
@@ -139,7 +136,7 @@ WHOLE = TokenCosts(192, 1024, 448)  # with the answer's JSON and what it is made
 
 @dataclass(slots=True)
 class RunMemory:
-    """Owned by the event loop. A holder adds what it grows by, and gives back all of it."""
+    """Owned by the event loop. A holder adds its growth, and gives back all of it."""
 
     limit: int = DEFAULT_BYTES
     used: int = 0
@@ -150,12 +147,12 @@ class RunMemory:
         return self.limit // 2
 
     def check_room(self) -> None:
-        """Raises Unavailable where one more request would have to wait for others to end."""
+        """Raises Unavailable if a new request would have to wait for others to end."""
         if self.used > self.half:
             raise Unavailable("running answers have used up their memory", retry_after_s=1.0)
 
     def check_longest(self, sampling: Sampling, costs: TokenCosts, field: str) -> None:
-        """Raises PayloadTooLarge for a request whose longest answer no waiting makes room for."""
+        """Raises PayloadTooLarge for a request whose longest answer never fits."""
         longest = costs.of(sampling.n * sampling.max_tokens, sampling.logprobs)
         if longest > self.half:
             raise PayloadTooLarge(

@@ -1,7 +1,5 @@
-"""Who is calling and what that caller may do. Pure; `api_keys` and `oidc` make callers, `limits` counts what they use.
-
-Without keys and without an issuer everybody is `OPEN`: the tenant `public`, who may do what an admin may.
-"""
+"""Callers and what each may do. Pure; `api_keys` and `oidc` make them. Without keys and without an issuer every caller
+is `OPEN`: the tenant `public`, with an admin's rights."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Of one caller, or of all callers of a tenant together; 0: no limit. Tokens are prompt and generated ones."""
+    """Limits of one caller, or of a tenant's callers together; 0: no limit. Tokens are prompt and generated ones."""
 
     max_concurrent: int = 0
     requests_per_minute: float = 0.0
@@ -30,12 +28,10 @@ class KeyLimits:
 
     @property
     def are_counted(self) -> bool:
-        """Whether there is anything that its callers could use up."""
         return bool(self.max_concurrent or self.requests_per_minute or self.tokens_per_minute or self.tokens_per_day)
 
     @property
     def request_burst(self) -> float:
-        """Requests that may start at once."""
         return max(1.0, self.requests_per_minute / MINUTE_S * BURST_S)
 
 
@@ -44,7 +40,7 @@ LIMITS = tuple(one.name for one in fields(KeyLimits))
 
 
 def read_limits(entry: Mapping[str, Any], field: str) -> KeyLimits:
-    """Those that an entry names, `LIMITS` of it. Raises InvalidRequest naming the one that is wrong."""
+    """Raises InvalidRequest naming the limit that is wrong."""
     said: dict[str, Any] = {}
     for one in fields(KeyLimits):
         value = entry.get(one.name, 0)
@@ -58,8 +54,8 @@ def read_limits(entry: Mapping[str, Any], field: str) -> KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One key's, or one token's, bearer. `name` is what logs and limits call it, within its tenant. Its requests may
-    name these `policies` of placement, an admin's any, and have a priority up to `max_priority`."""
+    """The bearer of a key or token. `name` is unique within its tenant. Its requests may name these `policies` of
+    placement (an admin's: any), and have a priority up to `max_priority`."""
 
     name: str
     tenant: str = DEFAULT_TENANT
@@ -71,7 +67,7 @@ class Caller:
 
     @property
     def max_tokens(self) -> int:
-        """What one choice of its requests may generate; 0: no limit."""
+        """Of one choice; 0: no limit."""
         said = [limits.max_tokens for limits in (self.limits, self.tenant_limits) if limits.max_tokens]
         return min(said, default=0)
 
@@ -86,7 +82,7 @@ def require_admin(caller: Caller) -> None:
 
 
 def require_policy(caller: Caller, policy: str | None) -> None:
-    """Raises PermissionDenied unless the key's requests may name this policy; None is no policy."""
+    """Raises PermissionDenied for a policy that this key may not name."""
     if policy is None or caller.admin or policy in caller.policies:
         return
     allowed = f"one of {', '.join(caller.policies)}" if caller.policies else "none"
@@ -94,7 +90,7 @@ def require_policy(caller: Caller, policy: str | None) -> None:
 
 
 def priority_of(caller: Caller, said: int | None) -> int:
-    """0 unless the request says otherwise, or the key's where that is below. Raises PermissionDenied above that."""
+    """`said`, by default 0 or the key's maximum if that is lower. Raises PermissionDenied above the maximum."""
     if said is None:
         return min(0, caller.max_priority)
     if said > caller.max_priority:
@@ -103,7 +99,7 @@ def priority_of(caller: Caller, said: int | None) -> int:
 
 
 def default_max_tokens(caller: Caller, said: int | None, field: str, default: int) -> int:
-    """What a request generates where it names no bound. Raises InvalidRequest for one beyond the caller's limit."""
+    """The bound of a request that names none. Raises InvalidRequest if `said` is beyond the caller's limit."""
     limit = caller.max_tokens
     if not limit:
         return default

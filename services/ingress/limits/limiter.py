@@ -1,16 +1,14 @@
 """What callers and tenants use of their limits. Pure: time is passed in.
 
-Rates are token buckets. That of requests holds 10 seconds' worth (one at least), so short bursts pass; that of tokens a
-minute's worth, so a prompt of up to `tokens_per_minute` can pass at all. A prompt is taken when its run starts,
-generated tokens as they come: these may leave a debt, which the next request waits for. As each choice counts in
-`max_concurrent`, no debt is more than that many times `max_tokens`. What waiting cannot help is refused for good. A
-day's tokens are counted from midnight UTC.
+Rates are token buckets. The one of requests holds 10 seconds' worth (one at least), for bursts; the one of tokens a
+minute's worth, so that a prompt of `tokens_per_minute` can pass. Generated tokens may leave a debt, of `max_concurrent`
+times `max_tokens` at most; the next request waits for it. A day's tokens count from midnight UTC.
 
-    reserve ─▶ a place while the body is read: who is over a limit is refused before ─▶ unreserve
+    reserve ─▶ a place while the body is read ─▶ unreserve
     admit ─▶ one of requests_per_minute, of max_concurrent one for each choice ─▶ release
-    charge ─▶ the prompt, of tokens_per_minute and tokens_per_day; once for all who read the same run
+    charge ─▶ the prompt, of tokens_per_minute and tokens_per_day; once for all readers of a run
     `RunUsage.generated` ─▶ the hot path: two integers; taken from the buckets at the next check
-    `used_elsewhere` ◀─ what other ingresses have counted of the same account; `shared_usage` knows how
+    `used_elsewhere` ◀─ what other ingresses have counted of the same account (`shared_usage`)
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ Key = tuple[str, str]  # tenant, caller's name; "": all of the tenant's callers 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """What may be used at once; below zero: a debt. None: no limit, or not used yet, so it is full. Rate and capacity
-    are those of the limits at the last `fill`."""
+    """A `level` below zero is a debt; None: no limit, or not used yet, so it is full."""
 
     level: float | None = None
     per_minute: float = 0.0
@@ -42,7 +39,7 @@ class TokenBucket:
     filled_at: float = 0.0
 
     def level_at(self, now: float, used: float) -> float:
-        """What is in it once `used` is taken, and the time since the last `fill` has brought what it brings."""
+        """The level after taking `used`, and refilled since the last `fill`."""
         if self.level is None:
             return self.capacity - used
         return min(self.capacity, self.level - used + (now - self.filled_at) * self.per_minute / MINUTE_S)
@@ -53,17 +50,17 @@ class TokenBucket:
         self.filled_at = now
 
     def lacking(self, now: float, used: float) -> float:
-        """Until it is full; nothing is filled."""
+        """How much is missing until it is full; changes nothing."""
         return self.capacity - self.level_at(now, used) if self.per_minute else 0.0
 
     def wait_s(self, count: float) -> float:
-        """Until so much may be taken; filled just now."""
+        """Seconds until `count` may be taken, of a bucket filled just now."""
         if self.level is None or self.level >= count - ROUNDING:
             return 0.0
         return (count - self.level) * MINUTE_S / self.per_minute
 
     def take(self, count: float, least: float = -math.inf) -> None:
-        """Down to the debt `least` at most, if there is no more already."""
+        """Down to the debt `least`, unless it is deeper already."""
         if self.level is not None and count:
             self.level = max(self.level - count, min(self.level, least))
 
@@ -74,7 +71,7 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class Account:
-    """What one caller, or all callers of one tenant, use: here, and elsewhere as far as that is known."""
+    """The usage of one caller, or of a tenant's callers together: here, and elsewhere as far as known."""
 
     key: Key
     limits: KeyLimits = NO_LIMITS  # in force
@@ -88,7 +85,7 @@ class Account:
     day_tokens: int = 0
     running_elsewhere: int = 0
 
-    # for those elsewhere, and `shared_usage` reports it: what was counted here, since it was new
+    # counted here since it was new; `shared_usage` reports it to other ingresses
     asked: int = 0
     spent: int = 0  # as of the last settling
     own_day_tokens: int = 0  # those of `day`
@@ -99,12 +96,11 @@ class Account:
 
     @property
     def whose(self) -> str:
-        """As messages call it."""
         tenant, caller = self.key
         return "this API key" if caller else f"tenant {tenant}"
 
     def settle(self, now: float, unix_s: float) -> None:
-        """Bring all up to now. A limit that is new begins with a full bucket."""
+        """Bring all up to now. A new limit begins with a full bucket."""
         generated, self.generated = self.generated, 0
         day = int(unix_s // DAY_S)
         if day != self.day:
@@ -117,9 +113,8 @@ class Account:
         self.tokens.fill(now, limits.tokens_per_minute, limits.tokens_per_minute, generated)
 
     def used_elsewhere(self, requests: float, tokens: float, now: float, unix_s: float, *, late: bool) -> None:
-        """Other ingresses have counted so much more, a moment ago. `late`: perhaps long ago, when this one could not
-        know. Then it leaves a debt of one bucket at most: what ingresses admitted while they could not reach one
-        another must not shut a caller out for as long again."""
+        """Other ingresses have counted so much more. `late`: perhaps long ago, unknown here. Then it leaves a debt of
+        one bucket at most: admissions of separated ingresses must not shut a caller out for as long again."""
         self.settle(now, unix_s)
         for bucket, count in ((self.requests, requests), (self.tokens, tokens)):
             bucket.take(count, -bucket.capacity if late else -math.inf)
@@ -127,7 +122,7 @@ class Account:
     def known_elsewhere(
         self, lacking_requests: float, lacking_tokens: float, day_tokens: int, now: float, unix_s: float
     ) -> None:
-        """As much is gone already, by the count of one who was here before; of each bucket twice its worth at most."""
+        """So much is gone already, as an older ingress counts; of each bucket twice its capacity at most."""
         self.settle(now, unix_s)
         for bucket, lacking in ((self.requests, lacking_requests), (self.tokens, lacking_tokens)):
             if bucket.level is not None:
@@ -135,7 +130,7 @@ class Account:
         self.day_tokens = max(self.day_tokens, day_tokens)
 
     def is_idle(self) -> bool:
-        """Whether a new account would say the same; settled just now."""
+        """Whether a new account would be equal to this one, settled just now."""
         is_used = self.running or self.reading or self.running_elsewhere
         is_used = is_used or (self.limits.tokens_per_day and self.day_tokens)
         return not is_used and self.requests.is_full and self.tokens.is_full
@@ -143,7 +138,7 @@ class Account:
 
 @dataclass(slots=True)
 class RunUsage:
-    """What one run costs, however many read it: its prompt once, its tokens as they come. Its first caller pays."""
+    """The cost of one run, however many read it. Its first caller pays."""
 
     caller: Caller
     own: Account
@@ -162,18 +157,15 @@ class RunUsage:
 
 @dataclass(slots=True)
 class Limiter:
-    """The accounts of one process, by name: they outlive every reload of the keys. Owned by the event loop.
-
-    An account has the limits of the caller that was admitted last: what began before a reload ends under those that
-    are in force by then, and brings none of its own back.
-    """
+    """The accounts of one process, by name; they outlive reloads of the keys. Owned by the event loop. An account has
+    the limits of the caller that was admitted last, also for requests that began before a reload."""
 
     _own: dict[Key, Account] = field(default_factory=dict)
     _tenants: dict[Key, Account] = field(default_factory=dict)
     _dropped_at: float = -BURST_S
 
     def accounts(self, caller: Caller) -> tuple[Account, Account]:
-        """The caller's, and its tenant's. One that is not here is opened with the caller's limits."""
+        """The caller's, and its tenant's; opened if missing."""
         own = self._own.get(key := (caller.tenant, caller.name))
         if own is None:
             own = self._own[key] = Account(key, caller.limits)
@@ -186,7 +178,7 @@ class Limiter:
         return (self._own if key[1] else self._tenants).get(key)
 
     def open(self, key: Key, limits: KeyLimits, now: float, unix_s: float) -> Account | None:
-        """One that no request here has used: with these limits until one does. None: there are too many."""
+        """One that no request here has used yet. None: there are too many."""
         if max(len(self._own), len(self._tenants)) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
             if max(len(self._own), len(self._tenants)) >= MAX_OPENED_ACCOUNTS:
@@ -198,8 +190,8 @@ class Limiter:
         return RunUsage(caller, *self.accounts(caller))
 
     def reserve(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
-        """A place for a request that is yet to be read; nothing of a rate is taken before `admit`. From now on the
-        caller's limits are in force. Raises LimitExceeded."""
+        """A place for a request that is yet to be read; `admit` takes from the rates. The caller's limits are in force
+        from now on. Raises LimitExceeded."""
         for account in self._checked(caller, 1, now, unix_s, charged=charged):
             account.reading += 1
             account.asking += charged
@@ -210,8 +202,8 @@ class Limiter:
             account.asking -= charged
 
     def admit(self, caller: Caller, now: float, unix_s: float, *, choices: int = 1, charged: bool = True) -> None:
-        """Count one more request in; one that is not `charged` is not of the rate. Raises LimitExceeded, and
-        InvalidRequest for more choices than may ever run at once."""
+        """One that is not `charged` counts in no rate. Raises LimitExceeded, and InvalidRequest for more choices than
+        may ever run at once."""
         for account in self._checked(caller, choices, now, unix_s, charged=charged):
             account.running += choices
             account.asked += charged
@@ -227,7 +219,7 @@ class Limiter:
     def _checked(
         self, caller: Caller, choices: int, now: float, unix_s: float, *, charged: bool
     ) -> tuple[Account, Account]:
-        """The accounts, settled, of a caller who may start so much more, beside what is being read."""
+        """The settled accounts of a caller who may start so many choices more."""
         if len(self._own) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
         own, all_ = self.accounts(caller)
@@ -246,9 +238,8 @@ class Limiter:
         return own, all_
 
     def charge(self, usage: RunUsage, prompt_tokens: int, now: float, unix_s: float) -> None:
-        """Take a run's prompt, once. Raises PayloadTooLarge for one that would never pass, LimitExceeded."""
-        both = self.accounts(usage.caller)
-        usage.own, usage.tenants = both  # while it was parked its accounts may have been dropped
+        """Take a run's prompt, once. Raises LimitExceeded, and PayloadTooLarge for one that would never pass."""
+        usage.own, usage.tenants = both = self.accounts(usage.caller)  # dropped, perhaps, while it was parked
         if usage.prompt_tokens:
             return
         waits: list[tuple[float, str]] = []
@@ -262,8 +253,7 @@ class Limiter:
                     )
             if wait := account.tokens.wait_s(prompt_tokens):
                 wait = max(wait, account.requests.wait_s(1.0 + account.asking))  # another must be free by then
-                per_minute = f"at most {limits.tokens_per_minute:g} tokens per minute with {whose}"
-                waits.append((wait, per_minute))
+                waits.append((wait, f"at most {limits.tokens_per_minute:g} tokens per minute with {whose}"))
             if limits.tokens_per_day and account.day_tokens + prompt_tokens > limits.tokens_per_day:
                 waits.append((DAY_S - unix_s % DAY_S, f"at most {limits.tokens_per_day} tokens a day with {whose}"))
         _refuse_to_wait(waits)
@@ -276,7 +266,6 @@ class Limiter:
             account.tokens.take(prompt_tokens)
 
     def every(self) -> Iterator[Account]:
-        """Those of callers, then those of tenants."""
         return chain(self._own.values(), self._tenants.values())
 
     @property
@@ -296,7 +285,6 @@ class Limiter:
         assert self.running == sum(account.running for account in self._tenants.values())
 
     def _make_room(self, now: float, unix_s: float) -> None:
-        """Drop the accounts that are idle."""
         if now < self._dropped_at + BURST_S:
             return
         self._dropped_at = now
@@ -307,7 +295,7 @@ class Limiter:
 
 
 def _refuse_to_wait(waits: list[tuple[float, str]]) -> None:
-    """Raises LimitExceeded if there are any. All must have passed, so the longest is the one to tell."""
+    """Raises LimitExceeded with the longest of these waits."""
     if waits:
         wait, why = max(waits)
         raise LimitExceeded(why, retry_after_s=wait)

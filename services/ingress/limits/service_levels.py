@@ -1,12 +1,8 @@
-"""How well requests were served, by model and route: TTFT, gaps between tokens, and who met the targets. Pure.
+"""Service levels by model and route: TTFT, gaps between tokens (ITL), goodput. Pure; owned by the event loop.
 
-    TTFT      from the request's arrival to its first token
-    ITL       what a token came after the one before it, as this process got them: of the tokens of one read of the
-              stream the first (of each choice) waited, the others came with it
-    judged    requests that finished, or failed through no fault of their caller
-    goodput   judged requests that finished with a TTFT and a mean ITL within the targets; and their tokens
-
-The event loop owns it. What comes with every token costs a look-up in a short table and three additions.
+ITL       as this process reads them: of the tokens of one read of the stream the first (of each choice) waited
+judged    requests that finished, or failed through no fault of their caller
+goodput   judged requests that finished with a TTFT and a mean ITL within the targets; and their tokens
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from kvservice.distribution import Distribution
 TTFT_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 ITL_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 MAX_MODELS = 32
-OTHER = "other"  # all models after the first so many: labels must stay few
+OTHER = "other"  # all models beyond `MAX_MODELS`: labels must stay few
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class ServiceLevel:
     good_tokens: int = 0
 
     def came(self, seconds: float | None, tokens: int, choices: int) -> None:
-        """So long after the tokens before them, or as the first ones, `tokens` of `choices` choices came at once."""
+        """`tokens` of `choices` choices came at once, `seconds` after the ones before; None: the first ones."""
         itl = self.itl
         first = choices if choices < tokens else tokens
         if seconds is not None:  # as `observe` does: it would cost as much again to call it
@@ -54,7 +50,7 @@ class ServiceLevel:
     def judge(
         self, targets: Targets, ttft_s: float | None, mean_itl_s: float | None, tokens: int, *, finished: bool
     ) -> None:
-        """A request is over. `ttft_s` is None if there was no token, `mean_itl_s` if there was no second one."""
+        """A request is over. `ttft_s` is None without a token, `mean_itl_s` without a second one."""
         late = ttft_s is None or ttft_s > targets.ttft_s
         slow = mean_itl_s is not None and mean_itl_s > targets.itl_s
         self.judged += 1
@@ -67,7 +63,7 @@ class ServiceLevel:
 
 @dataclass(eq=False, slots=True)
 class ServiceLevels:
-    """`served` names the models that workers have now: their series are there before their first request."""
+    """`served` names the models of workers: their series exist before their first request."""
 
     targets: Targets
     routes: Sequence[str]
@@ -75,7 +71,6 @@ class ServiceLevels:
     _known: dict[tuple[str, str], ServiceLevel] = field(default_factory=dict)
 
     def of(self, model: str, route: str) -> ServiceLevel:
-        """Of a model that is served, by its name; that of all others once there are too many."""
         level = self._known.get((model, route))
         if level is None:
             if len(self._known) >= MAX_MODELS * len(self.routes):

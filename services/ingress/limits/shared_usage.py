@@ -1,16 +1,14 @@
-"""Limits that hold for all ingresses of a region together. Pure: time is passed in; `shared_usage_exchange` carries
-the reports.
+"""Limits across all ingresses of a region. Pure: time is passed in; `shared_usage_exchange` carries the reports.
 
-Every ingress fills its buckets at the full rate, counts in them what it admits itself, and takes from them what the
-others report; so all buckets agree, but for what was admitted since the last reports.
+Every ingress fills its buckets at the full rate, counts what it admits, and takes from them what the others report; so
+all buckets agree, but for what was admitted since the last reports.
 
     Account (of `limits`) ── touched, or a second has passed ──▶ AccountUsage: how far it has counted ──▶ all others
     AccountUsage of another ── less what it had reported before ──▶ taken from the Account here, opened for it
 
-Counts only grow within a `life` of an account, so reports may be lost, doubled and overtaken: the next one heals that.
-An account that is as a new one (nothing runs, buckets are full) ends its life, and is reported no more. `running` is
-what was reported last; it counts no longer when it was not repeated for `SILENT_S`. What was counted before this
-ingress listened cannot be added up from differences: of that it takes what the report says is lacking of the whole.
+Counts only grow within a `life` of an account, so the next report heals lost, doubled and overtaken ones. An account
+that equals a new one ends its life, and is reported no more. `running` counts for `SILENT_S` after its last report. Of
+what was counted before this ingress listened it takes what the report says is lacking.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ ENTRY_BYTES = 400  # at most, beside the names
 
 @dataclass(slots=True)
 class PeerUsage:
-    """How far another ingress has counted one account, as far as that is known here."""
+    """How far another ingress has counted one account."""
 
     life: int
     seq: int  # of the report with what follows
@@ -48,7 +46,7 @@ class PeerUsage:
     day_tokens: int = 0
 
     def more(self, entry: AccountUsage, today: int) -> tuple[int, int, int]:
-        """Requests, tokens, and tokens of today that are new in this; 0 of what was overtaken."""
+        """Requests, tokens, and tokens of today that are new in an entry; 0 of one that was overtaken."""
         requests, tokens = max(0, entry.requests - self.requests), max(0, entry.tokens - self.tokens)
         self.requests += requests
         self.tokens += tokens
@@ -63,8 +61,8 @@ class PeerUsage:
 
 @dataclass(slots=True)
 class Peer:
-    """Another ingress, in one life of it. Of its accounts that were born after `since` nothing was counted before they
-    are reported; reports before `forgot_seq` may be of accounts that are over."""
+    """One life of another ingress. Its accounts born after `since` had counted nothing before their first report;
+    reports before `forgot_seq` may be of accounts that are over."""
 
     epoch: str
     since: float
@@ -77,8 +75,8 @@ class Peer:
 
 @dataclass(eq=False, slots=True)
 class SharedUsage:
-    """Owned by the event loop, as is the limiter, whose accounts it reads and changes. `ingress` and `epoch` are this
-    process's; `now` is the time of the last call, at first that of its start."""
+    """Owned by the event loop, as is the limiter. `ingress` and `epoch` are this process's; `now` is the time of the
+    last call, at first of its start."""
 
     limiter: Limiter
     ingress: str
@@ -97,13 +95,13 @@ class SharedUsage:
 
     @property
     def peers(self) -> int:
-        """Those that reported a moment ago."""
+        """How many reported a moment ago."""
         return sum(1 for peer in self._peers.values() if self.now - peer.reported_at <= SILENT_S)
 
     # ------------------------------------------------------------------ sending
 
     def reports(self, now: float, unix_s: float, max_bytes: int) -> list[UsageReport]:
-        """What the others should receive now, none of it longer than `max_bytes`; empty where no limit is in use."""
+        """For the others, each at most `max_bytes` long; empty while no limit is in use."""
         self.now = now
         found: list[list[AccountUsage]] = []
         size = math.inf
@@ -122,7 +120,7 @@ class SharedUsage:
         return [UsageReport(self.ingress, self.epoch, seq, tuple(said)) for seq, said in enumerate(found, first)]
 
     def report_again(self) -> None:
-        """A peer missed what was reported before."""
+        """A peer missed the last reports."""
         for account in self.limiter.every():
             account.reported_at = -math.inf
 
@@ -142,7 +140,7 @@ class SharedUsage:
         return [*changed[:MAX_REPORTED], *repeated[:room]]
 
     def _entry(self, account: Account, now: float, unix_s: float) -> AccountUsage | None:
-        """None where it is as a new one."""
+        """None for one that equals a new one."""
         account.touched = False
         limits = account.limits
         requests, tokens = account.requests.lacking(now, 0.0), account.tokens.lacking(now, account.generated)
@@ -183,7 +181,6 @@ class SharedUsage:
     # ------------------------------------------------------------------ receiving
 
     def receive(self, report: UsageReport, now: float, unix_s: float) -> None:
-        """Take from the accounts here what another ingress has counted."""
         self.now = now
         if report.ingress == self.ingress:
             return
@@ -286,7 +283,7 @@ class SharedUsage:
         self._peer_accounts -= 1
 
     def _forget_peer(self, name: str, now: float, *, counted: bool = True) -> None:
-        """`counted`: it may come back with what was counted already."""
+        """`counted`: it may come back with counts that are taken already."""
         peer = self._peers.pop(name)
         for key, known in list(peer.accounts.items()):
             self._forget(peer, key, known)

@@ -1,9 +1,5 @@
-"""Loop: reports to the other ingresses of the region what limited callers use here, four times a second while there is
-something to report, and receives their reports. What is in them and what follows from it is `shared_usage`'s.
-
-While NATS is away this ingress counts alone, and nothing is kept to be sent later: counts only grow, so the next report
-says it all.
-"""
+"""Loop: exchanges the reports of `shared_usage` with the region's other ingresses, four times a second. While NATS is
+away nothing is kept to be sent later: counts only grow, so the next report has it all."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ class UsageExchange:
                 log.exception("usage of limits not told")
 
     async def stop(self) -> None:
-        """What has ended since the last report is reported: those that go on need not wait for this one's silence."""
+        """Reports once more, so that the others need not wait for this one's silence."""
         if self._on_reconnect in self.connection.on_reconnect:
             self.connection.on_reconnect.remove(self._on_reconnect)
         await self.turn()

@@ -1,16 +1,15 @@
 """Reuse of generated ids in the next turn of a chat: rendered text -> the ids it already has. Pure.
 
-Text that a model generated need not tokenise back into the ids that were generated, and then none of the attention
-state behind it can be reused. A finished turn is remembered under its rendered prompt; a new request whose rendered
-text starts with that prompt (and with what was generated after it) takes those ids and tokenises only the rest.
+Generated text need not tokenise back into the generated ids, and then no attention state behind it can be reused. So a
+finished turn is remembered under its rendered prompt, and a text that starts with it tokenises only the rest:
 
     remembered   |---- prompt text ----|-- generated --|         ids: prompt ids + generated ids
     new text     |---- prompt text ----|-- generated --|<end><user>...<assistant>
                   spliced ids ........................  tokenised alone
 
-A look-up costs one pass over the text, not over the entries: prompts are filed under the hash of their text up to the
-last multiple of `STRIDE` characters and the exact characters after it, so at each multiple only the distinct lengths
-of those tails are tried. Nothing is ever spliced unless it decodes to exactly the text it stands for.
+A look-up costs one pass over the text: prompts are filed under the hash of their text up to the last multiple of
+`STRIDE` characters and the exact characters after it, so at each multiple only the distinct lengths of those tails are
+tried. Nothing is spliced unless it decodes to exactly the text it stands for.
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ _Key = tuple[bytes, str]
 
 @dataclass(slots=True)
 class SpliceIndex:
-    """Bounded memory of finished turns, least recently used first out. Owned by the event loop.
-
-    `scope` keeps tenants and models apart. Counters: look-ups that found something, and that did not.
-    """
+    """Bounded memory of finished turns, least recently used first out. Owned by the event loop. `scope` keeps tenants
+    and models apart."""
 
     max_bytes: int
     hits_total: int = 0
@@ -69,7 +66,7 @@ class SpliceIndex:
     def remember(
         self, scope: str, prompt: str, prompt_ids: Sequence[int], ids: Sequence[int], codec: ModelTokenizer
     ) -> None:
-        """Keep a finished turn. `prompt` is the rendered text that `prompt_ids` decode to, exactly."""
+        """`prompt` is the rendered text that `prompt_ids` decode to, exactly."""
         text = text_after(codec, prompt_ids, ids)
         turn = _Turn(array("I", prompt_ids), array("I", ids), text)
         key = (_digests(scope, prompt)[-1], prompt[len(prompt) // STRIDE * STRIDE :])
@@ -136,7 +133,6 @@ class SpliceIndex:
         return sum(len(turns) for turns in self._turns.values())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when sizes or the two tables disagree."""
         assert self.bytes_used == sum(
             sum(turn.size for turn in turns) + 4 * len(key[1]) for key, turns in self._turns.items()
         )
@@ -150,18 +146,18 @@ class SpliceIndex:
 
 
 def join(splice: Splice, text: str, codec: ModelTokenizer) -> tuple[int, ...] | None:
-    """Ids of the whole `text`: the spliced ones, the rest tokenised alone. None if they would not decode to it."""
+    """The spliced ids, and the rest tokenised alone. None if they would not decode to `text`."""
     rest = text[splice.chars :]
     if not rest:
         return splice.ids
     tail = codec.encode(rest, add_special_tokens=False)
     if text_after(codec, splice.ids, tail) != rest:
-        return None  # a tokenizer that changes text (prepends a space, normalises): correct comes first
+        return None  # the tokenizer changes text: it prepends a space, or normalises
     return splice.ids + tail
 
 
 def match_history(ids: Sequence[int], text: str, codec: ModelTokenizer) -> Splice | None:
-    """How much of a known history `text` starts with, for a session whose text was not kept."""
+    """The part of a session's history, whose text was not kept, that `text` starts with."""
     return _match(_Turn(array("I"), array("I", ids), codec.decode(ids)), text, 0, codec)
 
 
@@ -184,7 +180,7 @@ def _digests(scope: str, text: str) -> list[bytes]:
 
 
 def _common_chars(known: str, text: str, start: int) -> int:
-    """How many characters of `known` stand in `text` from `start` on. By halving: comparing slices is fast."""
+    """How many leading characters of `known` are in `text` at `start`. By halving: comparing slices is fast."""
     low, high = 0, min(len(known), len(text) - start)
     while low < high:
         middle = (low + high + 1) // 2
@@ -212,7 +208,7 @@ def _match(turn: _Turn, text: str, prompt_chars: int, codec: ModelTokenizer) -> 
 
 
 def _longest_cut(turn: _Turn, text: str, start: int, codec: ModelTokenizer) -> tuple[int, int]:
-    """How many of a turn's generated ids decode to a start of `text[start:]`, and to how many characters."""
+    """How many generated ids decode to a prefix of `text[start:]`, and to how many characters."""
     low, high = 0, len(turn.ids) if text.startswith(turn.text[:1], start) else 0
     while low < high:  # what they decode to only grows; a cut character may flicker, hence the walk back below
         middle = (low + high + 1) // 2

@@ -1,8 +1,5 @@
-"""Chat templates as transformers renders them, in a sandbox, without transformers. Pure but for `strftime_now`.
-
-Templates come from model folders and may be anybody's: an immutable sandbox, plain JSON values in, text out. Equal to
-`apply_chat_template(..., tokenize=False)`, which a test checks.
-"""
+"""Chat templates, rendered as by transformers' `apply_chat_template(..., tokenize=False)`, which a test checks. Pure
+but for `strftime_now`. Templates come from model folders and are not trusted, hence the immutable sandbox."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from kvproto.errors import InvalidRequest
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; for serving it renders its body."""
+    """`{% generation %}` marks text for training; here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -69,22 +66,20 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **kw)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 class ChatTemplate:
-    """One compiled template. Raises InvalidRequest at construction if it is no template."""
+    """Raises InvalidRequest at construction if the source does not compile."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        environment.globals["dict"] = _PlainDict()
-        environment.globals["namespace"] = _Namespace
+        environment.globals.update(
+            raise_exception=_raise_exception,
+            strftime_now=lambda form: datetime.now().strftime(form),
+            dict=_PlainDict(),
+            namespace=_Namespace,
+        )
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
@@ -92,16 +87,10 @@ class ChatTemplate:
             raise InvalidRequest(f"the model's chat template does not compile: {error}", field="model") from None
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """The chat as text. Raises InvalidRequest with what the template says against these messages."""
+        """Raises InvalidRequest if the template refuses these messages."""
+        fixed = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            return self._template.render(messages=messages, **fixed, **self._special_tokens)
         except (jinja2.exceptions.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise InvalidRequest(
-                f"the model's chat template refuses them: {str(error)[:300]}", field="messages"
-            ) from None
+            why = f"the model's chat template refuses them: {str(error)[:300]}"
+            raise InvalidRequest(why, field="messages") from None

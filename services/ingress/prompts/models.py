@@ -1,32 +1,89 @@
-"""Loop: the models this ingress can serve: tokenizer, template and defaults, fetched from living workers.
-
-A worker's record carries the content hash of its bundle; a hash seen for the first time is fetched once, by the
-request that needs it first or as soon as its worker joins. Bundles that no member has named for a while are let go.
-"""
+"""Loop: the models this ingress can serve: tokenizer, template and defaults, fetched from living workers of any region.
+A worker's record has the content hash of its bundle; each hash is fetched once, by the first request that needs it or
+as soon as its worker joins."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from kvfleet.ingress.prompts.other_regions import OtherRegions
 from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
+from kvproto import codec
 from kvproto.client import Client
-from kvproto.errors import InvalidRequest, KvfleetError, ModelNotFound, NoWorkers, Unavailable
+from kvproto.connection import Connection
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFound, NoWorkers, Unavailable
 from kvproto.fleet_view import Change, FleetView, WorkerView
-from kvproto.messages import Bundle, State, WorkerRecord
+from kvproto.messages import Bundle, RegionSummary, State, WorkerRecord
+from kvproto.nats_message import Message, Subscription
+from kvproto.regions import Regions
+from kvproto.subjects import Subjects
+from kvproto.tasks import end
 
 log = logging.getLogger(__name__)
 
 KEPT_UNNAMED = 4  # bundles of models that left and may come back
 
 
+@dataclass(eq=False, slots=True)
+class OtherRegions:
+    """What other regions serve, as their placements say once a second; without a region of its own it hears none.
+    Owned by the event loop. `on_change` is called after each summary of another region."""
+
+    connection: Connection
+    subjects: Subjects
+    now: Callable[[], float]
+    on_change: Callable[[], None] = lambda: None
+    subscription: Subscription | None = None
+    regions: Regions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.regions = Regions(self.subjects.region)
+
+    async def start(self) -> None:
+        if self.subjects.region:
+            self.subscription = await self.connection.subscribe(self.subjects.region_summaries(), self._on_summary)
+
+    async def stop(self) -> None:
+        if self.subscription is not None:
+            try:
+                await self.subscription.unsubscribe()
+            except KvfleetError as error:  # the connection may be gone: nothing to let go of then
+                log.debug("other regions: %s", error)
+
+    def names(self) -> list[str]:
+        return self.regions.names(self.now())
+
+    def records(self) -> dict[str, WorkerRecord]:
+        """One for each model that some other region serves now."""
+        return self.regions.records(self.now())
+
+    def holders(self, model: str, bundle: str) -> list[str]:
+        return self.regions.holders(model, bundle, self.now())
+
+    def workers(self, region: str, model: str) -> list[str]:
+        """All workers of a model there, by their names in this region."""
+        return self.regions.workers(region, model, self.now())
+
+    async def _on_summary(self, message: Message) -> None:
+        try:
+            summary = codec.decode(RegionSummary, message.data)
+        except CodecError as error:
+            log.debug("a summary on %s is unreadable: %s", message.subject, error)
+            return
+        if message.subject.split(".")[-2] != summary.region or summary.region == self.subjects.region:
+            return
+        now = self.now()
+        self.regions.hear(summary, now)
+        self.regions.forget_silent(now)
+        self.on_change()
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model as requests need it. `hash` changes whenever tokenizer, template or defaults do."""
+    """`hash` changes whenever tokenizer, template or defaults do."""
 
     name: str
     hash: str
@@ -55,15 +112,12 @@ class Models:
         self.on_regions()
 
     def on_regions(self) -> None:
-        """Other regions have said what they serve: what is not here yet, or could not be had before, is fetched."""
+        """Fetch bundles that are not here yet, or whose fetch failed before."""
         for record in self.regions.records().values():
             self._prefetch(record)
 
     async def stop(self) -> None:
-        for task in list(self.fetching.values()):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, KvfleetError):
-                await task
+        await end(self.fetching.values())
 
     def on_member(self, change: Change, view: WorkerView) -> None:
         """A listener of `Members`: a new worker's bundle is here before its first request."""
@@ -78,7 +132,7 @@ class Models:
         return self.regions.records() | self.view.models()
 
     def remembered(self) -> list[str]:
-        """Names of those that are served now, or were until a while ago."""
+        """Names of models that are served now, or were until a while ago."""
         gone = [view.record.model for view in self.view.workers.values()] + [name for name, _ in self.bundles]
         return sorted({*self._known(), *gone})
 
@@ -90,10 +144,8 @@ class Models:
         records = [view.record for view in self.view.ready()]
         return any((one.model, one.bundle) in self.bundles for one in (*records, *self.regions.records().values()))
 
-    def default_name(self, configured: str | None) -> str:
-        """The model of a request that names none. Raises InvalidRequest when that is not clear, NoWorkers."""
-        if configured:
-            return configured
+    def default_name(self) -> str:
+        """The model of a request that names none. Raises NoWorkers, and InvalidRequest where several are served."""
         names = sorted(self._known())
         if not names:
             raise NoWorkers("no worker is ready", retry_after_s=2.0)
@@ -102,7 +154,7 @@ class Models:
         return names[0]
 
     async def get(self, name: str, *, field: str = "model") -> ServedModel:
-        """Raises ModelNotFound, or Unavailable when no worker hands its bundle over in time."""
+        """Raises ModelNotFound, NoWorkers, or Unavailable when no worker sends its bundle in time."""
         record = self.view.models().get(name) or self.regions.records().get(name)
         if record is None:
             await self.source.miss(name)  # it may be one of this fleet that has no worker just now

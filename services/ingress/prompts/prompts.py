@@ -1,7 +1,5 @@
-"""Texts to token ids, once per request: plain prompts, chats with what earlier turns left to splice, session turns.
-
-Long texts are tokenised in an executor, so that one caller's document does not delay everybody's tokens.
-"""
+"""Texts to token ids, once per request: plain prompts, and chats with ids of earlier turns. Long texts are tokenised in
+an executor, so that one caller's document delays no other's tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from typing import TypeVar
 
 from kvfleet.ingress.prompts.chat_splice import Splice, SpliceIndex, join, match_history
 from kvfleet.ingress.prompts.models import ServedModel
+from kvfleet.ingress.requests.asks import prompt_too_long
 from kvfleet.ingress.requests.bodies import ChatMessage, check_vocabulary
-from kvfleet.ingress.requests.sampling_plan import prompt_too_long
 from kvproto.ids import base32
 
 T = TypeVar("T")
@@ -23,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat as text and ids. `exact`: the ids decode to the text, so the turn may be spliced later."""
+    """`exact`: the ids decode to the text, so the turn may be spliced later."""
 
     text: str
     ids: tuple[int, ...]
@@ -42,16 +40,14 @@ class Prompts:
     async def plain(
         self, model: ServedModel, text: str, *, begins: bool, must_fit: bool = True, field: str = "prompt"
     ) -> tuple[int, ...]:
-        """Ids of a text; with the model's BOS where a sequence `begins`.
-
-        Raises ContextLengthExceeded early for one that `must_fit` the model's context and cannot.
-        """
+        """With the model's BOS where a sequence `begins`. Raises ContextLengthExceeded early for a text that `must_fit`
+        the model's context and cannot."""
         if must_fit:
             _refuse_hopeless(model, text, 0, field)
         return await self._run(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=begins))
 
     async def check_ids(self, model: ServedModel, ids: tuple[int, ...]) -> None:
-        """Raises InvalidRequest naming the first id that the model does not know."""
+        """Raises InvalidRequest naming the first unknown id."""
         await self._run(len(ids), lambda: check_vocabulary(ids, model.bundle.vocab_size))
 
     async def chat(
@@ -63,7 +59,7 @@ class Prompts:
         *,
         must_fit: bool = True,
     ) -> ChatPrompt:
-        """Render, splice what is known (of `history`, or of any finished turn), tokenise the rest."""
+        """Render, splice ids of `history` or of a finished turn, tokenise the rest."""
         tokenizer = model.tokenizer
         text = tokenizer.render([message.as_template_value() for message in messages])
         splice = self.splices.find(scope_of(model, tenant), text, tokenizer)
@@ -76,7 +72,7 @@ class Prompts:
         return await self._run(len(text) - (splice.chars if splice else 0), lambda: _encode(text, splice, model))
 
     def remember(self, model: ServedModel, tenant: str, prompt: ChatPrompt, ids: tuple[int, ...]) -> None:
-        """A chat's turn has finished: its ids are known from now on."""
+        """Keep the ids of a finished turn."""
         if prompt.exact and ids:
             self.splices.remember(scope_of(model, tenant), prompt.text, prompt.ids, ids, model.tokenizer)
 
@@ -87,11 +83,8 @@ class Prompts:
 
 
 def conversation_of(messages: tuple[ChatMessage, ...]) -> str:
-    """What all turns of one chat have in common: its opening, up to and with the first message that is no instruction.
-
-    Any ingress derives the same key from any turn, with no memory of earlier ones, so that a chat stays where its
-    blocks are; callers who open with the same words share blocks as well as a place.
-    """
+    """A key that any ingress derives from any turn of one chat, so that the chat stays where its blocks are: a hash of
+    its messages up to and with the first that is no instruction."""
     hashed = hashlib.blake2b(digest_size=16)
     for message in messages:
         hashed.update(f"{message.role}\0{len(message.content)}\0{message.content}".encode("utf-8", "surrogatepass"))
@@ -116,7 +109,7 @@ def _encode(text: str, splice: Splice | None, model: ServedModel) -> ChatPrompt:
 
 
 def _refuse_hopeless(model: ServedModel, text: str, known_chars: int, field: str) -> None:
-    """A text that cannot fit however it is tokenised is not tokenised at all."""
+    """Raises ContextLengthExceeded for a text that cannot fit however it is tokenised."""
     least = model.tokenizer.least_tokens(text[known_chars:])
     if least >= model.bundle.context_length:
         raise prompt_too_long(model.bundle.context_length, f"at least {least}", field)

@@ -1,12 +1,5 @@
-"""Adapter: `tokenizers` and the chat template of one model, made from the worker's bundle; how tokens are spelled.
-
-The only importer of `tokenizers` here. Texts are encoded through the batch call, which lets other threads run (the
-single one holds the interpreter for its whole time), so `encode` may be called from an executor.
-
-A token need not be text: with byte-level vocabularies a character may be spread over several. `bytes_of` is exact for
-byte-level vocabularies (each of their characters stands for a byte) and for SentencePiece ones with byte fallback
-(`<0xE2>`, and a mark that stands for a space); of any other tokenizer it is what decoding the token alone gives.
-"""
+"""Adapter: `tokenizers`, of which this is the only importer here: one model's tokenizer with its chat template, made
+from the worker's bundle, and the spelling of its tokens."""
 
 from __future__ import annotations
 
@@ -27,16 +20,18 @@ SPACE_MARK = "\u2581"
 
 
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others are moved behind the first 256 characters."""
+    """GPT-2's alphabet: printable bytes stand for themselves, the others follow the first 256 characters."""
     kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     moved = [byte for byte in range(256) if byte not in kept]
     return {chr(byte): byte for byte in kept} | {chr(256 + n): byte for n, byte in enumerate(moved)}
 
 
 class TokenSpelling:
-    """Spellings of one model's tokens, each made once.
+    """Spellings of one model's tokens, each made once. `token` gives a token's entry in the vocabulary, `decode` the
+    text of a token alone.
 
-    `token` gives a token's entry in the vocabulary (None: there is none), `decode` the text it stands for by itself.
+    `bytes_of` is exact for byte-level vocabularies (each of their characters stands for a byte) and for SentencePiece
+    ones with byte fallback (`<0xE2>`, and a mark for a space); for others it is the token decoded alone.
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class TokenSpelling:
         return self._spelled(token)[0]
 
     def text_of(self, token: int) -> str:
-        """The token as text; a part of a character as OpenAI writes it, `bytes:\\xe2\\x80`."""
+        """A part of a character is spelled as by OpenAI, `bytes:\\xe2\\x80`."""
         return self._spelled(token)[1]
 
     def _spelled(self, token: int) -> tuple[bytes, str]:
@@ -95,10 +90,7 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 class ModelTokenizer:
-    """Text to ids and back as the worker does it, and chats to text. Immutable. Raises Unavailable for a bad bundle.
-
-    `special_texts` are the spellings of special tokens, `special_ids` their ids; `spelling` is that of single tokens.
-    """
+    """Text to ids and back as at the worker, and chats to text. Immutable. Raises Unavailable for a bad bundle."""
 
     def __init__(self, bundle: Bundle) -> None:
         try:
@@ -117,16 +109,17 @@ class ModelTokenizer:
         self._max_token_chars = _longest_token(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """`add_special_tokens` puts the model's BOS in front (once per sequence); spelled-out specials always count."""
+        """`add_special_tokens` puts the model's BOS in front; spelled-out specials always count. The batch call lets
+        other threads run, so this may be called from an executor."""
         return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens spelled out."""
+        """Special tokens are spelled out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """A chat with the generation prompt. Raises InvalidRequest when there is no template or it refuses."""
+        """A chat with the generation prompt. Raises InvalidRequest without a template, or if it refuses."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template, use /v1/completions", field="model")
         if isinstance(self._template, InvalidRequest):  # completions work all the same
@@ -134,7 +127,7 @@ class ModelTokenizer:
         return self._template.render(messages)
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound for the tokens of a text, for free: it saves tokenising what can never fit. 0: unknown."""
+        """A cheap lower bound for the tokens of a text; 0: unknown."""
         return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_token_chars) if self._max_token_chars else 0
 
 
@@ -152,10 +145,7 @@ def _template_of(bundle: Bundle) -> ChatTemplate | InvalidRequest | None:
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:
-    """Bytes of the longest token where every byte of a text ends up in some token (byte-level, no normalizer); else 0.
-
-    Byte-level vocabularies spell one byte as one character; added tokens are spelled as they are.
-    """
+    """Bytes of the longest token where every byte of a text is in some token (byte-level, no normalizer); else 0."""
     if tokenizer.normalizer is not None or not isinstance(tokenizer.decoder, ByteLevel):
         return 0
     return max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)

@@ -1,8 +1,7 @@
 """Bodies of the generating routes as frozen dataclasses. Pure.
 
-Fields that would change the answer and are not served are refused by name when they ask for anything but the default:
-silence would be a wrong answer. So are fields that nobody knows, as OpenAI's servers do. Those that are ignored say
-something about the caller, or ask for what is done anyway. Defaults of /generate are the interface's, not the model's.
+Unserved fields that would change the answer are refused by name unless they have the default; unknown fields too, as by
+OpenAI's servers. Ignored fields describe the caller, or ask for the default. Defaults of /generate are the interface's.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ MAX_COMPLETION_LOGPROBS = 5
 
 SeqId = Annotated[str, Field(min_length=1, max_length=MAX_SEQ_ID_CHARS)]
 
-# ---------------------------------------------------------------------------------------------- values
-
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
@@ -54,7 +51,7 @@ _PARTS = TypeAdapter(Annotated[list[TextPart], Field(fail_fast=True)])
 
 
 def _read_content(said: Any, read_text: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-    """Parts become one text. An assistant may have said none."""
+    """Parts become one text; an assistant's may be absent."""
     if type(said) is list:
         return "".join(part.text for part in _PARTS.validate_python(said))
     return "" if said is None and info.data.get("role") == "assistant" else read_text(said)
@@ -107,8 +104,6 @@ Prompt = Annotated[Text | Ids, Field(union_mode="left_to_right")]
 OnlyPrompt = BeforeValidator(
     _only_prompt, json_schema_input_type=Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=1)]
 )
-
-# ---------------------------------------------------------------------------------------------- bodies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +206,7 @@ def read_completion(body: Body) -> CompletionAsk:
 
 
 def check_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
-    """Raises InvalidRequest naming the first id the model does not know."""
+    """Raises InvalidRequest naming the first unknown id."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         i = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
         raise InvalidRequest(f"must be within [0, {vocab_size - 1}], got {ids[i]}", field=f"prompt[{i}]")
@@ -223,7 +218,7 @@ MAX_PROMPT_CHARS = 8_388_608
 
 @dataclass(frozen=True, slots=True)
 class GenerateAsk:
-    """`seq_id` None: a new session; `model` None: the session's, else the only one that is served."""
+    """`seq_id` None: a new session; `model` None: the session's, else the only served one."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     sampling: SamplingAsk

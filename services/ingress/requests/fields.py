@@ -1,8 +1,7 @@
 """Fields of a JSON body: pydantic reads them into frozen dataclasses, and describes them. Pure.
 
-A `BodyForm` is one route's: its schema has every name that `read` takes, and nothing else can be read. Ours, since
-pydantic promises none of it: the limit of nesting; `null` counts as absent wherever a field may be; one fault is told,
-under the name that the caller gave the field; what is not served is taken where it asks for nothing special.
+Ours, since pydantic lacks it: a limit of nesting; `null` counts as absent; one fault is reported, under the caller's
+name of the field; unserved fields are accepted with their default.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _KINDS = dict.fromkeys(("dataclass_type", "dict_type"), f"{_BE} an object") | {"
 
 
 def parse_body(data: bytes) -> Body:
-    """A request's JSON object. Raises InvalidRequest for anything else: malformed, invalid UTF-8, too deep, of which it
-    names the field."""
+    """Raises InvalidRequest for anything but a JSON object of valid UTF-8, and for one that is nested too deep."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -62,15 +60,13 @@ def _kind_of(value: object) -> str:
     return "null" if value is None else _NAMES.get(type(value), type(value).__name__)
 
 
-# ---------------------------------------------------------------------------------------------- types of fields
-
 Flag = Annotated[bool, Strict()]
 Number = Annotated[float, Strict()]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """An integer within these bounds. JSON knows one kind of number: 7.0 is one."""
+    """An integer within these bounds; JSON's 7.0 is one."""
 
     low: int
     high: int
@@ -82,7 +78,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Made:
-    """A value of another type than what the caller says, which `by` makes of it."""
+    """A value that `by` makes of the body's, which is of type `said`."""
 
     said: Any
     by: Callable[[Any], Any]
@@ -95,15 +91,10 @@ def _whole(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() and abs(value) < 2**63 else value
 
 
-# ---------------------------------------------------------------------------------------------- forms
-
-
 class BodyForm(Generic[T]):
-    """What a route's body may hold: the fields of the dataclass `kind`, and beside them those of the dataclasses in it,
-    its parts. `others` are fields that are known and not read: the values that they may have, None for any.
-
-    `schema` describes it; the types that it refers to are `components` of the OpenAPI document.
-    """
+    """A route's body: the fields of the dataclass `kind` and of its parts, the dataclasses in it. `others` are known
+    fields that are not read, with the values that they may have, None for any. `schema` describes it; the types that
+    it refers to are `components` of the OpenAPI document."""
 
     def __init__(self, kind: type[T], others: Mapping[str, tuple[Any, ...] | None]) -> None:
         self._adapter = TypeAdapter(kind)
@@ -150,7 +141,7 @@ class BodyForm(Generic[T]):
 
 
 class _BodySchema(GenerateJsonSchema):
-    """Null counts as absent, keys are as their pattern says, and no titles, which would say the names again."""
+    """Null counts as absent, keys match their pattern, and titles, which repeat names, are left out."""
 
     def default_schema(self, schema: core.WithDefaultSchema) -> Schema:
         return self.get_flattened_anyof([self.generate_inner(schema["schema"]), {"type": "null"}])
@@ -169,7 +160,7 @@ def _is_taken(value: Any, taken: tuple[Any, ...] | None) -> bool:
 
 
 def _refusal(error: ValidationError, body: Body) -> InvalidRequest:
-    """The fault that lies deepest: of all that a union finds it is nearest to what was meant."""
+    """The deepest fault: of a union's it is nearest to what the caller meant."""
     fault = max(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
     text, said = _KINDS.get(fault["type"], fault["msg"]), fault["input"]
     if fault["type"] == "enum" and isinstance(said, str):
@@ -181,7 +172,7 @@ def _refusal(error: ValidationError, body: Body) -> InvalidRequest:
 
 
 def _name(steps: tuple[int | str, ...], said: Any) -> str:
-    """Without what pydantic adds for parts and unions, which is not in the body, and keys of a field's own."""
+    """Without steps that pydantic adds for parts and unions, and without keys of a field's own."""
     name = ""
     for step in steps[:-2] if steps[-1] == "[key]" else steps:
         if isinstance(step, int):

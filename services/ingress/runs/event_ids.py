@@ -1,4 +1,4 @@
-"""Ids of a stream's events: where a client is that has read so far, so that it can say so when it comes back. Pure.
+"""Ids of a stream's events, which name a client's position for its return. Pure.
 
     <request id>.<digest of the prompt's ids>:<position>
 
@@ -8,12 +8,8 @@
     5.3             two of three choices have begun (a chat's choices begin one by one)
     end, end.1      the first, the second event of what follows the last token
 
-A position counts what is with the client and nothing else: how tokens were cut into events or reads does not show in
-it, so any ingress can go on from it that has the same ids of the prompt. One that spells a conversation differently (it
-saw other turns of it) must not: the digest says so. An id without one is not checked.
-
-Streams of the OpenAI routes have ids as `id:` lines only where the request asks for them, `wants_lines`: many clients
-read these routes line by line and take every line for data.
+A position counts the client's tokens, however they were cut into events, so any ingress with the same prompt ids can go
+on from it. The digest excludes one that tokenises the conversation differently; an id without digest is not checked.
 """
 
 from __future__ import annotations
@@ -36,8 +32,8 @@ _EVENT_ID = re.compile(EVENT_ID.replace("$", r"\Z"))
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """`counts` are tokens of each choice that has begun; `end` how many events after the last token are there too.
-    `prompt` is the digest of the ids that the stream was begun from, empty where the client does not say it."""
+    """`counts` are tokens of each choice that has begun; `end` counts the events after the last token. `prompt` is the
+    digest of the ids that the stream began from, if the client names it."""
 
     counts: tuple[int, ...] = ()
     ended: frozenset[int] = frozenset()
@@ -49,7 +45,7 @@ START = Position()
 
 
 def read_event_id(text: str) -> tuple[str, Position]:
-    """Request id and position. Raises InvalidRequest for what is no id of ours."""
+    """Raises InvalidRequest for an id that is not ours."""
     if _EVENT_ID.match(text) is None:
         raise InvalidRequest(f"is no event id of this server: {text[:80]!r}", field=LAST_EVENT_ID)
     name, _, place = text.partition(":")
@@ -64,7 +60,8 @@ def read_event_id(text: str) -> tuple[str, Position]:
 
 
 def wants_lines(accept: str | None) -> bool:
-    """Whether an Accept header asks for `id:` lines: `text/event-stream; event-ids=1`."""
+    """Whether an Accept header asks for `id:` lines: `text/event-stream; event-ids=1`. OpenAI's routes have them only
+    then, as many clients take every line for data."""
     for media in (accept or "").split(","):
         kind, *parameters = (part.strip().lower() for part in media.split(";"))
         if kind == "text/event-stream" and f"{ACCEPT_PARAMETER}=1" in parameters:
@@ -73,19 +70,12 @@ def wants_lines(accept: str | None) -> bool:
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
-    """What an event id says of the prompt's ids."""
     return base32(blake2b(pack_ids(ids), digest_size=5).digest())
 
 
-def check_choices(at: Position, choices: int) -> None:
-    """Raises InvalidRequest for a position that no stream with so many choices has."""
-    if len(at.counts) > choices or (choices == 1 and at.ended) or len(at.ended) == choices:
-        raise InvalidRequest(f"is no position of a stream with n = {choices}", field=LAST_EVENT_ID)
-
-
 class EventIds:
-    """Where one reader is, and the ids of the events it gets. Owned by that reader's writer, which changes `counts` and
-    `ended`; `begun` choices have had their first event. With `lines` each event begins with an `id:` line."""
+    """One reader's position and event ids. Owned by its writer, which changes `counts` and `ended`; `begun` choices
+    have had their first event. With `lines` each event begins with an `id:` line."""
 
     __slots__ = ("_ends", "_prefix", "begun", "counts", "ended", "lines", "skipped_ends")
 
@@ -99,15 +89,16 @@ class EventIds:
         prompt: str = "",
         lines: bool = True,
     ) -> None:
-        """`announced`: a choice begins with an event of its own, before its first token. `prompt`: `prompt_digest`.
-        Raises PromptChanged where the client has read the beginning of another stream."""
+        """`announced`: a choice begins with an event of its own. `prompt`: `prompt_digest`. Raises PromptChanged if the
+        client's stream began from another prompt, InvalidRequest for a position that no such stream has."""
         if at.prompt and prompt and at.prompt != prompt:
             raise PromptChanged(
                 "the stream was begun from other prompt ids: this ingress reads the conversation differently. Send the "
                 f"request again without {LAST_EVENT_ID}, or to the ingress that it was begun at",
                 field=LAST_EVENT_ID,
             )
-        check_choices(at, choices)
+        if len(at.counts) > choices or (choices == 1 and at.ended) or len(at.ended) == choices:
+            raise InvalidRequest(f"is no position of a stream with n = {choices}", field=LAST_EVENT_ID)
         self.lines = lines
         self._prefix = b"%b:" % (f"{request}.{prompt}" if prompt else request).encode()
         self._ends = 0
@@ -120,12 +111,12 @@ class EventIds:
             self.ended = set(at.ended)
 
     def begin(self) -> bytes:
-        """Of the event that announces the next choice."""
+        """The id of the event that announces the next choice."""
         self.begun += 1
         return self.here()
 
     def around(self, choice: int) -> tuple[bytes, bytes]:
-        """What stands before and after the count in the id of this choice's tokens."""
+        """The id of this choice's tokens before and after the count."""
         if len(self.counts) == 1:
             return self._prefix, b""
         parts = self._parts()
@@ -134,13 +125,13 @@ class EventIds:
         return self._prefix + before, after
 
     def here(self) -> bytes:
-        """Of an event that brings nothing which counts."""
+        """The id of an event that moves no position."""
         if self.skipped_ends:
             return self._end(self.skipped_ends - 1)
         return self._prefix + (b".".join(self._parts()) or b"start")
 
     def next_end(self) -> bytes:
-        """Of the next event that follows the last token."""
+        """The id of the next event after the last token."""
         self._ends += 1
         return self._end(self._ends - 1)
 
@@ -148,16 +139,12 @@ class EventIds:
         return b"id: %b\n" % event_id if self.lines else b""
 
     def comment(self, text: bytes) -> bytes:
-        """A comment between two events.
-
-        openai-python's decoder keeps the last id, and takes a blank line after a comment for an event without data: a
-        stream with ids has none. Readers that split at blank lines, as `vllm bench serve` does, would lose the event
-        that follows such a comment: a stream without ids has one.
-        """
+        """With ids no blank line follows: openai-python's decoder would take it for an event without data. Without ids
+        one does: readers that split at blank lines (`vllm bench serve`) would lose the next event."""
         return b": %b\n" % text if self.lines else b": %b\n\n" % text
 
     def check_reached(self, totals: list[int]) -> None:
-        """Raises InvalidRequest when the reader claims to have more than there is of a finished stream."""
+        """Raises InvalidRequest for a reader that claims more than a finished stream has."""
         if not self.skipped_ends and any(count > total for count, total in zip(self.counts, totals, strict=True)):
             raise past_the_end()
 

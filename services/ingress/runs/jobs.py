@@ -1,6 +1,4 @@
-"""What a request is to its run, once it was read and tokenised: its turn, and how each reader has its answer written.
-Pure: what a turn holds, and the formats of events, are others'.
-"""
+"""Jobs: a tokenised request as its run sees it, with its turn and the writers of its readers. Pure."""
 
 from __future__ import annotations
 
@@ -22,21 +20,18 @@ BIAS_BYTES = 96
 
 
 class Form(Protocol):
-    """How one request's answer is written: the same for all its readers. `size`: what it keeps, bytes of memory."""
+    """The format of one request's answer, for all its readers. `size`: bytes of memory that it keeps."""
 
     @property
     def size(self) -> int: ...
 
     def writer(self, at: Position, *, id_lines: bool) -> EventWriter:
-        """For a reader; `id_lines`: it wants `id:` lines. Raises InvalidRequest for a position that cannot be."""
+        """Raises InvalidRequest for a position that this answer cannot have."""
 
 
 class EventWriter(Protocol):
-    """One format of events for one reader: appends ready bytes to `out`.
-
-    `tokens` writes those of a choice from `begin` on. `choice_finished` is called only where there are several.
-    `started` leaves out what the reader has; `finished` does not.
-    """
+    """Appends one reader's events to `out` as bytes. `tokens` writes a choice from `begin` on; `choice_finished` is
+    called only for several choices. `started` leaves out what the reader has; `finished` does not."""
 
     ids: EventIds
 
@@ -49,14 +44,14 @@ class EventWriter(Protocol):
 
 @dataclass(eq=False, slots=True)
 class EventReader:
-    """One reader's place in a transcript: what its client has is in the writer's ids."""
+    """One reader's place in a transcript; the writer's ids count its client's tokens."""
 
     writer: EventWriter
     _started: bool = False
     _ends: int = 0
 
     def advance(self, transcript: Transcript, out: list[bytes]) -> None:
-        """Everything that is new, but the end of the whole."""
+        """Writes all that is new, but the answer's end."""
         writer = self.writer
         if not self._started:
             if transcript.started is None:
@@ -76,7 +71,7 @@ class EventReader:
                 writer.choice_finished(ended, out)
 
     def finish(self, transcript: Transcript, out: list[bytes]) -> None:
-        """All that is left of a finished one. Raises InvalidRequest for a client that claims more than there is."""
+        """Writes the rest. Raises InvalidRequest for a client that claims more than there is."""
         assert transcript.finished is not None
         ids = self.writer.ids
         ids.check_reached(transcript.totals)
@@ -89,7 +84,7 @@ class EventReader:
 
 
 class HeldTurn:
-    """What a request holds while it runs, and what is kept when it has ended. A completion's: nothing."""
+    """What a request holds while it runs, and keeps when it has ended. A completion: nothing."""
 
     async def open(self) -> None:
         """Before the stream starts, each time. Raises KvfleetError."""
@@ -103,9 +98,8 @@ class HeldTurn:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that was read and tokenised: all that is left is to run it. `form` is how its answer is written,
-    `turn_bytes` the memory that its turn keeps besides the prompt's ids, `level` where the gaps between its tokens are
-    counted, `costs` what each of its tokens takes."""
+    """A tokenised request. `turn_bytes` of memory its turn keeps besides the prompt's ids; `level` counts the gaps
+    between its tokens."""
 
     generation: Generation
     form: Form
@@ -116,7 +110,7 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Bytes of memory, about, without the form's."""
+        """Approximate bytes of memory, without the form's."""
         said, ids = self.generation.sampling, len(self.generation.prompt_ids)
         asked = sum(map(len, said.stop)) + BIAS_BYTES * (len(said.logit_bias) + len(said.stop_ids))
         return self.turn_bytes + PROMPT_TOKEN_BYTES * ids + asked

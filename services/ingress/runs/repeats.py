@@ -1,14 +1,13 @@
-"""Which request this is: one that was begun before, if its headers say so, else a new one. Pure but for the drawn id.
+"""Names requests: after one that was begun before, if the headers say so, else a new one. Pure but for the drawn id.
 
     Last-Event-ID: <request id>:<position>   a client whose connection broke goes on where it was
     Idempotency-Key: <anything>              a client that may have to send its request again
 
-The request id follows from either alone, so that a repeat has the same one at every ingress of the fleet. Who knows the
-id may cancel the request, so none follows from another tenant's key without the fleet's secret: `key_secret`. What a
-repeat must have in common with the first request is its route and its body: `digest_of`.
+The request id follows from either alone, so that a repeat has the same one at every ingress. An id allows cancelling,
+so a key's id depends on a secret (`key_secret`). A repeat must have the route and body of the first (`digest_of`).
 
-Where all ingresses have a secret and several tenants, ids are sealed: their last bytes follow from the first and the
-tenant. A caller with an id that is not its tenant's is refused alike, whether there is such a request or not.
+With a fleet secret and several tenants ids are sealed: their last bytes follow from the first and the tenant. A foreign
+id is refused alike, whether there is such a request or not.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OPEN_BYTES = 10  # of an id's 16; the others seal it
 
 @dataclass(frozen=True, slots=True)
 class RequestName:
-    """`named`: the caller named it, so it may have been here before; `keyed`: by an Idempotency-Key."""
+    """`named`: by the caller, so it may have been here before; `keyed`: by an Idempotency-Key."""
 
     request: str
     at: Position = START
@@ -46,8 +45,8 @@ class RequestName:
 
 
 def key_secret(fleet_key: bytes, *, one_tenant: bool) -> tuple[bytes, bool]:
-    """What request ids of keys are hashed with, and whether all ingresses have the same. Without a fleet key tenants
-    are kept apart by a secret of this process alone: its keys mean nothing elsewhere."""
+    """The secret for request ids of keys, and whether all ingresses have the same. Without a fleet key a secret of this
+    process keeps tenants apart."""
     if fleet_key:
         return hashlib.blake2b(fleet_key, person=b"kvf-idempotency").digest(), True
     return (b"", True) if one_tenant else (secrets.token_bytes(32), False)
@@ -56,7 +55,7 @@ def key_secret(fleet_key: bytes, *, one_tenant: bool) -> tuple[bytes, bool]:
 def name_request(
     tenant: str, last_event_id: str | None, idempotency_key: str | None, secret: bytes = b"", *, sealed: bool = False
 ) -> RequestName:
-    """From the two headers. Raises InvalidRequest naming the one that is wrong."""
+    """Raises InvalidRequest naming the header that is wrong."""
     keyed = request_of_key(tenant, idempotency_key, secret) if idempotency_key is not None else None
     if keyed is not None and sealed:
         keyed = seal(tenant, _bytes_of(keyed), secret)
@@ -73,7 +72,7 @@ def name_request(
 
 
 def seal(tenant: str, raw: bytes, secret: bytes) -> str:
-    """The request id that begins with these bytes, for this tenant."""
+    """The tenant's request id that begins with `raw`."""
     begin = raw[:OPEN_BYTES]
     keyed = hashlib.blake2b(tenant.encode() + b"\0" + begin, digest_size=6, key=secret, person=b"kvf-request-id")
     return base32(begin + keyed.digest())
@@ -84,7 +83,7 @@ def _bytes_of(request: str) -> bytes:
 
 
 def request_of_key(tenant: str, key: str, secret: bytes = b"") -> str:
-    """The request id that a tenant's key stands for, to whom has the secret. Raises InvalidRequest for no key."""
+    """The request id of a tenant's key. Raises InvalidRequest for a malformed key."""
     if len(key) >= 2 and key[0] == key[-1] == '"':  # a structured field's string
         key = key[1:-1]
     if not (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):

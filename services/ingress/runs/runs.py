@@ -1,7 +1,7 @@
-"""Loop: the requests of this process that run, or ended a short while ago, by tenant and request id.
+"""Loop: the requests of this process that run, or ended a short while ago, by request id.
 
-A run has readers: exchanges whose clients want what it brings. Whichever of them has nothing to write reads the stream
-for all (`step`), so that none waits for another's slow client, and a request without repeats needs no task but its own.
+Readers are the exchanges of a run's clients. Whichever has nothing to write reads the stream for all (`step`), so that
+none waits for another's slow client, and a request without repeats needs no task but its own.
 
     begun ──▶ driven ──Finished, committed──▶ finished ──▶ forgotten after `grace_s` (with a key: `replay_s`)
                 │  ▲ a client comes back: generation goes on after the tokens that are here
@@ -36,8 +36,7 @@ SWEEP_PERIOD_S = 5.0
 class Run:
     """One request and what it has brought. Owned by the event loop; changed by whichever reader is in `step`.
 
-    `over`: nothing more will come to its present readers: it has finished, or failed with `error`. `prepare` makes its
-    job, and is let go of with all that it holds of the request's body as soon as it has; None where the job is there.
+    `prepare` makes its job; it holds the request's body, so it becomes None once the job is there.
     """
 
     tenant: str
@@ -48,65 +47,66 @@ class Run:
     start: Start
     memory: RunMemory
     traceparent: str | None = None  # of the request that began it
-    usage: RunUsage | None = None  # what it costs, however many read it
-    job: Job | None = None  # once it was prepared, while it may have to go on
-    form: Form | None = None  # once it was prepared
-    level: ServiceLevel | None = None  # its model's and route's, once it was prepared
+    usage: RunUsage | None = None  # however many read it
+    job: Job | None = None  # once it is prepared, while it may have to go on
+    form: Form | None = None  # once it is prepared
+    level: ServiceLevel | None = None  # of model and route, once it is prepared
     transcript: Transcript = field(default_factory=Transcript)
     error: KvfleetError | None = None
     finished: bool = False
     busy: bool = False  # a reader is in `step`
     readers: set[object] = field(default_factory=set)
-    payer: Caller | None = None  # whose limit it counts in, while it runs
+    payer: Caller | None = None  # counted in this caller's limits, while it runs
     starts: int = 0
     steps: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
-    held: int = 0  # bytes of `memory`, as of the last look; 0: it does not run
-    _gap_from: float | None = None  # when the tokens before came, of the present stream
+    held: int = 0  # bytes of `memory`; 0: it does not run
+    _gap_from: float | None = None  # time of the last tokens of the present stream
     _stream: Stream | None = None
     _abandoned: bool = False
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def over(self) -> bool:
+        """Nothing more will come to its present readers."""
         return self.finished or self.error is not None
 
     @property
     def may_go_on(self) -> bool:
-        """Whether one that failed is of use to those who try again."""
+        """Whether it failed and a repeat can go on from it."""
         return self.form is not None and self.error is not None and self.error.retryable
 
     @property
     def size(self) -> int:
-        """Bytes of memory, about."""
+        """Approximate bytes of memory."""
         form = self.form.size if self.form is not None else 0
         job = self.job.size if self.job is not None else 0
         return self.transcript.size + form + job
 
     def hold(self) -> None:
-        """It runs: what it has, and what it will bring, is counted in `memory`. Does nothing where it is already."""
+        """Begin to count it in `memory`, unless it is counted already."""
         if not self.held:
             self.held = self.size
             self.memory.holders += 1
             self.memory.used += self.held
 
     def free(self) -> None:
-        """It runs no more, and another account counts it. Does nothing when called again."""
+        """Stop counting it in `memory`."""
         if self.held:
             self.memory.holders -= 1
             self.memory.used -= self.held
             self.held = 0
 
     def _grow(self, count: int) -> None:
-        """Raises PayloadTooLarge for one that may not."""
+        """Raises PayloadTooLarge beyond its share."""
         self.held += count
         self.memory.used += count
         if self.memory.used > self.memory.half and self.transcript.finished is None:
             self.memory.check_share(self.held)
 
     async def changed(self) -> None:
-        """Until something has: tokens, the end, no reader in `step` any more, a reader gone."""
+        """Waits for tokens, the end, an idle `step`, or a reader's leave."""
         await self._change.wait()
 
     def _wake(self) -> None:
@@ -114,8 +114,8 @@ class Run:
         self._change.clear()
 
     async def step(self) -> int:
-        """Get on by one read of the stream, having prepared and started it; an end is committed before anybody learns
-        of it. Returns the number of tokens that came. Raises nothing but faults of ours: errors are in `error`."""
+        """Prepare, start, or read the stream once; an end is committed before any reader sees it. Returns how many
+        tokens came. Raises only internal faults: other errors are in `error`."""
         assert not self.busy
         assert not self.over
         self.busy = True
@@ -166,13 +166,13 @@ class Run:
         return count
 
     def join(self, reader: object) -> None:
-        """A client has come, perhaps back before anything was stopped for the one that has left."""
+        """A client has come, perhaps back before its run was stopped."""
         self.readers.add(reader)
         if self._stream is None:
             self._abandoned = False
 
     async def leave(self, reader: object) -> None:
-        """A client has left. After the last one nothing runs for it any more. Does nothing when called again."""
+        """A client has left; after the last one the run stops. Does nothing when called again."""
         if reader not in self.readers:
             return
         self.readers.discard(reader)
@@ -209,7 +209,7 @@ class Run:
             self._stream = self.start(job.generation, self.transcript.continuations())
 
     async def _abandon_turn(self) -> None:
-        """Nothing runs for it at any worker, and its turn is free."""
+        """Cancel the stream at its worker, and free the turn."""
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.cancel(self.transcript.totals)
@@ -220,7 +220,7 @@ class Run:
         self._abandoned = False
 
     def resumed(self) -> Run:
-        """What a failed run is for those who try again: the same, with what it has brought and no reader."""
+        """A failed run for those who try again: the same job and transcript, without error and readers."""
         again = Run(self.tenant, self.request, self.digest, self.keyed, None, self.start, self.memory)
         for kept in ("traceparent", "usage", "job", "form", "level", "transcript", "starts"):
             setattr(again, kept, getattr(self, kept))
@@ -252,16 +252,16 @@ class Runs:
         return sum(map(len, self._ended))
 
     def is_foreign(self, tenant: str, request: str) -> bool:
-        """Whether the id is another tenant's here, which no other tenant may learn."""
+        """Whether the id is another tenant's, which no caller may learn."""
         return request in self._runs and self._runs[request].tenant != tenant
 
     def known(self, tenant: str, name: RequestName) -> Run | None:
-        """The run of a request's name, which its body may yet show to be another's."""
+        """The run of a request's name; its body is not compared yet."""
         return None if self.is_foreign(tenant, name.request) else self._runs.get(name.request)
 
     def find(self, tenant: str, name: RequestName, digest: bytes) -> Run | None:
-        """The run that this repeats; one that failed may be tried again. Raises RequestMismatch when it is not quite
-        one, LimitExceeded when it has as many readers as it may."""
+        """The run that this repeats, also one that failed and may go on. Raises RequestMismatch for another body,
+        LimitExceeded for too many readers."""
         self.sweep()
         run = self.known(tenant, name)
         if run is None:
@@ -275,7 +275,7 @@ class Runs:
         return run
 
     def add(self, run: Run) -> None:
-        """A new one, perhaps in place of one that failed and has readers who are being told."""
+        """A new one, perhaps in place of one that failed and still has readers."""
         if (failed := self._runs.get(run.request)) is not None:
             assert failed.error is not None
             failed.free()
@@ -283,7 +283,7 @@ class Runs:
         run.hold()
 
     def attach(self, run: Run, reader: object) -> Run:
-        """One more reader, of the run that goes on in place of this one if it failed. One that is over is replayed."""
+        """One more reader; a failed run is replaced by one that goes on, a finished one is replayed."""
         if run.error is not None:
             run = self._resume(run)
         if run.finished:
@@ -299,7 +299,7 @@ class Runs:
         return run
 
     async def detach(self, run: Run, reader: object) -> None:
-        """A reader has gone: its client left, or it has all there is."""
+        """A reader has gone: its client left, or has it all."""
         await run.leave(reader)
         while run.busy and not run.readers:  # a reader that left before lets go of the rest
             await run.changed()
@@ -314,7 +314,7 @@ class Runs:
             self._keep(run)
 
     def sweep(self) -> None:
-        """Forget what is too old, and the oldest of what is too much."""
+        """Forget runs that are too old, and the oldest beyond the memory bound."""
         now = self.now()
         for queue, keep_s in zip(self._ended, (self.limits.grace_s, self.limits.replay_s), strict=True):
             while queue and now - next(iter(queue.values())) > keep_s:
@@ -348,7 +348,6 @@ class Runs:
         self.sweep()
 
     def _resume(self, failed: Run) -> Run:
-        """In place of one that failed, one that goes on where it did."""
         failed.free()
         self._runs[failed.request] = run = failed.resumed()
         return run

@@ -1,14 +1,13 @@
-"""What one request has brought so far, choice by choice: the log that its readers, now and later, read. Pure.
+"""What one request has brought so far, choice by choice: an append-only log for its readers. Pure.
 
-It only grows. After a cut the request goes on from it: `continuations`. What a session's requests computed beside its
-history (turns that were cut, choices it did not go on with) are its strays:
+After a cut the request goes on from it: `continuations`. What a session's requests computed beside its history (cut
+turns, other choices) are its strays:
 
     history   0 1 2 3 4 5 6 7 8
                     │   └ 6' 7'         Stray(start=6, ids=(6', 7'))
                     └ 4' 5' 6'          Stray(start=4, ids=(4', 5', 6'))
 
-They are remembered so that their blocks can be erased with the session's, wherever they are. They are bounded: what is
-too much is erased at once instead, the oldest first.
+They are remembered so that their blocks can be erased with the session's. Beyond a bound the oldest are erased at once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Ids = tuple[int, ...]
 
 @dataclass(slots=True)
 class ChoiceTranscript:
-    """What one choice has brought: a piece of text for each id, and its log probabilities where they were asked for."""
+    """A piece of text for each id, and its log probabilities where the request asks for them."""
 
     pieces: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -43,19 +42,19 @@ class ChoiceTranscript:
 
     @property
     def is_scored(self) -> bool:
-        """Whether every token has its log probabilities: none has from a worker of an older version."""
+        """Whether every token has log probabilities; workers of older versions send none."""
         return len(self.logprobs) == len(self.ids)
 
 
 @dataclass(slots=True)
 class Transcript:
-    """What one request has brought. `ends` are those of its choices, in their order, where there are several."""
+    """`ends` are those of several choices, in the order in which they ended."""
 
     choices: list[ChoiceTranscript] = field(default_factory=lambda: [ChoiceTranscript()])
     started: Started | None = None
     finished: Finished | None = None
     ends: list[ChoiceFinished] = field(default_factory=list)
-    size: int = BASE_BYTES  # bytes of memory, about: at least what is here
+    size: int = BASE_BYTES  # approximate bytes of memory, at least those that are here
     costs: TokenCosts = STREAMED
     regions: tuple[str, ...] = ()  # other ones, whose workers worked on it
     ended_in: str = ""  # the region of the last worker; "": at home
@@ -66,14 +65,14 @@ class Transcript:
         return cls([ChoiceTranscript() for _ in range(choices)], costs=costs)
 
     def emptied(self) -> Transcript:
-        """Of one that is given up: who worked on it, and nothing of what it brought."""
+        """Who worked on it, without what it brought."""
         empty = Transcript.of(len(self.choices))
         empty.started, empty.regions, empty.ended_in = self.started, self.regions, self.ended_in
         return empty
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Of the first choice: it is the one that a conversation goes on with."""
+        """Of the first choice, with which a conversation goes on."""
         return tuple(self.choices[0].ids)
 
     @property
@@ -81,7 +80,7 @@ class Transcript:
         return [len(choice.ids) for choice in self.choices]
 
     def take(self, batch: Iterable[Event]) -> int:
-        """Append events; returns how many tokens they brought. A later attempt's `Started` says nothing new."""
+        """Append events; returns how many tokens they brought. A later attempt's `Started` is ignored."""
         count = 0
         costs = self.costs
         for event in batch:
@@ -109,23 +108,22 @@ class Transcript:
         return count
 
     def served_by(self, worker: str | None) -> None:
-        """Note where it runs: `worker` as this process calls it, None before a worker has it."""
+        """`worker` as this process calls it, None before a worker has it."""
         self.ended_in = split(worker or "")[0]
         if self.ended_in and self.ended_in not in self.regions:
             self.regions = (*self.regions, self.ended_in)
 
     @property
     def worker(self) -> str:
-        """Who finished it, as this process calls it."""
+        """The worker that finished it, as this process calls it."""
         assert self.finished is not None
         return qualify(self.ended_in, self.finished.worker) if self.ended_in else self.finished.worker
 
     def strays(self, history: tuple[int, ...], prompt: tuple[int, ...]) -> list[Stray]:
-        """What was computed for it beside a session's history."""
         return beside(history, prompt, (choice.ids for choice in self.choices)) if self.begun else []
 
     def continuations(self) -> tuple[Continuation, ...]:
-        """Where each choice goes on; none where nothing has come yet."""
+        """Empty where nothing has come yet."""
         if not any(choice.ids or choice.reason for choice in self.choices):
             return ()
         return tuple(
@@ -134,7 +132,7 @@ class Transcript:
 
 
 def agreeing(one: Ids, other: Ids) -> int:
-    """How many leading ids they have in common."""
+    """How many leading ids two sequences share, by halving: comparing slices is fast."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -146,13 +144,13 @@ def agreeing(one: Ids, other: Ids) -> int:
 
 
 def beside(history: Ids, prompt: Ids, outputs: Iterable[Sequence[int]]) -> list[Stray]:
-    """What a request made of its prompt, choice by choice, if it is not to be the history."""
+    """A request's choices as strays of a history that does not take them."""
     start = agreeing(history, prompt)
     return [Stray(start, prompt[start:] + tuple(ids)) for ids in outputs]
 
 
 def moved(strays: Iterable[Stray], before: Ids, history: Ids) -> list[Stray]:
-    """The strays beside `history`, which takes the place of `before`: what is left of that is one of them."""
+    """The strays beside `history`, which replaces `before`: the rest of `before` becomes one of them."""
     fork = agreeing(before, history)
     return [Stray(fork, before[fork:])] + [
         one if one.start <= fork else Stray(fork, before[fork : one.start] + one.ids) for one in strays
@@ -160,7 +158,7 @@ def moved(strays: Iterable[Stray], before: Ids, history: Ids) -> list[Stray]:
 
 
 def settled(strays: Iterable[Stray], history: Ids) -> list[Stray]:
-    """Each from where it really leaves the history, in the same order; without those that another one begins with."""
+    """Each from where it leaves the history, in the same order, without those that begin another one."""
     found: list[Stray] = []
     for one in strays:
         same = agreeing(one.ids, history[one.start : one.start + len(one.ids)])
@@ -172,7 +170,7 @@ def settled(strays: Iterable[Stray], history: Ids) -> list[Stray]:
 
 
 def bounded(strays: Iterable[Stray]) -> tuple[list[Stray], list[Stray]]:
-    """Those that are remembered, and those that are too much."""
+    """Those to remember, and those to drop."""
     kept: list[Stray] = []
     dropped: list[Stray] = []
     for one in strays:

@@ -1,13 +1,12 @@
-"""Loop: one session as an ingress reads it, the turn that is open on it, and its records in the KV bucket: a head, and
-what lies beside it: its history in chunks of 4,096 ids, and its strays. A head names the generation that counts.
+"""Loop: one session as an ingress reads it, its open turn, and its records in the KV bucket:
 
-    <tenant>.<hash of seq_id>                        SessionHead
+    <tenant>.<hash of seq_id>                        SessionHead, which names the generation that counts
     <tenant>.<hash of seq_id>.<generation>.<n>       ids n * 4096 ... of one history
     <tenant>.<hash of seq_id>.<generation>.strays    what was computed beside it, if anything was
 
-All is written by compare-and-set. A record that is newer than this ingress knows is not always another turn's: a write
-that timed out in an outage of NATS is delivered after it all the same, and another ingress may run the same request.
-Such a record is adopted, and the write is tried once more; any other one means that the turn is lost.
+All is written by compare-and-set. A record newer than this ingress knows may be its own (a write that timed out and was
+delivered after all) or of the same request at another ingress: it is adopted, and the write is tried once more. Any
+other newer record means that the turn is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_OBSERVED = 65_536  # sessions
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session as it was read; `head` None: there is none (yet, or any more)."""
+    """A session as it was read; `head` None: it does not exist."""
 
     key: str
     seq_id: str
@@ -41,20 +40,20 @@ class Session:
     head: SessionHead | None = None
     ids: tuple[int, ...] = ()
     chunk_revisions: tuple[int, ...] = ()
-    expired: SessionHead | None = None  # it lies there still, until it is swept
+    expired: SessionHead | None = None  # its record, until it is swept
     strays: tuple[Stray, ...] = ()  # of one that was erased
 
     def is_last(self, request: str) -> bool:
-        """Whether this request's turn is the one that was committed last."""
+        """Whether this request's turn was committed last."""
         return self.head is not None and self.head.last_request == request
 
     def before_last(self) -> Session:
-        """As it was read, with the history that was there before the turn that was committed last."""
+        """With the history as it was before the turn that was committed last."""
         assert self.head is not None
         return replace(self, ids=self.ids[: self.head.last_start])
 
     def has_moved_on(self, request: str) -> bool:
-        """Whether another turn may have come since this request's turn began."""
+        """Whether another turn may have begun since this request's turn."""
         head = self.head
         if head is None or (head.turn is not None and head.turn.request == request):
             return False
@@ -63,7 +62,7 @@ class Session:
 
 @dataclass(slots=True)
 class OpenTurn:
-    """The running turn of a session that this ingress holds. `revision` is the head's; `lock` guards it."""
+    """The running turn that this ingress holds of a session. `revision` is the head's; `lock` guards both."""
 
     session: Session
     head: SessionHead
@@ -78,17 +77,15 @@ class OpenTurn:
 
 @dataclass(eq=False, slots=True)
 class LeaseObserver:
-    """Since when a running turn's record has been as it is, by this process's own clock.
+    """For how long a running turn's record has not changed, by this process's own clock.
 
-    A turn's lease is renewed by writing its record again. Whether it still is cannot be told by the wall clock, which
-    may be wrong here or there by hours; a record that was unchanged for a whole lease of local time was not renewed (as
-    in Kubernetes' leader election). Bounded: the record that was looked at longest ago is forgotten, and begins anew.
+    A lease is renewed by writing the record again. Wall clocks may differ by hours, so a record that was unchanged for
+    a whole lease of local time counts as not renewed (as in Kubernetes' leader election).
     """
 
     _seen: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
 
     def unchanged_s(self, key: str, revision: int, now: float) -> float:
-        """Seconds since this revision was first seen here."""
         known = self._seen.get(key)
         if known is None or known[0] != revision:
             known = self._seen[key] = revision, now
@@ -102,13 +99,12 @@ class LeaseObserver:
 
 
 def is_expired(head: SessionHead, now_ms: int, limits: SessionLimits) -> bool:
-    """Whether the session was not used for longer than sessions are kept."""
     return head.turn is None and now_ms - head.updated_unix_ms > limits.idle_expiry_s * 1000
 
 
 def is_as_before(session: Session, head: SessionHead | None, request: str) -> bool:
-    """Whether nothing but this request's own turn has come to a session since it was read, whichever ingress began the
-    turn and whether or not it has let go of it: of a new session nothing is left then."""
+    """Whether a session has had no turn since it was read but this request's own, begun at any ingress. A new session
+    that had only that has no head once the turn is abandoned."""
     before = session.head
     is_new = before is None or not before.turns
     if head is None:
@@ -121,7 +117,7 @@ def is_as_before(session: Session, head: SessionHead | None, request: str) -> bo
 
 
 def joined(before: tuple[str, ...], more: Sequence[str]) -> tuple[str, ...]:
-    """Regions that a session's blocks may be in: as many as are known of at all."""
+    """Regions that a session's blocks may be in."""
     return tuple(dict.fromkeys((*before, *more)))[:MAX_REGIONS]
 
 
@@ -129,7 +125,7 @@ def not_found(seq_id: str) -> SessionNotFound:
     return SessionNotFound(f"there is no session {seq_id[:80]!r}", field="seq_id")
 
 
-IsOurs = Callable[[Session, Turn, SessionHead | None], bool]  # of a turn of ours, by the head that lies there
+IsOurs = Callable[[Session, Turn, SessionHead | None], bool]  # whether a turn of ours goes on from the head found
 
 
 class TurnCommitted(Exception):
@@ -138,13 +134,12 @@ class TurnCommitted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionRecords:
-    """Holds nothing itself. All methods raise Unavailable without NATS; those of a turn SessionBusy if it is lost."""
+    """All methods raise Unavailable without NATS; those of a turn SessionBusy if it is lost."""
 
     bucket: Bucket
     is_ingress_alive: Callable[[str], bool]
 
     async def head(self, key: str) -> tuple[SessionHead | None, int]:
-        """The head, None where there is none, and its revision."""
         entry = await self.bucket.get(key)
         if entry.value is None:
             return None, entry.revision
@@ -154,7 +149,7 @@ class SessionRecords:
             raise Unavailable(f"the record of session {key} is unreadable: {error}") from None
 
     async def history(self, key: str, head: SessionHead) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The history that a head names, and its chunks' revisions; None where they have just been replaced."""
+        """The ids of a head's history, and its chunks' revisions; None if they have just been replaced."""
         chunks = await asyncio.gather(*map(self.bucket.get, _chunk_keys(key, head)))
         if any(chunk.value is None for chunk in chunks):
             return None
@@ -162,7 +157,6 @@ class SessionRecords:
         return (ids[: head.length], tuple(chunk.revision for chunk in chunks)) if len(ids) >= head.length else None
 
     async def strays(self, key: str, head: SessionHead) -> tuple[Stray, ...]:
-        """What a head says that there is beside its history."""
         if not head.strays:
             return ()
         entry = await self.bucket.get(f"{key}.{head.generation}.strays")
@@ -172,11 +166,11 @@ class SessionRecords:
             raise Unavailable(f"the record {entry.key} is unreadable: {error}") from None
 
     async def renew(self, turn: OpenTurn, head: SessionHead) -> None:
-        """Also where another ingress that ran the same request has let go of it, or is gone."""
+        """Also after another ingress that ran the same request has abandoned it, or is gone."""
         await self._write(turn, head, self._is_left)
 
     async def commit(self, turn: OpenTurn, head: SessionHead) -> None:
-        """Also where another ingress runs the same request. Raises TurnCommitted if it has committed it."""
+        """Also while another ingress runs the same request. Raises TurnCommitted if it has committed it."""
         await self._write(turn, head, _is_shared)
 
     async def abandon(self, turn: OpenTurn, head: SessionHead) -> None:
@@ -204,7 +198,7 @@ class SessionRecords:
                 raise _lost(turn.session) from None
 
     async def _adopt(self, turn: OpenTurn, is_ours: IsOurs) -> None:
-        """Go on from the head as it lies there, with the regions that another ingress has added."""
+        """Go on from the head in the bucket, with the regions that another ingress has added."""
         head, revision = await self.head(turn.session.key)
         if turn.head.turn is None or not is_ours(turn.session, turn.head.turn, head):
             raise _lost(turn.session)
@@ -218,7 +212,7 @@ class SessionRecords:
         return is_as_before(session, head, ours.request) and not is_held
 
     async def write_history(self, turn: OpenTurn, generation: str, ids: tuple[int, ...], kept: int) -> None:
-        """The chunks of a turn before its commit; the first `kept` ids lie there already. Raises as `commit` does."""
+        """Write a turn's chunks before its commit; the first `kept` ids are there. Raises as `commit` does."""
         session = turn.session
         for n in range(kept // CHUNK_IDS, chunks_of(len(ids))):
             revision = session.chunk_revisions[n] if kept and n < len(session.chunk_revisions) else 0
@@ -236,7 +230,6 @@ class SessionRecords:
                 revision = (await self.bucket.get(key)).revision
 
     async def write_strays(self, key: str, generation: str, strays: Sequence[Stray]) -> None:
-        """In place of those that lie there."""
         key, data = f"{key}.{generation}.strays", codec.encode(SessionStrays(tuple(strays)))
         for _ in range(WRITE_TRIES):
             entry = await self.bucket.get(key)
@@ -246,7 +239,7 @@ class SessionRecords:
         raise Unavailable(f"{key} is being written by others", retry_after_s=1.0)
 
     async def erase_beside(self, key: str, head: SessionHead) -> None:
-        """The head no longer names them, so a failure here only wastes their bytes."""
+        """Erase chunks and strays that no head names any more, so a failure only wastes their bytes."""
         strays = [f"{key}.{head.generation}.strays"] if head.strays else []
         with contextlib.suppress(KvfleetError):
             await asyncio.gather(*map(self.bucket.delete, [*_chunk_keys(key, head), *strays]))

@@ -1,5 +1,5 @@
-"""Loop: where the blocks of a session are, and their end. Asks every living worker of its model here; those of other
-regions where it ran are told of its end in the background. Owns those tasks."""
+"""Loop: finds and erases the blocks of a session at the living workers of its model. Workers of other regions where it
+ran erase them in the background; owns those tasks."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from kvproto.messages import AdminCommand, AdminRequest, Inspection, SessionHead
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 16  # a long history goes to each of them
+AT_ONCE = 16  # workers asked: each is sent a long history
 BEGIN_TOKENS = 1024  # all workers are asked about so many, besides a public prefix
 FIND_TIMEOUT_S = 5.0
 ERASE_TIMEOUT_S = 2.0  # a request waits for so long; a worker in a long step erases after it
 BACKGROUND_TIMEOUT_S = 5.0  # of one try in the background, where no request waits
 BACKGROUND_RETRY_S = 5.0
-BACKGROUND_LIMIT_S = 60.0  # then a region is given up
-MAX_LATER = 64  # erasures that are on their way at once; each may hold a long history
+BACKGROUND_LIMIT_S = 60.0  # of all tries in one region
+MAX_LATER = 64  # background erasures at once; each may hold a long history
 HOME = ""  # this region
 CLOSE_S = 2.0
 
 
 @dataclass(eq=False, slots=True)
 class SessionBlocks:
-    """Questions to workers about the blocks of one token sequence. `region_workers`: a model's in another region."""
+    """`region_workers` names a model's workers in another region."""
 
     client: Client
     region_workers: Callable[[str, str], list[str]]
     _erasing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def find(self, tenant: str, model: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
-        """What each worker holds; those that do not answer are left out. A long history goes to those alone that hold
-        its beginning: blocks are found along their chain, so the others hold nothing of what follows."""
+        """What each worker holds; those that do not answer are left out. A long history is sent only to those that hold
+        its beginning: blocks are found along their chain, so the others hold nothing that follows."""
         workers = self._workers_of(model)
-        # Where a chain starts is told by the public prefix that it begins with, so that is asked about too.
+        # A public prefix decides where a chain starts, so the question includes it.
         records = [self.client.members.view.workers[worker].record for worker in workers]
         prefixes = (prefix.tokens for record in records for prefix in record.public_prefixes)
         begin = BEGIN_TOKENS + max(prefixes, default=0)
@@ -59,8 +59,8 @@ class SessionBlocks:
         return {worker: codec.decode(Inspection, answer) for worker, answer in answers.items()}
 
     async def erase(self, session: Session) -> None:
-        """Have every worker and vault forget what only this session had, its strays too. Raises nothing: what a worker
-        that is away had in memory goes with it. Workers of other regions are told in the background."""
+        """Have every worker and vault forget what only this session had, its strays too. Raises nothing: a worker that
+        is away loses its memory anyway."""
         assert session.head is not None
         tenant = tenant_of(session.key)
         question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays)
@@ -68,12 +68,12 @@ class SessionBlocks:
         self._erase_later(session.head.model, question, session.head.regions)
 
     def forget(self, key: str, head: SessionHead, ids: tuple[int, ...], keep: int) -> None:
-        """Have workers forget, in the background, what only this sequence of a session has behind `keep` tokens."""
+        """Have workers forget, in the background, what only this sequence has behind `keep` tokens."""
         question = AdminRequest(AdminCommand.ERASE, tenant_of(key), ids, keep=keep)
         self._erase_later(head.model, question, (HOME, *head.regions))
 
     def _erase_later(self, model: str, question: AdminRequest, regions: Iterable[str]) -> None:
-        """Workers that do not answer are told again for a minute; later a region keeps what it has until eviction."""
+        """Workers that do not answer are told again for a minute; later they keep their blocks until eviction."""
         for region in regions:
             if len(self._erasing) >= MAX_LATER:
                 log.warning("region %s is not told what to forget: too much is on its way", region or "here")
@@ -83,7 +83,6 @@ class SessionBlocks:
             task.add_done_callback(self._erasing.discard)
 
     async def close(self) -> None:
-        """Give what is on its way a moment, and end it."""
         if self._erasing:
             _, late = await asyncio.wait(self._erasing, timeout=CLOSE_S)
             for task in late:
@@ -91,7 +90,7 @@ class SessionBlocks:
             await asyncio.gather(*late, return_exceptions=True)
 
     async def _erase_in(self, region: str, model: str, question: AdminRequest) -> None:
-        """Until all that are known there, one at least, have answered."""
+        """Ends when all known workers there, one at least, have answered."""
         told: set[str] = set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BACKGROUND_LIMIT_S):
@@ -125,5 +124,5 @@ class SessionBlocks:
 
 
 def tokens_by_tier(found: Iterable[tuple[str, Inspection]]) -> dict[str, dict[str, int]]:
-    """By worker: how many leading tokens are in each tier, or in a faster one."""
+    """By worker: how many leading tokens are in each tier or a faster one."""
     return {worker: one.tiers or {Tier.DEVICE.value: one.cached_tokens} for worker, one in found}

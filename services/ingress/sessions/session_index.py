@@ -1,14 +1,9 @@
-"""Loop: how many sessions each tenant has, and which are old. Follows the heads in the sessions bucket.
-
-Every ingress keeps this small table (a key and a time per session) from a watch on the heads alone, so that limits and
-the sweep of idle sessions need no listing. It lags behind by a message: a limit may be passed by as many sessions as
-begin at once.
-"""
+"""Loop: counts each tenant's sessions and sweeps expired ones, by a watch on the heads in the sessions bucket. It lags
+behind by a message: as many sessions as begin at once may pass a limit."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import logging
 from collections.abc import Callable
@@ -20,6 +15,7 @@ from kvproto import codec
 from kvproto.buckets import Bucket, Entry
 from kvproto.errors import CodecError, KvfleetError, LimitExceeded, Unavailable
 from kvproto.messages import SessionHead
+from kvproto.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +25,8 @@ SWEPT_AT_ONCE = 200
 
 
 def auto_seq_id(request: str) -> str:
-    """Names a session whose caller gave no name: repeats of a request find the session that the first began. Such
-    sessions give way first when a tenant has too many."""
+    """The name of a session whose caller gave none; repeats of the request find it. Such sessions give way first when a
+    tenant has too many."""
     return AUTO_PREFIX + request
 
 
@@ -70,7 +66,7 @@ class SessionTable:
         return found
 
     def surplus(self, tenant: str, limit: int) -> list[str]:
-        """The tenant's oldest sessions that had no name of their own and one turn at most."""
+        """The tenant's oldest unnamed sessions of one turn at most."""
         candidates = ((updated, key) for key, (updated, free) in self._tenants.get(tenant, {}).items() if free)
         return [key for _, key in heapq.nsmallest(limit, candidates)]
 
@@ -81,7 +77,7 @@ class SessionTable:
 
 @dataclass(eq=False, slots=True)
 class SessionIndex:
-    """Follows the bucket, sweeps what is expired, holds each tenant to its number. `run` until cancelled."""
+    """`run` follows the bucket and sweeps it until cancelled."""
 
     bucket: Bucket
     sessions: Sessions
@@ -92,7 +88,7 @@ class SessionIndex:
     _making_room: dict[str, asyncio.Task[int]] = field(default_factory=dict)
 
     async def admit(self, tenant: str) -> None:
-        """Room for one more session. Raises LimitExceeded when the tenant has too many that it named itself."""
+        """Make room for one more session. Raises LimitExceeded when the tenant has named too many itself."""
         if self.table.count(tenant) < self.limits.per_tenant:
             return
         room = self._making_room.get(tenant)
@@ -107,7 +103,7 @@ class SessionIndex:
             )
 
     async def _make_room(self, tenant: str) -> int:
-        """Erase about a hundredth of the limit at once, so that a tenant at its limit does not pay for every turn."""
+        """A hundredth of the limit at once, so that a tenant at its limit does not pay for every turn."""
         surplus = self.table.surplus(tenant, max(1, self.limits.per_tenant // 100))
         return sum([await self.sessions.erase_key(key, only_expired=False) for key in surplus])
 
@@ -128,14 +124,10 @@ class SessionIndex:
                 except KvfleetError as error:
                     log.warning("sessions not swept: %s", error)
         finally:
-            for task in [self._watching, *self._making_room.values()]:
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
+            await end(task for task in (self._watching, *self._making_room.values()) if task is not None)
 
     async def rewatch(self) -> None:
-        """Begin (again): after a reconnect the old watch is blind."""
+        """After a reconnect the old watch is blind."""
         if self._watching is not None:
             self._watching.cancel()
         self._watching = asyncio.create_task(self._follow(), name="sessions-watch")

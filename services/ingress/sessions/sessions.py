@@ -1,16 +1,14 @@
-"""Loop: sessions: named conversations whose history is durable as token ids, one turn at a time.
+"""Loop: sessions, named conversations whose history is durable as token ids, one turn at a time.
 
     idle ──lock──▶ turn running ──commit──▶ idle, longer
       ▲                │  failed, cancelled: as before
       └────────────────┘  lease not renewed, or its ingress gone: the next turn may take it
 
-The head's `length` says which ids count, so a chunk may be written before the turn is committed. Chunks are written by
-compare-and-set as the head is (`session`): an ingress that was away, lost its lease and comes back cannot
-overwrite what followed. A history that is replaced instead of extended gets a new generation of chunks.
+The head's `length` says which ids count, so chunks are written before the commit, by compare-and-set as the head is: an
+ingress that lost its lease cannot overwrite what followed. A replaced history gets a new generation of chunks.
 
-What requests of a session computed besides its history (turns that were cut, further choices, what a history that was
-replaced ended with) is kept as its strays, so that it can be erased with it. A first turn that is cut leaves a session
-without turns for that.
+What a session's requests computed besides its history (cut turns, further choices, the end of a replaced history) is
+kept as strays, to be erased with it. For that a first turn that is cut leaves a session without turns.
 """
 
 from __future__ import annotations
@@ -50,10 +48,8 @@ Forget = Callable[[str, SessionHead, tuple[int, ...], int], None]
 
 @dataclass(eq=False, slots=True)
 class Sessions:
-    """Sessions of all tenants. Owned by the event loop; `run` renews the leases of running turns until cancelled.
-
-    `forget(key, head, ids, keep)`: the blocks of these ids are of no use any more, but those of the first `keep`.
-    """
+    """Owned by the event loop; `run` renews the leases of running turns until cancelled. `forget(key, head, ids, keep)`
+    is called for blocks of ids behind `keep` that are of no use any more."""
 
     bucket: Bucket
     ingress: str
@@ -76,7 +72,7 @@ class Sessions:
     # ------------------------------------------------------------------ reading
 
     async def read(self, tenant: str, seq_id: str) -> Session:
-        """The session with its history; one that is expired reads as absent. Raises Unavailable."""
+        """An expired session reads as absent. Raises Unavailable."""
         key = session_key(tenant, seq_id)
         for _ in range(3):  # a turn that replaces the history may delete chunks under this reader
             head, revision = await self._records.head(key)
@@ -94,11 +90,11 @@ class Sessions:
         return history is not None and history[0][: len(ids)] == tuple(ids)
 
     def fresh(self, tenant: str, seq_id: str) -> Session:
-        """A session under a name that was drawn just now: there is nothing to read."""
+        """A session whose name was drawn just now: it has nothing to read."""
         return Session(session_key(tenant, seq_id), seq_id, 0)
 
     async def find(self, tenant: str, seq_id: str) -> Session:
-        """As `read`. Raises SessionNotFound for none, another tenant's, or one whose first turn was cut."""
+        """As `read`. Raises SessionNotFound, also for another tenant's, and one whose first turn was cut."""
         session = await self.read(tenant, seq_id)
         if session.head is None or not (session.head.turns or session.head.turn):
             raise not_found(seq_id)
@@ -108,7 +104,7 @@ class Sessions:
         return session.head is not None and self._is_held(session.key, session.head.turn, session.revision)
 
     def _is_held(self, key: str, turn: Turn | None, revision: int) -> bool:
-        """Whether a turn holds its session: its ingress has not vanished, and renews its lease."""
+        """Whether the turn's ingress is alive and renews its lease."""
         if turn is None or not self.is_ingress_alive(turn.ingress):
             self._leases.forget(key)
             return False
@@ -118,7 +114,7 @@ class Sessions:
         return tokens <= self.limits.max_tokens
 
     def check_length(self, tokens: int, field: str) -> None:
-        """Raises InvalidRequest for a turn that would make a history longer than is kept."""
+        """Raises InvalidRequest for a history that is too long to keep."""
         if not self.fits(tokens):
             raise InvalidRequest(
                 f"the session would grow to {tokens} tokens, at most {self.limits.max_tokens} are kept", field=field
@@ -127,10 +123,10 @@ class Sessions:
     # ------------------------------------------------------------------ one turn
 
     async def lock(self, session: Session, model: str, request: str) -> OpenTurn:
-        """Begin a turn. Raises SessionBusy while another one runs (also one that began since `session` was read).
+        """Begin a turn. Raises SessionBusy while another one runs, also one that began since `session` was read.
 
-        A turn of the same request at another ingress is taken over: both read one and the same stream, and the one that
-        finishes first commits. Where the other has committed since, the turn that is returned has ended already.
+        A turn of the same request at another ingress is taken over: both read the same stream, and the first to finish
+        commits. If the other has committed since, the returned turn has `ended`.
         """
         for _ in range(LOCK_TRIES):
             try:
@@ -148,21 +144,10 @@ class Sessions:
         ours = session.head is not None and session.head.turn is not None and session.head.turn.request == request
         if self.is_busy(session) and not ours:
             raise SessionBusy(f"another turn of session {session.seq_id[:80]!r} is running", retry_after_s=1.0)
-        now = self.unix_ms()
-        turn = Turn(request, self.ingress, self._lease_end(now))
-        if session.head is None:
-            head = SessionHead(
-                seq_id=session.seq_id,
-                model=model,
-                length=0,
-                turns=0,
-                created_unix_ms=now,
-                updated_unix_ms=now,
-                turn=turn,
-                generation=new_process_id(),
-            )
-        else:
-            head = replace(session.head, turn=turn)
+        before, now = session.head, self.unix_ms()
+        if before is None:
+            before = SessionHead(session.seq_id, model, 0, 0, now, now, generation=new_process_id())
+        head = replace(before, turn=self._lease(request))
         revision = await self.bucket.update(session.key, codec.encode(head), session.revision)
         held = self._turns[request] = OpenTurn(session, head, revision)
         if session.expired is not None:
@@ -183,8 +168,8 @@ class Sessions:
         """End a turn: the session's history is `ids` now, of which the turn's own begin at `start`; other `regions`
         had a part in it, and `strays` were computed beside it.
 
-        Either everything is committed or the session is as before. Raises SessionBusy if the turn was lost, Unavailable
-        if JetStream is away for too long. A turn that another ingress, or an earlier try, has committed is done.
+        Commits everything or nothing. Raises SessionBusy if the turn was lost, Unavailable if JetStream is away for too
+        long. Does nothing for a turn that another ingress, or an earlier try, has committed.
         """
         until = asyncio.get_running_loop().time() + self.limits.commit_timeout_s
         while not turn.ended:
@@ -239,8 +224,8 @@ class Sessions:
             await self._records.erase_beside(session.key, session.head)
 
     async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
-        """End a turn that failed: the session is as before, but for what `regions` and `strays` add. Never raises;
-        without NATS the lease runs out instead."""
+        """End a turn that failed; the session gains `regions` and `strays`. Never raises; without NATS the lease runs
+        out instead."""
         session = turn.session
         async with turn.lock:
             self._turns.pop(turn.request, None)
@@ -255,7 +240,7 @@ class Sessions:
     async def _keep_strays(
         self, session: Session, head: SessionHead, history: tuple[int, ...], more: Sequence[Stray]
     ) -> SessionHead:
-        """Write what lies beside the history now, `more` than before, and forget what is too much. Returns the head."""
+        """Write the strays with `more`, and forget those beyond the bounds. Returns the head."""
         before, known = session.head, list[Stray]()
         if before is not None:
             known = moved(await self._records.strays(session.key, before), session.ids, history)
@@ -274,7 +259,7 @@ class Sessions:
     # ------------------------------------------------------------------ erasing
 
     async def erase(self, tenant: str, seq_id: str) -> Session:
-        """What it was until now, its strays too. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
+        """Returns it with its strays. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
         session = await self.read(tenant, seq_id)
         head = session.head
         if head is None:
@@ -286,7 +271,7 @@ class Sessions:
         return replace(session, strays=strays)
 
     async def erase_key(self, key: str, *, only_expired: bool) -> bool:
-        """Erase by key, for the sweep; False if the session is in use, or not expired, or already gone."""
+        """For the sweep; False if the session is in use, not expired, or gone."""
         head, revision = await self._records.head(key)
         if head is None or self._is_held(key, head.turn, revision):
             return False
@@ -307,8 +292,8 @@ class Sessions:
 
     # ------------------------------------------------------------------ leases
 
-    def _lease_end(self, now_ms: int) -> int:
-        return now_ms + int(self.limits.lease_s * 1000)
+    def _lease(self, request: str) -> Turn:
+        return Turn(request, self.ingress, self.unix_ms() + int(self.limits.lease_s * 1000))
 
     async def run(self) -> None:
         while True:
@@ -316,14 +301,13 @@ class Sessions:
             await self.renew()
 
     async def renew(self) -> None:
-        """Once, of all running turns. A turn that was lost is noticed when it commits; one that another ingress let go
-        of, which ran the same request for a while, is taken again."""
+        """Renew all leases once. A lost turn is noticed when it commits; one of the same request that another ingress
+        has abandoned is taken again."""
         for request, turn in list(self._turns.items()):
             async with turn.lock:
                 if request not in self._turns:
                     continue
-                lease = Turn(request, self.ingress, self._lease_end(self.unix_ms()))
-                head = replace(turn.head, turn=lease)
+                head = replace(turn.head, turn=self._lease(request))
                 try:
                     await self._records.renew(turn, head)
                     turn.head = replace(head, regions=turn.head.regions)

@@ -1,9 +1,5 @@
-"""What a request of a session holds while it runs, and what is kept of it when it has ended: a turn of /generate, and
-of a chat.
-
-`open` before its stream starts (again, where it was cut in between), then `commit` when it has finished or `abandon`
-when it was cut: the turns of `kvfleet.ingress.runs.runs`.
-"""
+"""Turns of sessions: what a /generate request or a chat holds while it runs (`runs.jobs.HeldTurn`), and keeps when it
+has ended."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SessionBooks:
-    """Where turns are kept (`sessions`), held to each tenant's number (`index`) and counted (`tally`)."""
+    """Keeps turns (`sessions`), bounds them by tenant (`index`) and counts them (`tally`)."""
 
     sessions: Sessions
     index: SessionIndex
@@ -36,10 +32,10 @@ class SessionBooks:
 
 @dataclass(eq=False, slots=True)
 class SessionTurn(HeldTurn):
-    """A turn of /generate: its session is its own while it runs, and longer when it has finished.
+    """A turn of /generate, which holds its session while it runs.
 
-    `history` tokens of `prompt_ids` are the session's, the others this turn's; None for a turn that may replace the
-    history. A repeat of the turn that was committed last runs beside the session: what it brings is there already.
+    The first `history` of `prompt_ids` are the session's; None for a turn that may replace the history. A repeat of the
+    turn that was committed last holds nothing: the session has its tokens already.
     """
 
     books: SessionBooks
@@ -53,8 +49,8 @@ class SessionTurn(HeldTurn):
     _held: OpenTurn | None = None
 
     async def open(self) -> None:
-        """Raises SessionBusy while another turn runs, or where one was committed since this one was cut; LimitExceeded
-        for too many sessions of the tenant."""
+        """Raises SessionBusy while another turn runs, or if one was committed since this one was cut; LimitExceeded for
+        too many sessions of the tenant."""
         if self._cut:
             self.session = await self.books.sessions.read(self.tenant, self.session.seq_id)
         session = self.session
@@ -93,10 +89,8 @@ class SessionTurn(HeldTurn):
 
 @dataclass(eq=False, slots=True)
 class ChatTurn(HeldTurn):
-    """A turn of a chat: its ids are remembered for the next one, and kept in the session it names, if it names one.
-
-    A session only offers ids here: while another turn runs, or when it grows too long, the chat is not kept.
-    """
+    """A turn of a chat: its ids are remembered for the next one, and `kept` in the session that it names. The session
+    only offers ids: while another turn runs, or when it grows too long, the chat is not kept."""
 
     prompts: Prompts
     tenant: str
@@ -123,7 +117,7 @@ class ChatTurn(HeldTurn):
 
 @contextlib.contextmanager
 def _kept_if_possible(session: Session) -> Iterator[None]:
-    """Around the session of a chat: it is a service to the next turn, and never fails this one."""
+    """The session of a chat never fails its turn."""
     try:
         yield
     except (SessionBusy, LimitExceeded, Unavailable) as error:

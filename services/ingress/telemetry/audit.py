@@ -1,34 +1,42 @@
-"""The audit log: who did what, one JSON object a line. Names, ids, counts and codes; never a prompt, a token or a key.
+"""The audit log, one JSON object a line: names, ids, counts and codes; never a prompt, a token or a key. A caller's
+words are in it only where the fleet knows them: a served model, a session by its own key.
 
-    request.start   a generating request was let in and read
-    request.end     its end: status, tokens
+    request.start, request.end   of a generating request that was let in and read
     access          a session or a placement was read, a session deleted; and each act that a key did not allow. Of
-                    the newest placements, which pages ask for every second, the first time in each minute, and the
-                    first that was refused, and that failed: no refusal hides a read
-    auth.refused    an unknown caller: why, and from where; the first 10 of an address in each minute, and 100 of all
+                    the newest placements, which pages poll every second, the first of each status class in a minute
+    auth.refused    an unknown caller; the first 10 of an address in each minute, and 100 of all
     auth.left_out   so many refusals of the minutes before have no line
     reload          files were taken up, or not
     dropped         so many lines were lost before this one
-
-What a caller wrote is named only where the fleet knows it: a model that is served, a session by its own key.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
+from typing import Any, cast
 
 import orjson
 
 from kvfleet.ingress.http.exchange import Exchange
-from kvfleet.ingress.telemetry.audit_file import AuditFile
 from kvfleet.ingress.telemetry.metrics import GENERATING
-from kvproto.errors import AuthenticationFailed, KvfleetError
+from kvproto.errors import AuthenticationFailed, InvalidRequest, KvfleetError
 from kvproto.ids import session_key
 
+log = logging.getLogger(__name__)
+
+CAPACITY = 8192  # lines
+BATCH = 512
+STDERR = "-"
 POLLED = "newest_placements"
 REFUSED_PER_ADDRESS = 10
 REFUSED_PER_MINUTE = 100
@@ -37,7 +45,7 @@ ACCESS = ("session_get", "session_kv", "session_delete", "placements")
 
 @dataclass(eq=False, slots=True)
 class Audit:
-    """Owned by the event loop; what it makes goes to `write`. None: there is no audit log."""
+    """Owned by the event loop. `write` None: there is no audit log."""
 
     write: Callable[[bytes], None] | None
     unix_s: Callable[[], float]
@@ -51,7 +59,7 @@ class Audit:
         return self.write is not None
 
     def request_started(self, exchange: Exchange, route: str, model: str | None) -> None:
-        """`model` as the caller said it, if there is one of that name."""
+        """`model`: its name, if there is one of that name."""
         self._say("request.start", **_whose(exchange, route), model=model)
 
     def ended(self, exchange: Exchange, route: str, status: int, error: KvfleetError | None) -> None:
@@ -59,7 +67,6 @@ class Audit:
             return
         if isinstance(error, AuthenticationFailed) or exchange.caller is None:
             if error is not None and status in (401, 403, 503) and self._may_tell_refusal(exchange.source):
-                # of the door: others have a caller
                 self._say("auth.refused", **_whose(exchange, route), status=status, reason=error.message)
             return
         seconds = round(exchange.seconds, 6)
@@ -70,24 +77,16 @@ class Audit:
             )
         elif route in ACCESS or status == 403 or (route == POLLED and self._is_first_in_minute(exchange, status)):
             target = exchange.path_params
-            known: dict[str, Any] = {}
+            who = {**_whose(exchange, route), "method": exchange.method}
             if "seq_id" in target:
-                known["session"] = session_key(exchange.caller.tenant, target["seq_id"])
-            self._say(
-                "access",
-                **_whose(exchange, route),
-                method=exchange.method,
-                **known,
-                status=status,
-                error=code,
-                seconds=seconds,
-            )
+                who["session"] = session_key(exchange.caller.tenant, target["seq_id"])
+            self._say("access", **who, status=status, error=code, seconds=seconds)
 
     def reloaded(self, what: str, why_not: str | None) -> None:
         self._say("reload", what=what, ok=why_not is None, reason=why_not)
 
     def _may_tell_refusal(self, source: str | None) -> bool:
-        """Unknown callers must not fill the log, nor its queue, where the lines of others would be lost."""
+        """Unknown callers must fill neither the log nor its queue, where other lines would be lost."""
         self._begin_minute()
         if self.refused.total() < REFUSED_PER_MINUTE and self.refused[source] < REFUSED_PER_ADDRESS:
             self.refused[source] += 1
@@ -130,8 +129,7 @@ def _whose(exchange: Exchange, route: str) -> dict[str, Any]:
 
 
 def _cost(exchange: Exchange) -> dict[str, Any]:
-    """What the run has cost so far; one that is read by several requests is told by each, as a `repeat` by all but the
-    one that began it."""
+    """Each reader of a run writes its cost, as a `repeat` unless it began the run."""
     usage = exchange.usage
     counts = {name: getattr(usage, name, 0) for name in ("prompt_tokens", "output_tokens", "cached_tokens")}
     return {"model": getattr(usage, "model", None), **counts, "repeat": usage is not None and exchange.repeats}
@@ -143,6 +141,95 @@ def audit_line(unix_s: float, event: str, **fields: Any) -> bytes:
     return orjson.dumps(value, default=str) + b"\n"
 
 
-def open_audit_file(path: str) -> AuditFile:
-    """Raises InvalidRequest."""
-    return AuditFile(path, lambda count: audit_line(time.time(), "dropped", count=count))
+class AuditFile:
+    """A thread that writes lines to a file or to stderr, so that the event loop never waits for a disk.
+
+    The file is logging's `WatchedFileHandler`, for log rotation. Queue, thread and writes are ours: `QueueHandler` and
+    `QueueListener` lack three promises. A line without room, in the queue or on the disk, is dropped, counted, and
+    reported in the log later; lines are written many at a time; and a disk that hangs delays no shutdown.
+    """
+
+    def __init__(self, path: str, *, capacity: int = CAPACITY) -> None:
+        """Raises InvalidRequest for a file that cannot be opened."""
+        self._queue: queue.Queue[bytes | None] = queue.Queue(capacity)
+        self._told = 0  # of those dropped
+        self._failing = False
+        self._closing = False
+        self.written_total = 0
+        self._full_total = 0  # dropped by writers
+        self._failed_total = 0  # dropped by the thread
+        try:
+            self._file = None if path == STDERR else _OwnersFile(path)
+        except OSError as error:
+            raise InvalidRequest(f"{path}: {error.strerror}", field="audit_log") from None
+        self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+        self._thread.start()
+
+    def write(self, line: bytes) -> None:
+        """Never waits."""
+        try:
+            self._queue.put_nowait(line)
+        except queue.Full:
+            self._full_total += 1
+
+    @property
+    def dropped_total(self) -> int:
+        return self._full_total + self._failed_total
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        self._closing = True
+        with contextlib.suppress(queue.Full):  # then the thread sees the flag after the next batch
+            self._queue.put_nowait(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            lines = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(lines) < BATCH:
+                    lines.append(self._queue.get_nowait())
+            said = [line for line in lines if line is not None]
+            dropped = self.dropped_total
+            lost = dropped - self._told
+            news = [audit_line(time.time(), "dropped", count=lost)] if lost else []
+            if not said and not news:
+                pass
+            elif self._put([*news, *said]):
+                self.written_total += len(said)
+                self._told = dropped
+            else:
+                self._failed_total += len(said)
+            if self._closing and self._queue.empty():
+                break
+        if self._file is not None:
+            self._file.close()
+
+    def _put(self, lines: list[bytes]) -> bool:
+        try:
+            fd = 2 if self._file is None else self._file.fileno()
+            data = memoryview(b"".join(lines))
+            while data:
+                data = data[os.write(fd, data) :]
+        except OSError as error:
+            if not self._failing:
+                log.error("the audit log cannot be written: %s", error.strerror)
+            self._failing = True
+            return False
+        self._failing = False
+        return True
+
+
+class _OwnersFile(WatchedFileHandler):
+    """Only its owner may read it. Lines go to its descriptor, past the stream's buffer."""
+
+    def fileno(self) -> int:
+        """Of the file that the path leads to now. Raises OSError."""
+        self.reopenIfNeeded()
+        if self.stream is None:  # it could not be opened the last time
+            self.stream = self._open()
+        return self.stream.fileno()
+
+    def _open(self) -> TextIOWrapper:
+        return cast(
+            TextIOWrapper, open(self.baseFilename, self.mode, opener=lambda path, flags: os.open(path, flags, 0o600))
+        )

@@ -1,23 +1,18 @@
-"""What an ingress counts, as Prometheus reads it. Hot paths add to plain integers; a collector shows them when asked.
-
-Every series exists from the start at 0: a rate over a series that appears with its first event misses that event.
-"""
+"""The metrics of an ingress. Hot paths add to plain integers, which a collector reads. Every series exists from the
+start at 0: a rate over a series that appears with its first event misses that event."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from kvfleet.ingress.limits.service_levels import ServiceLevel, ServiceLevels, Targets
+from kvfleet.ingress.limits.service_levels import ServiceLevels, Targets
 from kvproto import errors
 from kvproto.messages import FinishReason
-from kvservice.metrics import LiveCollector
-from kvservice.metrics import Reading as CommonReading
+from kvservice.metrics import Buckets, LiveCollector, Reading
 
 GENERATING = ("chat_completions", "completions", "generate")
 ROUTES = (
@@ -29,14 +24,14 @@ OUTCOMES = (*(reason.value for reason in FinishReason), *sorted(errors.BY_CODE))
 _BY_LEVEL = ("model", "route")
 
 
-def _counted(help_: str, kind: str = "counter") -> int:
-    number: int = field(default=0, metadata={"help": help_, "kind": kind})
+def _counted(help_: str, suffix: str = "_total") -> int:
+    number: int = field(default=0, metadata={"help": help_, "suffix": suffix})
     return number
 
 
 @dataclass(slots=True)
 class RequestTally:
-    """Counted on hot paths, since the start of the process."""
+    """Since the start of the process."""
 
     prompt_tokens: int = _counted("Prompt tokens of finished requests.")
     generated_tokens: int = _counted("Tokens relayed to clients.")
@@ -44,40 +39,14 @@ class RequestTally:
     spliced_tokens: int = _counted("Prompt tokens taken from chat history.")
     session_turns: int = _counted("Turns committed to sessions.")
     stream_errors: int = _counted("Streams that ended with an error event.")
-    active_streams: int = _counted("Generations running now.", "gauge")
-
-
-@dataclass(frozen=True, slots=True)
-class IngressReading:
-    """A value that lives elsewhere and is read when Prometheus asks. `kind` is `counter` or `gauge`."""
-
-    name: str
-    help: str
-    kind: str
-    read: Callable[[], float]
-
-
-class _Readings(Collector):
-    def __init__(self, readings: Iterable[IngressReading]) -> None:
-        self._readings = tuple(readings)
-
-    def collect(self) -> Iterable[Metric]:
-        for one in self._readings:
-            kind = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
-            yield kind(f"kvfleet_ingress_{one.name}", one.help, value=one.read())
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # registering must not read what is not there yet
+    active_streams: int = _counted("Generations running now.", suffix="")
 
 
 class IngressMetrics:
-    """All series of one ingress, registered in one registry. `served` names the models that workers have now."""
+    """All series of one ingress, in one registry. `served` names the models of workers."""
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        targets: Targets = Targets(),
-        served: Callable[[], Iterable[str]] = tuple,
+        self, registry: CollectorRegistry, targets: Targets = Targets(), served: Callable[[], Iterable[str]] = tuple
     ) -> None:
         self.registry = registry
         self.tally = RequestTally()
@@ -92,7 +61,7 @@ class IngressMetrics:
             for code in CODES:
                 self.requests.labels(route, code)
         self._outcomes = {route: dict.fromkeys(OUTCOMES, 0) for route in GENERATING}
-        registry.register(LiveCollector(self._level_readings()))
+        registry.register(LiveCollector([*self._tally_readings(), *self._level_readings()]))
         ProcessCollector(registry=registry)
 
     def ended(self, route: str, outcome: str) -> None:
@@ -100,28 +69,25 @@ class IngressMetrics:
         if counts is not None:
             counts[outcome] = counts.get(outcome, 0) + 1
 
-    def show_common(self, readings: Iterable[CommonReading]) -> None:
-        """Add what every process shows. Call once."""
-        self.registry.register(LiveCollector(readings))
+    def _tally_readings(self) -> Iterator[Reading]:
+        for one in fields(RequestTally):
+            name = f"kvfleet_ingress_{one.name}{one.metadata['suffix']}"
+            yield Reading(name, one.metadata["help"], partial(getattr, self.tally, one.name))
 
-    def read_also(self, readings: Iterable[IngressReading]) -> None:
-        """Add the tally and values that other parts own. Call once."""
-        own = [
-            IngressReading(one.name, one.metadata["help"], one.metadata["kind"], partial(getattr, self.tally, one.name))
-            for one in fields(RequestTally)
-        ]
-        self.registry.register(_Readings((*own, *readings)))
-
-    def _level_readings(self) -> list[CommonReading]:
+    def _level_readings(self) -> list[Reading]:
         levels, targets = self.levels, self.levels.targets
 
-        def count(name: str, help_: str, value: Callable[[ServiceLevel], float]) -> CommonReading:
-            return CommonReading(
-                f"kvfleet_ingress_{name}",
-                help_,
-                labels=_BY_LEVEL,
-                read_labelled=lambda: {by: value(level) for by, level in levels.all().items()},
-            )
+        def count(name: str, help_: str, attribute: str) -> Reading:
+            def read() -> dict[tuple[str, ...], float]:
+                return {by: getattr(level, attribute) for by, level in levels.all().items()}
+
+            return Reading(f"kvfleet_ingress_{name}", help_, labels=_BY_LEVEL, read_labelled=read)
+
+        def histogram(name: str, help_: str, attribute: str) -> Reading:
+            def read() -> dict[tuple[str, ...], tuple[Buckets, float]]:
+                return {by: getattr(level, attribute).read() for by, level in levels.all().items()}
+
+            return Reading(f"kvfleet_ingress_{name}", help_, labels=_BY_LEVEL, read_histograms=read)
 
         def outcomes() -> dict[tuple[str, ...], float]:
             return {(route, why): n for route, counts in self._outcomes.items() for why, n in counts.items()}
@@ -133,41 +99,25 @@ class IngressMetrics:
             return found
 
         return [
-            CommonReading(
-                "kvfleet_ingress_ttft_seconds",
-                "From a request's arrival to its first token.",
-                labels=_BY_LEVEL,
-                read_histograms=lambda: {by: level.ttft.read() for by, level in levels.all().items()},
-            ),
-            CommonReading(
-                "kvfleet_ingress_inter_token_seconds",
-                "From one token of a request to the next.",
-                labels=_BY_LEVEL,
-                read_histograms=lambda: {by: level.itl.read() for by, level in levels.all().items()},
-            ),
-            CommonReading(
+            histogram("ttft_seconds", "From a request's arrival to its first token.", "ttft"),
+            histogram("inter_token_seconds", "From one token of a request to the next.", "itl"),
+            Reading(
                 "kvfleet_ingress_outcomes_total",
                 "Generating requests by what ended them: a finish reason or an error's code.",
                 labels=("route", "outcome"),
                 read_labelled=outcomes,
             ),
             count(
-                "judged_requests_total",
-                "Requests that finished, or failed through no fault of their caller.",
-                lambda level: level.judged,
+                "judged_requests_total", "Requests that finished, or failed through no fault of their caller.", "judged"
             ),
-            count(
-                "goodput_requests_total",
-                "Of the judged, those that finished within both targets.",
-                lambda level: level.good_requests,
-            ),
-            count("goodput_tokens_total", "Tokens generated for these.", lambda level: level.good_tokens),
-            CommonReading(
+            count("goodput_requests_total", "Of the judged, those that finished within both targets.", "good_requests"),
+            count("goodput_tokens_total", "Tokens generated for these.", "good_tokens"),
+            Reading(
                 "kvfleet_ingress_slo_missed_requests_total",
                 "Of the judged, those that missed a target; some miss both.",
                 labels=(*_BY_LEVEL, "target"),
                 read_labelled=missed,
             ),
-            CommonReading("kvfleet_ingress_slo_ttft_seconds", "Target of the TTFT.", lambda: targets.ttft_s),
-            CommonReading("kvfleet_ingress_slo_itl_seconds", "Target of the mean ITL.", lambda: targets.itl_s),
+            Reading("kvfleet_ingress_slo_ttft_seconds", "Target of the TTFT.", lambda: targets.ttft_s),
+            Reading("kvfleet_ingress_slo_itl_seconds", "Target of the mean ITL.", lambda: targets.itl_s),
         ]

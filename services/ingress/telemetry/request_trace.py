@@ -1,20 +1,16 @@
-"""The spans of one traced HTTP request, and of the attempts at it. Owned by the event loop; see docs/tracing.md.
+"""The spans of one sampled HTTP request and of its attempts, without texts. Owned by the event loop; docs/tracing.md.
 
-    POST /v1/chat/completions                   the exchange: until the answer is complete
-     ├─ tokenise                                history, tokenizer, chat template, ids
-     └─ stream                                  kvproto.Client's part, over as many attempts as it takes
-         ├─ place ─▶ placement                  each time placement is asked for a worker
-         └─ attempt ─▶ worker                   each worker that was asked; each links to the one before
-
-Only requests that are sampled have any of this. Nothing of what was asked or said is recorded.
+POST /v1/chat/completions                   the exchange: until the answer is complete
+ ├─ tokenise                                history, tokenizer, chat template, ids
+ └─ stream                                  kvproto.Client's part, over as many attempts as it takes
+     ├─ place ─▶ placement                  each time placement is asked for a worker
+     └─ attempt ─▶ worker                   each worker that was asked; each links to the one before
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.runs.jobs import Job, Prepare
@@ -31,12 +27,11 @@ PATHS = {
     "generate": "/generate",
 }
 CLIENT_LEFT = 499
-T = TypeVar("T")
 
 
 def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None:
-    """The caller's trace goes on if it is sampled; without one this may begin one. From here on the task's log lines
-    name it, and so does the answer."""
+    """Goes on with the caller's trace if it is sampled; without one this may begin one. The task's log lines and the
+    answer name it from here on."""
     if not tracer.enabled:
         return None
     path = PATHS[route]
@@ -72,7 +67,11 @@ class RequestTrace:
     def tokenising(self, prepare: Prepare) -> Prepare:
         async def traced() -> Job:
             span = self.span.child("tokenise")
-            job = await _ended(span, prepare)
+            try:
+                job = await prepare()
+            except KvfleetError as error:
+                span.end(error=error.code)
+                raise
             span.set({"gen_ai.usage.input_tokens": len(job.generation.prompt_ids)})
             span.end()
             return job
@@ -80,7 +79,7 @@ class RequestTrace:
         return traced
 
     def trail(self, generation: Generation) -> RequestTrail:
-        """For a stream that begins; not the first one of this request if its client had left and came back."""
+        """For a stream that begins, perhaps again after the client left and came back."""
         said = about(generation, names_session=self.names_session)
         self.span.set(said)
         trail = RequestTrail(self, said)
@@ -88,7 +87,7 @@ class RequestTrace:
         return trail
 
     def has_carried(self, run: Run, arrived_at: float, *, found: bool) -> None:
-        """The caller has all but the end of its answer, or has left. `found`: the run was begun by another request."""
+        """The caller has all but the end of its answer, or has left. `found`: another request began the run."""
         self.carried = True
         if run.first_token_at is not None:
             seconds = {"gen_ai.response.time_to_first_chunk": run.first_token_at - arrived_at}
@@ -119,7 +118,7 @@ class RequestTrace:
 
 @dataclass(eq=False)
 class RequestTrail(Trail):
-    """Of one stream. `stream` ends when the stream has, but not before its first token was noted."""
+    """Of one stream. The span `stream` ends when the stream has, but not before its first token was noted."""
 
     trace: RequestTrace
     said: Attributes
@@ -182,7 +181,7 @@ class RequestTrail(Trail):
 
 
 def about(generation: Generation, *, names_session: bool) -> dict[str, Value]:
-    """What is asked for, but for the text. A conversation that the caller did not name is none of ours to tell."""
+    """The attributes of a request, without a conversation that the caller did not name."""
     sampling = generation.sampling
     said: dict[str, Value] = {
         "gen_ai.request.model": generation.model,
@@ -217,12 +216,3 @@ def _by_nats(operation: str, said: Attributes) -> dict[str, Value]:
         "kvfleet.tenant": said["kvfleet.tenant"],
         "kvfleet.request.id": said.get("kvfleet.request.id", ""),
     }
-
-
-async def _ended(span: Span, work: Callable[[], Awaitable[T]]) -> T:
-    """What fails ends the span."""
-    try:
-        return await work()
-    except KvfleetError as error:
-        span.end(error=error.code)
-        raise

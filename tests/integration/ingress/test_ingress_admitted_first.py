@@ -12,7 +12,7 @@ from ingress_rig import Serve, Served, until
 from scripted_worker import ScriptedWorker
 from test_ingress_limits_http import COMPLETION, keys_of
 
-from kvfleet.ingress.http import body_reader
+from kvfleet.ingress import request_reader
 from kvfleet.ingress.prompts import prompts
 from tests.support.waiting import LIMIT_S
 
@@ -55,13 +55,13 @@ async def test_nothing_is_read_of_who_is_over_a_limit(
     serving: Serve, worker: ScriptedWorker, limits: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[bytes] = []
-    parse = body_reader.parse_body
+    parse = request_reader.parse_body
 
     def noting(data: bytes) -> Any:
         parsed.append(data)
         return parse(data)
 
-    monkeypatch.setattr(body_reader, "parse_body", noting)
+    monkeypatch.setattr(request_reader, "parse_body", noting)
     served = await serving(keys=keys_of(a=limits))
     worker.held.clear()
     first = asyncio.create_task(served.http.post(COMPLETION, json=SHORT, headers={"x-api-key": "a"}))
@@ -93,7 +93,8 @@ async def test_a_body_that_is_being_read_has_its_place(serving: Serve, worker: S
     assert wrong.status_code == 400
     good = await served.http.post(COMPLETION, json=SHORT, headers={"x-api-key": "a"})
     assert good.status_code == 200, "neither the one that left nor the wrong one was taken of the rate"
-    assert served.ingress.admission.running == served.ingress.admission.being_read == 0
+    assert served.ingress.admission.running == 0
+    assert not any(account.reading for account in served.ingress.admission.limiter.every())
     served.ingress.admission.check_integrity()
 
 
@@ -116,8 +117,8 @@ async def test_the_loop_goes_on_while_a_long_body_is_read(
 
         return waiting
 
-    monkeypatch.setattr(body_reader, "parse_body", waits("parse", body_reader.parse_body))
-    monkeypatch.setattr(body_reader, "digest_of", waits("digest", body_reader.digest_of))
+    monkeypatch.setattr(request_reader, "parse_body", waits("parse", request_reader.parse_body))
+    monkeypatch.setattr(request_reader, "digest_of", waits("digest", request_reader.digest_of))
     monkeypatch.setattr(prompts, "check_vocabulary", waits("vocabulary", prompts.check_vocabulary))
     body = {"model": "demo", "prompt": LONG_IDS, "max_tokens": 2}
     refused = await served.http.post(COMPLETION, json=body, timeout=LIMIT_S)

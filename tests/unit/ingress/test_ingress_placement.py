@@ -11,7 +11,7 @@ from ingress_build import sent
 
 from kvfleet.cli.clients import explain
 from kvfleet.ingress.auth.api_keys import hash_key, parse_keys
-from kvfleet.ingress.fleet.placement_report import placements_report, read_request_id
+from kvfleet.ingress.fleet.report import placements_report, read_request_id
 from kvfleet.ingress.limits.callers import OPEN, Caller, require_policy
 from kvfleet.ingress.requests.asks import ANYWHERE, PlacementAsk
 from kvfleet.ingress.requests.bodies import read_chat, read_completion, read_generate

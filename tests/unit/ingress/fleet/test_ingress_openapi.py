@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.app import create_app
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
-from kvfleet.ingress.fleet.placement_report import newest_report, placements_report
+from kvfleet.ingress.fleet.report import newest_report, placements_report
 from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE, read_chat, read_completion, read_generate
 from kvfleet.ingress.requests.fields import BodyForm
 from kvfleet.ingress.telemetry.metrics import IngressMetrics

@@ -11,8 +11,7 @@ import pytest
 from ingress_build import demo_bundle
 
 from kvfleet.ingress.fleet.report import IngressCounts, models_report, stats_report, workers_report
-from kvfleet.ingress.prompts.models import KEPT_UNNAMED, Models
-from kvfleet.ingress.prompts.other_regions import OtherRegions
+from kvfleet.ingress.prompts.models import KEPT_UNNAMED, Models, OtherRegions
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers, Unavailable, WorkerLost
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Bundle, Heartbeat, Rates, State, WorkerRecord
@@ -116,13 +115,12 @@ def test_the_model_of_a_request_that_names_none(executor: ThreadPoolExecutor) ->
     view = FleetView()
     models = models_of(Source(), view, executor)
     with pytest.raises(NoWorkers):
-        models.default_name(None)
+        models.default_name()
     view.on_worker_record(record("a"), 1, 0.0)
-    assert models.default_name(None) == "m"
+    assert models.default_name() == "m"
     view.on_worker_record(record("b", "n"), 1, 0.0)
     with pytest.raises(InvalidRequest, match="m, n"):
-        models.default_name(None)
-    assert models.default_name("n") == "n"
+        models.default_name()
     assert [one.model for one in models.served()] == ["m", "n"]
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from ingress_build import demo_bundle
 
-from kvfleet.ingress.prompts.models import Models
-from kvfleet.ingress.prompts.other_regions import OtherRegions
+from kvfleet.ingress.prompts.models import Models, OtherRegions
 from kvproto import codec
 from kvproto.errors import WorkerLost
 from kvproto.fleet_view import FleetView

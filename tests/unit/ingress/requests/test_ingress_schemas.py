@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.ingress.requests.asks import MAX_TOKENS_LIMIT, SamplingAsk
+from kvfleet.ingress.requests.asks import MAX_TOKENS_LIMIT, SamplingAsk, plan_sampling
 from kvfleet.ingress.requests.bodies import ChatMessage, check_vocabulary, read_chat, read_completion, read_generate
 from kvfleet.ingress.requests.fields import MAX_DEPTH, parse_body
-from kvfleet.ingress.requests.sampling_plan import plan_sampling
 from kvfleet.ingress.runs.repeats import digest_of
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
 from kvproto.messages import Bundle, Overflow, Sampling

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_answers import AnswerHead
 from kvfleet.ingress.answers.openai_events import OpenAiForm
-from kvfleet.ingress.runs.event_ids import START, EventIds, Position, check_choices, prompt_digest, read_event_id
+from kvfleet.ingress.runs.event_ids import START, EventIds, Position, prompt_digest, read_event_id
 from kvfleet.ingress.runs.jobs import EventReader, Form
 from kvfleet.ingress.runs.repeats import key_secret, name_request, request_of_key
 from kvfleet.ingress.runs.transcript import Transcript
@@ -40,9 +40,9 @@ def test_positions(said: str, position: Position) -> None:
 def test_positions_that_no_such_stream_has() -> None:
     for position in (Position((1, 2, 3)), Position((1, 2), frozenset({0, 1}))):
         with pytest.raises(InvalidRequest, match="Last-Event-ID"):
-            check_choices(position, 2)
+            EventIds("r", 2, position)
     with pytest.raises(InvalidRequest):
-        check_choices(Position((1,), frozenset({0})), 1)
+        EventIds("r", 1, Position((1,), frozenset({0})))
 
 
 def frames_of(lengths: list[int], order: list[int]) -> list[Any]:

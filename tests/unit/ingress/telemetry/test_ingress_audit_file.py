@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.ingress.telemetry.audit import audit_line, open_audit_file
-from kvfleet.ingress.telemetry.audit_file import AuditFile
+from kvfleet.ingress.telemetry.audit import AuditFile, audit_line
 from kvproto.errors import InvalidRequest
 from tests.support.waiting import wait_until
 
@@ -28,13 +27,13 @@ def write(log: AuditFile, *numbers: int) -> None:
 
 def test_lines_in_their_order_for_the_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    log = open_audit_file(str(path))
+    log = AuditFile(str(path))
     write(log, *range(2000))
     log.close()
     assert lines_of(path) == list(range(2000))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(path.read_text().splitlines()[0]) == {"time": "1970-01-01T00:00:00.000Z", "event": "test", "n": 0}
-    again = open_audit_file(str(path))
+    again = AuditFile(str(path))
     write(again, 5)
     again.close()
     assert lines_of(path)[-2:] == [1999, 5], "appended"
@@ -43,7 +42,7 @@ def test_lines_in_their_order_for_the_owner_alone(tmp_path: Path) -> None:
 
 def test_a_rotated_file_is_left(tmp_path: Path) -> None:
     path, old = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
-    log = open_audit_file(str(path))
+    log = AuditFile(str(path))
     write(log, 1)
     wait_until(lambda: lines_of(path) == [1])
     path.rename(old)
@@ -60,7 +59,7 @@ def test_a_folder_that_is_away_for_a_while(tmp_path: Path) -> None:
     folder, away = tmp_path / "logs", tmp_path / "away"
     folder.mkdir()
     path = folder / "audit.jsonl"
-    log = open_audit_file(str(path))
+    log = AuditFile(str(path))
     write(log, 1)
     wait_until(lambda: lines_of(path) == [1])
     folder.rename(away)
@@ -82,7 +81,7 @@ def test_whoever_writes_never_waits_and_losses_are_told(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    log = AuditFile(str(path), lambda count: audit_line(0.0, "dropped", count=count), capacity=100)
+    log = AuditFile(str(path), capacity=100)
     begin = time.monotonic()
     padding = "x" * 1000
     for n in range(1000):
@@ -115,7 +114,7 @@ def test_whoever_writes_never_waits_and_losses_are_told(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    log = AuditFile("/dev/full", lambda count: audit_line(0.0, "dropped", count=count))
+    log = AuditFile("/dev/full")
     for n in range(3):
         write(log, n)
         wait_until(lambda n=n: log.dropped_total > n)
@@ -125,7 +124,7 @@ def test_a_disk_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    log = open_audit_file("-")
+    log = AuditFile("-")
     write(log, 7)
     log.close()
     assert json.loads(capfd.readouterr().err)["n"] == 7
@@ -133,5 +132,5 @@ def test_stderr(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as error:
-        open_audit_file(str(tmp_path / "nowhere" / "audit"))
+        AuditFile(str(tmp_path / "nowhere" / "audit"))
     assert error.value.field == "audit_log"
