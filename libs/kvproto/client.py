@@ -125,8 +125,6 @@ class Client:
             stream.fail(error)
             stream.signal(Signal.CANCELLED)
 
-    # ------------------------------------------------------------------ one request
-
     def generate(
         self, generation: Generation, before: Sequence[Continuation] = (), trail: Trail | None = None
     ) -> Stream:
@@ -163,8 +161,6 @@ class Client:
         stream.driver = asyncio.create_task(self._driver.run(stream, generation), name=f"stream-{request}")
         stream.driver.add_done_callback(lambda _: self._streams.pop(request, None))
         return stream
-
-    # ------------------------------------------------------------------ watching
 
     async def _watch(self) -> None:
         """One timer for all streams: gaps, silence, readers that do not read."""
@@ -224,8 +220,6 @@ class Client:
             if stream.accepted:
                 stream.last_frame_at = self.now()
                 stream.signal(Signal.SILENT)
-
-    # ------------------------------------------------------------------ administration
 
     async def admin(self, worker: str, request: AdminRequest, timeout_s: float = 5.0) -> bytes:
         """The joined parts of a worker's answer. Raises its error, WorkerLost, TimeoutError, Unavailable."""

@@ -86,9 +86,6 @@ def supported_versions() -> tuple[int, int]:
     return MIN_VERSION, VERSION
 
 
-# ---------------------------------------------------------------------------------------------- plain
-
-
 def is_map_marker(first: int) -> bool:
     """Whether a msgpack document that starts with this byte is a map."""
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
@@ -147,8 +144,6 @@ def decode_plain_frame(data: bytes, *, as_json: bool) -> m.Frame:
     frame: m.Frame = read_map(_BY_TYPE[kind], value)
     return frame
 
-
-# ---------------------------------------------------------------------------------------------- frames
 
 # A frame's tag is its place here.
 _FRAMES = (m.Accepted, m.Started, m.Tokens, m.Finished, m.Failed, m.Moved, m.Progress, m.ChoiceFinished)
@@ -223,7 +218,6 @@ def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:
     return frame
 
 
-# ---------------------------------------------------------------------------------------------- log probabilities
 #
 # Positional, `[logprob, [id...], [logprob...]]` per token. Minus infinity travels as -9999, as OpenAI writes it.
 
@@ -265,9 +259,6 @@ def _number(value: Any, field: str) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
         raise CodecError("must be a finite number", field=field)
     return float(value)
-
-
-# ---------------------------------------------------------------------------------------------- events
 
 
 def encode_events(events: m.KvEvents, version: int | None = None) -> bytes:

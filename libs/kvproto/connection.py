@@ -262,8 +262,6 @@ class Connection:
             await asyncio.wait_for(self.raw.close(), timeout_s)
         self._abandon()
 
-    # ------------------------------------------------------------------ callbacks of nats-py
-
     async def _on_error(self, error: Exception) -> None:
         self.errors_total += 1
         text = f"{type(error).__name__}: {error}"
@@ -301,8 +299,6 @@ class Connection:
             log.error("nats: the connection is closed for good")
             if self.on_closed is not None:
                 self.on_closed()
-
-    # ------------------------------------------------------------------ the watchdog
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()

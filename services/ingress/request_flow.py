@@ -68,8 +68,6 @@ class RequestFlow:
     reader: RequestReader
     prompts: Prompts
 
-    # ------------------------------------------------------------------ routes
-
     async def chat_completions(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions. Of several choices the first is remembered as the turn."""
         call = await self.reader.read(exchange, "chat_completions", read_chat)
@@ -83,8 +81,6 @@ class RequestFlow:
         """POST /generate: a turn of a session, which is new unless `seq_id` names a known one."""
         call = await self.reader.read(exchange, "generate", read_generate)
         await self._serve(exchange, call, lambda: self._generate_job(call), streams=True)
-
-    # ------------------------------------------------------------------ jobs
 
     async def _chat_job(self, call: Call[ChatAsk]) -> Job:
         ask, tenant = call.ask, call.caller.tenant
@@ -193,8 +189,6 @@ class RequestFlow:
         if said is not None and said != session.head.model:
             raise InvalidRequest(f"this session is of {session.head.model!r}", field="model_name")
         return session.head.model
-
-    # ------------------------------------------------------------------ running
 
     async def _serve(self, exchange: Exchange, call: Call[Ask], prepare: Prepare, *, streams: bool) -> None:
         """Admit, run or attach to the repeated run, carry it to the caller, end. Raises the run's error."""

@@ -208,8 +208,6 @@ class PlacementCore:
         self.inflight.drop_worker(worker)
         self.repeats.drop_worker(worker)
 
-    # ------------------------------------------------------------------ requests
-
     def _place(self, event: events.PlaceAsked, now: float) -> Action:
         ask = event.ask
         if ask.attempt:  # it was let in before
@@ -263,8 +261,6 @@ class PlacementCore:
             if not self.repeats.has_finished((one.tenant, one.request), one.attempt):
                 actions += self.forwarding.adopt(one, now)
         return actions
-
-    # ------------------------------------------------------------------ questions that take longer than a decision may
 
     def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Preload:
         """What a worker about to be ready should load, in a message of about `max_bytes`."""

@@ -170,9 +170,6 @@ Event = (
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------ actions
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     reply: str

@@ -141,8 +141,6 @@ class DataPlaneServer:
                     Path(address.path).unlink()
         self._listeners.clear()
 
-    # ------------------------------------------------------------------ accepting
-
     def _accept(self) -> None:
         by_number = {listener.fileno(): listener for listener, _ in self._listeners}
         assert self._wake is not None
@@ -207,8 +205,6 @@ class DataPlaneServer:
             return False
         return True
 
-    # ------------------------------------------------------------------ one connection, on its thread
-
     def _run(self, link: Link) -> None:
         hello = None
         try:
@@ -263,8 +259,6 @@ class DataPlaneServer:
             self._clients.discard(link)
         if known is not None:
             self._tally.add(bytes_in=link.bytes_in, bytes_out=link.bytes_out)
-
-    # ------------------------------------------------------------------ those that have proven themselves
 
     def _may_serve(self, client: ServedConnection, thread: threading.Thread) -> bool:
         """Called under the lock. If False, the client waits for another thread."""

@@ -61,9 +61,6 @@ _STATUS_OF: dict[int, PutStatus | None] = {**dict(enumerate(PutStatus)), _SEND: 
 _CODE_OF = {status: code for code, status in _STATUS_OF.items()}
 
 
-# ---------------------------------------------------------------------- fields
-
-
 class _Form(NamedTuple):
     """A field's form in msgpack."""
 
@@ -148,8 +145,6 @@ _Root = Annotated[
     _checked("root", f"a root has {HASH_BYTES} bytes", lambda root: type(root) is bytes and len(root) == HASH_BYTES),
 ]
 _Hashes = Annotated[tuple[bytes, ...], _Form(_read_hashes, b"".join)]
-
-# ---------------------------------------------------------------------- messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +261,6 @@ def _forms_of(kind: type[Any]) -> tuple[tuple[str, _Form], ...]:
 
 _FORMS = {kind: _forms_of(kind) for kind in _CODES}
 
-
-# ---------------------------------------------------------------------- frames
 
 _HEAD = struct.Struct("!BBHIQ")
 _CRC = struct.Struct("!I")

@@ -212,8 +212,6 @@ class Placer:
             raise Unavailable(f"worker {worker} is {record.state.value}", field="worker")
         return Placement(question.request, worker, question.attempt, policy=DIRECT, why="placement did not answer")
 
-    # ------------------------------------------------------------------ other regions
-
     async def _follow(
         self, question: PlaceRequest, referral: Placement, tenant: str, traceparent: str | None
     ) -> Placement | None:

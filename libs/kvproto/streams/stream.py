@@ -164,8 +164,6 @@ class Stream:
         """Generated token ids of one choice so far."""
         return self.assembly.choices[choice].ids
 
-    # ------------------------------------------------------------------ inbox
-
     def on_frame(self, frame: Frame) -> None:
         if frame.attempt != self.assembly.attempt or self.closed:
             self.assembly.fenced += 1
@@ -231,8 +229,6 @@ class Stream:
     def _wake_reader(self) -> None:
         if self._reader is not None and (self._ready or self.closed):
             _wake(self._reader)
-
-    # ------------------------------------------------------------------ driver
 
     def signal(self, signal: Signal) -> None:
         self._signals.append(signal)

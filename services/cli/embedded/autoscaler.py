@@ -151,8 +151,6 @@ class LocalAutoscaler:
                 self.workers[child.name] = KnownWorkers(model)
                 self.asked[model] -= 1
 
-    # ------------------------------------------------------------------ its own thread
-
     def _run(self) -> None:
         try:
             asyncio.run(self._watch())

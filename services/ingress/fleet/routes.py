@@ -56,8 +56,6 @@ class FleetRoutes:
     def __post_init__(self) -> None:
         self.listings = Listings(self._listed)
 
-    # ------------------------------------------------------------------ fleet
-
     async def models(self, exchange: Exchange) -> None:
         await identify(self.parts.tenancy, exchange)
         await _json(exchange, report.models_report(self.parts.models.served()))
@@ -116,8 +114,6 @@ class FleetRoutes:
         tenant = None if caller.admin else caller.tenant
         await exchange.respond(200, await self.listings.ask((tenant, exchange.query_value("model"), limit)))
 
-    # ------------------------------------------------------------------ sessions
-
     async def kv_route(self, exchange: Exchange) -> None:
         """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice."""
         caller = await self._metered(exchange)
@@ -174,8 +170,6 @@ class FleetRoutes:
         await self.blocks.erase(session)
         await _json(exchange, report.DeletedAnswer(seq_id, True))
 
-    # ------------------------------------------------------------------ process
-
     async def livez(self, exchange: Exchange) -> None:
         await _json(exchange, report.StatusAnswer("ok"))
 
@@ -224,8 +218,6 @@ class FleetRoutes:
         if not self.parts.models.is_ready():
             return "no ready worker whose model is loaded"
         return ""
-
-    # ------------------------------------------------------------------ steps
 
     async def _listed(self, question: Question) -> bytes:
         tenant, model, limit = question

@@ -57,8 +57,6 @@ class Exchange:
     repeats: bool = False  # another request began that run
     began_at: float = field(default_factory=time.monotonic)
 
-    # ------------------------------------------------------------------ request
-
     def header(self, name: bytes) -> str | None:
         """The last value; names are lower case."""
         value = None
@@ -128,8 +126,6 @@ class Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
         self.gone = not self.ended
-
-    # ------------------------------------------------------------------ answer
 
     async def respond(self, status: int, body: bytes, *, content_type: bytes = JSON, headers: Headers = []) -> None:  # noqa: B006  never changed
         await self._start(status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers])

@@ -98,8 +98,6 @@ class SharedUsage:
         """How many reported a moment ago."""
         return sum(1 for peer in self._peers.values() if self.now - peer.reported_at <= SILENT_S)
 
-    # ------------------------------------------------------------------ sending
-
     def reports(self, now: float, unix_s: float, max_bytes: int) -> list[UsageReport]:
         """For the others, each at most `max_bytes` long; empty while no limit is in use."""
         self.now = now
@@ -177,8 +175,6 @@ class SharedUsage:
         if ended:
             _start_anew(account, now, unix_s)
         return entry
-
-    # ------------------------------------------------------------------ receiving
 
     def receive(self, report: UsageReport, now: float, unix_s: float) -> None:
         self.now = now
@@ -273,8 +269,6 @@ class SharedUsage:
             peer.running[key] = known
         else:
             peer.running.pop(key, None)
-
-    # ------------------------------------------------------------------ forgetting
 
     def _forget(self, peer: Peer, key: Key, known: PeerUsage) -> None:
         self._runs(peer, key, known, 0)

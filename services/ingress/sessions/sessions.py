@@ -69,8 +69,6 @@ class Sessions:
     def running(self) -> int:
         return len(self._turns)
 
-    # ------------------------------------------------------------------ reading
-
     async def read(self, tenant: str, seq_id: str) -> Session:
         """An expired session reads as absent. Raises Unavailable."""
         key = session_key(tenant, seq_id)
@@ -119,8 +117,6 @@ class Sessions:
             raise InvalidRequest(
                 f"the session would grow to {tokens} tokens, at most {self.limits.max_tokens} are kept", field=field
             )
-
-    # ------------------------------------------------------------------ one turn
 
     async def lock(self, session: Session, model: str, request: str) -> OpenTurn:
         """Begin a turn. Raises SessionBusy while another one runs, also one that began since `session` was read.
@@ -256,8 +252,6 @@ class Sessions:
             self.forget(session.key, head, history[: one.start] + one.ids, one.start)
         return replace(head, strays=ids_of(kept))
 
-    # ------------------------------------------------------------------ erasing
-
     async def erase(self, tenant: str, seq_id: str) -> Session:
         """Returns it with its strays. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
         session = await self.read(tenant, seq_id)
@@ -289,8 +283,6 @@ class Sessions:
         except StaleRevision:
             raise SessionBusy("another turn of this session has just begun or ended", retry_after_s=1.0) from None
         await self._records.erase_beside(key, head)
-
-    # ------------------------------------------------------------------ leases
 
     def _lease(self, request: str) -> Turn:
         return Turn(request, self.ingress, self.unix_ms() + int(self.limits.lease_s * 1000))

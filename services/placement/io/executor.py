@@ -78,8 +78,6 @@ class Executor:
     def __post_init__(self) -> None:
         self._stall_timer = StallTimer(self._tick)
 
-    # ------------------------------------------------------------------ the core decides
-
     def handle(self, event: Event) -> list[Action]:
         if self._stopped:
             return []
@@ -101,8 +99,6 @@ class Executor:
         await self.carry_out(self.core.forwarding.leave(self.replica.now()))
         await self._hand_on(self.core.in_flight.watches())
         self._stall_timer.stop()
-
-    # ------------------------------------------------------------------ what it wants done
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         publish, subjects = self.replica.connection.publish, self.replica.subjects
@@ -208,8 +204,6 @@ class Executor:
             await self.members.drop(worker)
         except KvfleetError as error:
             log.warning("placement: record of worker %s not deleted: %s", worker, error)
-
-    # ------------------------------------------------------------------ the other replicas
 
     def has_others(self) -> bool:
         own, members = self.core.placement, self.members.view.members

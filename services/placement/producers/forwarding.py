@@ -72,8 +72,6 @@ class Forwarding:
     def producer_failures_total(self) -> int:
         return self._failures + self.in_flight.lost_total + self.in_flight.cancelled_total
 
-    # ------------------------------------------------------------------ a request comes
-
     def max_wait_of(self, ask: ProducerRequest) -> float | None:
         return self.config.max_wait_s if ask.deadline_ms is None else ask.deadline_ms / 1000
 
@@ -199,8 +197,6 @@ class Forwarding:
         self.in_flight.offered[forwarded.key] = forwarded
         return [Forward(forwarded.worker, forwarded.tenant, offer, forwarded.reply(self.in_flight.inbox_prefix))]
 
-    # ------------------------------------------------------------------ workers answer
-
     def on_frame(self, key: str, frame: Frame, now: float) -> list[Action]:
         if isinstance(frame, Accepted):
             return self._on_accepted(key, frame, now)
@@ -279,8 +275,6 @@ class Forwarding:
             del self.in_flight.offered[offered.key]
             actions += self._next(offered, now)
         return actions
-
-    # ------------------------------------------------------------------ time passes
 
     def tick(self, now: float, *, disconnected: bool = False) -> list[Action]:
         """`disconnected`: a worker whose answer did not arrive may be at work; a second one would stream too."""

@@ -104,8 +104,6 @@ class RequestsInFlight:
             due.append(next(iter(self.lost.values())).due)
         return min(due, default=None)
 
-    # ------------------------------------------------------------------ begin and end
-
     def further_key(self, request: str) -> str:
         return f"{request}~{next(self._numbers)}"
 
@@ -150,8 +148,6 @@ class RequestsInFlight:
     def watches(self) -> tuple[Watch, ...]:
         return tuple(held.watch() for held in chain(self.lost.values(), self.watched.values()))
 
-    # ------------------------------------------------------------------ workers speak
-
     def on_frame(self, key: str, frame: Frame, now: float) -> list[Action]:
         held = self.find_accepted(key)
         if held is None or held.attempt != frame.attempt:
@@ -188,8 +184,6 @@ class RequestsInFlight:
         frame = failed_frame(Cancelled("the request was cancelled"), held.request, held.attempt)
         return [*ended, held.fail(replace(frame, output_tokens=output_tokens))]
 
-    # ------------------------------------------------------------------ workers come and go
-
     def on_new_epoch(self, worker: str, epoch: str, now: float) -> None:
         """Requests that the former life accepted are lost; those of this one, before it was known, are not."""
         self._orphans.pop(worker, None)
@@ -218,8 +212,6 @@ class RequestsInFlight:
         """Its requests are lost unless it shows up within the grace."""
         grace_s = SILENT_GRACE_S if now - heard_at >= LONG_SILENCE_S else LOST_GRACE_S
         self._set_lost([f for f in self.watched.values() if f.worker == worker], now, grace_s)
-
-    # ------------------------------------------------------------------ time passes
 
     def tick(self, now: float) -> list[Action]:
         actions: list[Action] = []

@@ -181,9 +181,6 @@ def held(run: SimulationRun, target_s: float) -> float:
     return good / max(len(run.outcomes), 1)
 
 
-# ------------------------------------------------------------------ what the fleet could do at most
-
-
 def attainable_tokens(trace: Trace, cache_blocks: int) -> int:
     """Prompt tokens found in one LRU cache with the blocks of all workers, requests one after the other."""
     return sum(attainable_by_request(trace, cache_blocks))

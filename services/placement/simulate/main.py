@@ -186,9 +186,6 @@ def _progress(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-# ------------------------------------------------------------------ what flags may be
-
-
 def _number(text: str, kind: Callable[[str], float], least: float, what: str, most: float = math.inf) -> float:
     try:
         value = kind(text)

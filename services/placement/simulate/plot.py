@@ -55,9 +55,6 @@ def color_of(policy: str) -> str:
     return COLORS[POLICIES.index(policy) % len(COLORS) if policy in POLICIES else -1]
 
 
-# ------------------------------------------------------------------ panels
-
-
 def _waits(axes: Axes, study: Study) -> None:
     entitle(axes, "Time to first token", "share of requests that had theirs within so long; the dot is p99")
     waits = {result.figures.policy: np.sort(ttfts(result.run)) for result in study.results}
@@ -167,9 +164,6 @@ def _workers(axes: Axes, found: Sequence[Autoscaled]) -> None:
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g} min"))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-# ------------------------------------------------------------------ parts of panels
 
 
 def _bars(axes: Axes, study: Study, read: Callable[[Figures], float], form: str) -> None:

@@ -140,8 +140,6 @@ class Simulation:
         self._run.ended_s = self._now
         return self._run
 
-    # ------------------------------------------------------------------ requests
-
     def _place(self, job: SimulatedJob, excluded: tuple[str, ...] = ()) -> None:
         core = self.cores[int(self._random.random() * len(self.cores))]
         ask = PlaceRequest(
@@ -178,8 +176,6 @@ class Simulation:
             self._after(self.shape.delays.place_s, partial(self._place, again, excluded))
         else:
             self._left -= 1
-
-    # ------------------------------------------------------------------ workers
 
     def _take(self, worker: SimWorker, progress: SimulatedProgress) -> None:
         """Count what a worker did, tell all replicas, and plan the next look at it."""
@@ -238,8 +234,6 @@ class Simulation:
         event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
         self._after(self.shape.delays.event_s, partial(self._to_all, event))
 
-    # ------------------------------------------------------------------ what replicas hear
-
     def _tell(self, worker: SimWorker, items: list[Milestone]) -> None:
         milestones = Milestones(worker.name, worker.epoch, tuple(items))
         self._after(self.shape.delays.milestone_s, partial(self._to_all, milestones))
@@ -268,8 +262,6 @@ class Simulation:
     def _tick(self) -> None:
         self._to_all(Tick())
         self._after(max(TICK_S, self.shape.workers / WORKERS_PER_TICK_S), self._tick)
-
-    # ------------------------------------------------------------------ workers come and go
 
     def _join(self) -> None:
         name = f"w{len(self._records)}"

@@ -59,8 +59,6 @@ class DiskThread:
                 self._asked.put(None)
         self._thread.join()
 
-    # ------------------------------------------------------------------ what the store asks
-
     def read(self, header: BlockHeader, target: memoryview) -> bool:
         return self._ask(lambda: self._read(header, target))
 
@@ -87,8 +85,6 @@ class DiskThread:
                 return False
             self._asked.put(do)
         return answer.result()
-
-    # ------------------------------------------------------------------ on the thread
 
     def _run(self) -> None:
         while True:

@@ -68,8 +68,6 @@ class VaultStore:
         for header in on_disk:
             self.table.add_on_disk(header)
 
-    # ------------------------------------------------------------------ what connection threads call
-
     def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
         """Blocks that memory misses are read from disk, on the calling thread."""
         found: list[BlockEntry | None] = []
@@ -180,8 +178,6 @@ class VaultStore:
                 self.table.unpin(entries.pop())
             self._wake_disk()
 
-    # ------------------------------------------------------------------ what the disk's thread calls
-
     def next_spill(self) -> BlockEntry | None:
         """While there is little room, the next block to be written to disk, pinned. Blocks that are on disk already are
         evicted on the way."""
@@ -223,8 +219,6 @@ class VaultStore:
             if entry.resident:
                 self.table.pin(entry)
             return entry.resident
-
-    # ------------------------------------------------------------------ what the loop calls
 
     def take_changes(self) -> list[StoredChange]:
         with self._lock:

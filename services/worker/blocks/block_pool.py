@@ -64,8 +64,6 @@ class BlockPool:
         self._removed: list[bytes] = []
         self._stored: list[tuple[bytes, list[bytes]]] = []  # (hash before a run, hashes of the run)
 
-    # ------------------------------------------------------------------ counts
-
     @property
     def available(self) -> int:
         return len(self._free) + self.cached
@@ -84,8 +82,6 @@ class BlockPool:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
-
-    # ------------------------------------------------------------------ finding
 
     def match(
         self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], limit: int, *, exact: bool = False
@@ -135,8 +131,6 @@ class BlockPool:
         block = self.index.find(block_hash)
         return block is not None and self.index[block].lossy
 
-    # ------------------------------------------------------------------ holding
-
     def acquire(self, blocks: Sequence[int]) -> None:
         """Hold cached or held blocks once more, in chain order."""
         for block in blocks:
@@ -167,8 +161,6 @@ class BlockPool:
                 self._free.append(block)
             else:
                 self._rest(block)
-
-    # ------------------------------------------------------------------ content
 
     def fill(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
@@ -249,8 +241,6 @@ class BlockPool:
             changes.append(TierEvents(tier, False, tuple(BlockRun(before, tuple(run)) for before, run in self._stored)))
         self._removed, self._stored = [], []
         return changes
-
-    # ------------------------------------------------------------------ inside
 
     def _is_leaf(self, block: int) -> bool:
         """Whether nothing idle continues it."""

@@ -67,8 +67,6 @@ class Engine:
         self._outputs: list[SequenceOutput] = []
         self._traced = TracedDraws()
 
-    # ------------------------------------------------------------------ requests
-
     def add(self, spec: SequenceSpec) -> None:
         """The sequence ends in exactly one terminal output. Raises what `LiveSequences.accept` does."""
         now = self._clock()
@@ -137,8 +135,6 @@ class Engine:
         gone = self.sequences.clear()
         outputs.extend(SequenceFailed(request, attempt, error, choice) for request, attempt, choice in gone)
         return StepResult(outputs)
-
-    # ------------------------------------------------------------------ the step
 
     @property
     def has_work(self) -> bool:
@@ -241,8 +237,6 @@ class Engine:
             self._finish(sequence, reason)
         elif sequence.is_full:
             self.scheduler.slide(sequence)
-
-    # ------------------------------------------------------------------ outputs
 
     def _start(self, sequence: Sequence, now: float) -> None:
         if self.sequences.is_first_start(sequence):

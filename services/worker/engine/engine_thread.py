@@ -76,8 +76,6 @@ class EngineThread:
         for future in tuple(self._calls):
             future.cancel()
 
-    # ------------------------------------------------------------------ commands
-
     def submit(self, spec: SequenceSpec) -> None:
         """A sequence that the engine refuses comes back as SequenceFailed."""
         self._command(partial(self._add, spec))
@@ -132,8 +130,6 @@ class EngineThread:
         self._wake.set()
         if self._over is not None:  # the thread is gone
             self._obey()
-
-    # ------------------------------------------------------------------ engine's thread
 
     def _run(self) -> None:
         try:
@@ -219,8 +215,6 @@ class EngineThread:
             self.loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:  # the loop is closed
             logger.debug("the event loop is closed, a result of the engine is dropped")
-
-    # ------------------------------------------------------------------ loop's thread
 
     def _deliver(self) -> None:
         self._delivery_due = False  # before taking: a later result makes a new delivery due

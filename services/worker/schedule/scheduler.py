@@ -57,8 +57,6 @@ class Scheduler:
         self._shares = TenantShares()
         self._next_deadline = float("inf")  # no earlier than this
 
-    # ------------------------------------------------------------------ queue
-
     def enqueue(self, sequence: Sequence) -> None:
         sequence.share = self._shares.enter(sequence.spec.tenant)
         self.requeue(sequence)
@@ -89,8 +87,6 @@ class Scheduler:
             for s in self.waiting
         ]
         return waiting + [(s, s.remaining if s.remaining > 1 else 0) for s in self.running]
-
-    # ------------------------------------------------------------------ step
 
     def schedule(self, now: float) -> StepPlan:
         plan = StepPlan()
@@ -142,8 +138,6 @@ class Scheduler:
         for victim in victims:
             self._preempt(victim)
 
-    # ------------------------------------------------------------------ decodes
-
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
         """Returns the sequences that need more than one token, each with room for one."""
         size = self.pool.block_size
@@ -177,8 +171,6 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
-
-    # ------------------------------------------------------------------ prompts
 
     def _plan_prompts(self, plan: StepPlan, begun: list[Sequence], now: float) -> None:
         allowance = self.pacer.allowance(plan.decodes)
@@ -245,8 +237,6 @@ class Scheduler:
         if start + count > sequence.charged:
             sequence.share.served += start + count - max(start, sequence.charged)
             sequence.charged = start + count
-
-    # ------------------------------------------------------------------ inside
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1

@@ -73,8 +73,6 @@ class RequestDesk:
     def close(self) -> None:
         self._preparers.shutdown(wait=False, cancel_futures=True)
 
-    # ------------------------------------------------------------------ generate
-
     async def on_generate(self, message: Message) -> None:
         tenant = message.subject.rsplit(".", 1)[-1]
         if not may_read(message.reply, tenant):
@@ -216,8 +214,6 @@ class RequestDesk:
             name, attempt = request.request, request.attempt
         log.debug("request %s: refused: %s", name, error, extra={"request": name})
         self._outbox.send(reply, codec.encode_frames([failure(name, attempt, error)]))
-
-    # ------------------------------------------------------------------ what runs
 
     async def on_cancel(self, message: Message) -> None:
         if (cancel := self._read(CancelRequest, message)) is None:

@@ -83,8 +83,6 @@ class PeerStore(BlockStore):
         except TimeoutError:
             return ({}, []) if answer.cancel() else answer.result()
 
-    # ------------------------------------------------------------------ on the engine's thread
-
     def _find(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> tuple[dict[bytes, Found], Chains]:
         """Blocks that are here, and the chains that hold them. Deepest first: holding a block holds its chain."""
         found: dict[bytes, Found] = {}

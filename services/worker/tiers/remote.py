@@ -72,8 +72,6 @@ class RemoteTiers:
         self._intake = Intake(self.settings, self.counts, self._deadlines, self._fault, self._missing, self.tracer)
         self._deadlines.after(IDLE_S, self._rest_idle)
 
-    # ------------------------------------------------------------------ the worker's loop
-
     def set_vaults(self, addresses: Iterable[SourceAddress]) -> None:
         with self._lock:
             if self._closed:
@@ -180,8 +178,6 @@ class RemoteTiers:
         for thread in self._ending:
             thread.join(max(0.0, until - time.monotonic()))
         self._deadlines.close()
-
-    # ------------------------------------------------------------------ the engine
 
     def look(
         self,
@@ -295,8 +291,6 @@ class RemoteTiers:
 
     def loads(self) -> dict[str, TierLoad]:
         return self.counts.loads()
-
-    # ------------------------------------------------------------------ under the lock, or on transfer threads
 
     @staticmethod
     def _laggards(sources: dict[str, Source]) -> set[str]:

@@ -107,8 +107,6 @@ class ConnectionThread:
                 self._client.abort()
             self._changed.notify()
 
-    # ------------------------------------------------------------------ the thread
-
     def _run(self) -> None:
         pause = FIRST_PAUSE_S
         while not self._closed:

@@ -133,8 +133,6 @@ class WriteBehind:
         self._queue = OffloadQueue(self.settings.max_queued_bytes)
         self._connection = ConnectionThread(f"vault-{self.vault}-write", self.connect, self._maintain)
 
-    # ------------------------------------------------------------------ any thread
-
     def offer(self, name: BlockName, payload: memoryview, *, lossy: bool, on_done: Callable[[], None]) -> bool:
         """False: the queue is full, and nothing happens."""
         offload = Offload(name, payload.cast("B"), lossy, on_done, time.monotonic() + OFFLOAD_LIMIT_S)
@@ -194,8 +192,6 @@ class WriteBehind:
             self.counts.failed(Tier.VAULT, f"offload_{reason}", len(offloads))
         for offload in offloads:
             offload.on_done()
-
-    # ------------------------------------------------------------------ the connection's thread
 
     def _maintain(self, client: DataPlaneClient) -> None:
         if len(self._queue):  # it came while there was no connection
@@ -260,8 +256,6 @@ class WriteBehind:
             )
             blocks.append((header.sealed(payload), payload))
         return blocks
-
-    # ------------------------------------------------------------------ the deadlines' thread
 
     def _expire(self) -> None:
         """What is under way expires with its put instead."""
