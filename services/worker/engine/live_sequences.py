@@ -52,8 +52,7 @@ class LiveSequences:
         sequence = Sequence(
             spec,
             self.runner.block_size,
-            arrival=next(self._arrivals),
-            enqueued=now,
+            (next(self._arrivals), now),
             window=window,
             stop_ids=frozenset(eos_ids).union(sampling.stop_ids),
             text=self._text(spec),

@@ -99,14 +99,15 @@ class Sequence:
 
     spec: SequenceSpec
     block_size: InitVar[int]
+    arrived: InitVar[tuple[int, float]]  # its number in the order of arrival, and when
     _: KW_ONLY
-    arrival: int  # its number in the order of arrival
-    enqueued: float
     window: ContextWindow
     stop_ids: frozenset[int]
     text: TextStream
     siblings: list[Sequence]  # all live choices of this attempt, this one too
     account: TenantAccount
+    arrival: int = field(init=False)
+    enqueued: float = field(init=False)
     share: TenantShare = field(init=False)  # while it waits or runs
     rank: tuple[float, int] = field(init=False)  # never changes; smaller ones may take blocks from larger ones
     banned: tuple[int, ...] = field(init=False)  # until `min_tokens` are out
@@ -134,7 +135,8 @@ class Sequence:
     started: bool = False
     state: SequenceState = SequenceState.WAITING
 
-    def __post_init__(self, block_size: int) -> None:
+    def __post_init__(self, block_size: int, arrived: tuple[int, float]) -> None:
+        self.arrival, self.enqueued = arrived
         spec, window, prompt = self.spec, self.window, len(self.spec.prompt_ids)
         self.rank = self.enqueued - AGE_S * spec.priority, self.arrival
         self.banned = tuple(sorted(self.stop_ids))
