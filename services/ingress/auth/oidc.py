@@ -12,7 +12,7 @@ from kvproto.ids import is_token
 
 ALGORITHMS = ("RS256", "ES256", "EdDSA")  # all that may be allowed: signatures whose secret half stays with the issuer
 MAX_SUBJECT_CHARS = 128
-REFUSALS = {  # by the name of PyJWT's error
+REFUSALS = {  # by the name of PyJWT's error or of its base
     "ExpiredSignatureError": "the token has expired",
     "ImmatureSignatureError": "the token is not valid yet",
     "InvalidAudienceError": "the token is for another audience",
@@ -76,7 +76,8 @@ def read_claims(token: str, algorithm: str, key: Any, rules: OidcRules) -> dict[
     except jwt.MissingRequiredClaimError as error:
         raise refused(f"the token lacks {error.claim}") from None
     except (jwt.PyJWTError, ValueError, TypeError) as error:
-        raise refused(REFUSALS.get(type(error).__name__, "the token is malformed")) from None
+        known = (REFUSALS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in REFUSALS)
+        raise refused(next(known, "the token is malformed")) from None
     return claims
 
 

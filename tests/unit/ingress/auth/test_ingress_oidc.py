@@ -26,7 +26,7 @@ from kvfleet.ingress.auth.jwks import (
     read_key_file,
     read_key_set,
 )
-from kvfleet.ingress.auth.oidc import OidcRules, caller_of, claim_at, read_algorithms
+from kvfleet.ingress.auth.oidc import OidcRules, caller_of, claim_at, read_algorithms, read_claims
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.limits.callers import KeyLimits
 from kvproto.errors import AuthenticationFailed, InvalidRequest, KvfleetError, PermissionDenied, Unavailable
@@ -109,6 +109,18 @@ async def test_bad_tokens(issuer: LocalIssuer) -> None:
             assert len(part) < 3 or part not in error.value.message, what
     assert keys.fetches_total == 1, "unknown keys do not make it ask again and again"
     assert await keys.caller_of(good(issuer)), "and it still knows good ones"
+
+
+def test_a_refusal_says_why_for_kinds_of_a_known_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Expired(jwt.ExpiredSignatureError):
+        """As a later PyJWT may have."""
+
+    def decode(*_: object, **__: object) -> None:
+        raise Expired
+
+    monkeypatch.setattr(jwt, "decode", decode)
+    with pytest.raises(AuthenticationFailed, match="expired"):
+        read_claims("a.b.c", "RS256", None, OidcRules("https://issuer.example", AUDIENCE))
 
 
 async def test_clocks_may_differ_a_little(issuer: LocalIssuer) -> None:
