@@ -81,7 +81,7 @@ class NatsContainer:
             network = Network(docker_network_kw={"labels": {LABEL: owner()}}).create()
             undo.callback(network.remove)
             undo.callback(container.stop)
-            docker_client = container.get_dockerdocker_daemon.client()
+            docker_client = container.get_docker_client()
             is_local = docker_client.get_connection_mode() == ConnectionMode.docker_host
             is_local = is_local and docker_client.host() in ("localhost", "127.0.0.1")
             container.with_exposed_ports(CLIENT_PORT).with_network(network)
