@@ -56,6 +56,38 @@ def _parameters(node: ast.ClassDef) -> int:
     return max((len(one.args.args) + len(one.args.kwonlyargs) - 1 for one in made), default=0)
 
 
+def test_a_setting_crosses_at_most_two_constructors() -> None:
+    """Its class takes the settings, or one object makes another. A third in between only hands it on."""
+    for settings in (ROOT / "services").glob("*/settings.py"):
+        names = {name for node in _classes(settings) for name in _takes(node)}
+        made = {
+            node.name: node for path in settings.parent.rglob("*.py") if path != settings for node in _classes(path)
+        }
+        hands_on = {
+            (name, owner, ast.unparse(call.func))
+            for owner, node in made.items()
+            for call in ast.walk(node)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in made
+            for value in [*call.args, *(keyword.value for keyword in call.keywords)]
+            if (name := ast.unparse(value).removeprefix("self.").lstrip("_")) in names & _takes(node)
+        }
+        between = {(name, owner) for name, owner, _ in hands_on} & {(name, taker) for name, _, taker in hands_on}
+        assert between == set()
+
+
+def _classes(path: Path) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+
+
+def _takes(node: ast.ClassDef) -> set[str]:
+    """The names of a class's fields and of its constructor's parameters."""
+    taken = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+            taken |= {parameter.arg for parameter in [*one.args.args, *one.args.kwonlyargs]}
+    return taken - {"self"}
+
+
 def test_no_property_returns_what_an_attribute_would_be() -> None:
     found = []
     for path in FILES:
