@@ -11,12 +11,11 @@ from kvcpu.attention import attention_call as c
 from kvcpu.attention import softmax
 from kvcpu.attention.attention_call import PREFILL_CHUNK
 from kvcpu.attention.pool_rows import row_of, stage, tile_of
-from kvcpu.attention.softmax import MINUS_INFINITY, ONE
+from kvcpu.attention.softmax import ONE
 from kvcpu.vector.cells import prefetch, read_float, read_int, row_fill
 from kvcpu.vector.conversion import interleave
 from kvcpu.vector.numbers import LANES
 from kvcpu.vector.products import pair_product, tiled, transpose
-from kvcpu.vector.rows import row_cap, row_scale
 
 LINE = 4 * PREFILL_CHUNK  # bytes of a row's scores, or of a row of transposed keys
 
@@ -37,7 +36,7 @@ def prefill(p, item, scratch):
     high = position + last - first
     low = max(0, position + 1 - window) if window > 0 else 0
     scaling, cap = read_float(p[c.FLOATS]), read_float(p[c.FLOATS] + 4)
-    factor = ONE if not pairs or cap > 0 else scaling  # of what `fold` is given
+    factor = scaling if pairs else ONE  # queries are scaled beforehand otherwise
 
     rows = (last - first) * group
     whole = (rows + 3) // 4 * 4  # pairs go by four rows; what is computed beyond `rows` is not used
@@ -50,9 +49,7 @@ def prefill(p, item, scratch):
     softmax.clear_rows(scratch, rows, padded)
     if pairs:
         row_fill(queries, whole * padded // 2, np.float32(0.0))
-        softmax.copy_rows(p, flat, head, group, rows, queries)
-    else:
-        softmax.begin_rows(p, flat, head, group, rows, queries)
+    softmax.take_rows(p, flat, head, group, rows, queries)
 
     for at in range(low // LANES * LANES, high, PREFILL_CHUNK):
         end = min(at + PREFILL_CHUNK, high)
@@ -73,19 +70,11 @@ def prefill(p, item, scratch):
             columns = (vectors + 3) // 4 * 4
             _score(rows - unseen, columns, seeing, 4 * padded, keys, LINE, p[c.HEAD_DIM], score, LINE)
         for row in range(unseen, rows):
-            where = scores + row * LINE
-            if cap > 0:
-                if pairs:
-                    row_scale(where, count, scaling)
-                row_cap(where, count, cap)
             own = position + row // group
             hidden = max(begin, own + 1 - window) - at if window > 0 else begin - at
             seen = max(0, min(end, own + 1) - at)
-            if hidden > 0:
-                row_fill(where, min(hidden, count), MINUS_INFINITY)
-            if seen < count:
-                row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
-            softmax.fold(where, count, factor, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, pairs)
+            where, top, total = scores + row * LINE, tops + 4 * row, totals + 4 * row
+            softmax.fold(where, count, hidden, seen, factor, cap, top, total, out + row * 4 * padded, padded, pairs)
         line = 4 * padded
         if pairs:
             _stage_value_pairs(p, table, head, at, low, end, high, values)
