@@ -61,12 +61,11 @@ def prefill(p, item, scratch):
             unseen = unseen // 4 * 4
         score, sums = scores + unseen * LINE, out + unseen * 4 * padded
         seeing = queries + unseen * size * padded
+        _stage_keys(p, table, head, at, low, end, keys, values)
         if pairs:
-            _stage_key_pairs(p, table, head, at, end, keys)
             columns = (vectors + 1) // 2 * 2
             _score_pairs(whole - unseen, columns, seeing, 2 * padded, keys, LINE, padded // 2, score, LINE)
         else:
-            _stage_keys(p, table, head, at, low, end, keys, values)
             columns = (vectors + 3) // 4 * 4
             _score(rows - unseen, columns, seeing, 4 * padded, keys, LINE, p[c.HEAD_DIM], score, LINE)
         for row in range(unseen, rows):
@@ -89,21 +88,18 @@ def prefill(p, item, scratch):
 
 @njit(nogil=True, error_model="numpy")
 def _stage_keys(p, table, head, at, low, end, keys, buffer):
-    """Keys of a chunk as floats, transposed: `[head_dim][PREFILL_CHUNK]`; what lies outside is anything."""
-    padded = p[c.PADDED]
+    """Keys of a chunk, transposed: `[head_dim][PREFILL_CHUNK]` floats, or `[head_dim / 2][PREFILL_CHUNK]` pairs along
+    the head; what lies outside is anything."""
+    pairs = p[c.PAIRS]
+    row_bytes = (2 if pairs else 4) * p[c.PADDED]
     for token in range(at, end, LANES):
-        tile = tile_of(p, table, head, token, max(token, low), min(token + LANES, end), 0, buffer)
-        transpose(tile, 4 * padded, keys + 4 * (token - at), LINE, padded)
-
-
-@njit(nogil=True, error_model="numpy")
-def _stage_key_pairs(p, table, head, at, end, keys):
-    """Keys of a chunk, transposed, in pairs along the head: `[head_dim / 2][PREFILL_CHUNK]`."""
-    dim = p[c.HEAD_DIM]
-    for token in range(at, end, LANES):
-        tile = row_of(p, table, head, token, 0)
-        transpose(tile, 2 * dim, keys + 4 * (token - at), LINE, dim // 2)
-        prefetch(row_of(p, table, head, token, 1), LANES * 2 * dim)
+        if pairs:
+            tile = row_of(p, table, head, token, 0)
+        else:
+            tile = tile_of(p, table, head, token, max(token, low), min(token + LANES, end), 0, buffer)
+        transpose(tile, row_bytes, keys + 4 * (token - at), LINE, row_bytes // 4)
+        if pairs:
+            prefetch(row_of(p, table, head, token, 1), LANES * row_bytes)
 
 
 @njit(nogil=True, error_model="numpy")
