@@ -16,7 +16,7 @@ from kvfleet.worker.blocks.pool_integrity import PoolAudit
 from kvfleet.worker.engine.engine_counters import EngineCounters
 from kvfleet.worker.engine.kv_holdings import KvHoldings
 from kvfleet.worker.engine.live_sequences import LiveSequences, TracedDraws
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
 from kvfleet.worker.model.base import ModelRunner, StepAborted
 from kvfleet.worker.schedule.giving_way import full, giving_way
 from kvfleet.worker.schedule.scheduler import Scheduler
@@ -29,7 +29,7 @@ from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers
 from kvfleet.worker.tiers.verifier import Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
-from kvproto.messages import FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
+from kvproto.messages import ChoiceFinished, FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -253,9 +253,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave(sequence)
-        request, attempt, choice = sequence.key
-        prompt, outputs, cached = sequence.num_prompt, sequence.num_outputs, sequence.cached_tokens
-        self._outputs.append(SequenceFinished(request, attempt, reason, prompt, outputs, cached, choice))
+        self._outputs.append(ChoiceFinished(*sequence.key, reason, sequence.num_outputs))
 
     def _fail(
         self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True, told: int | None = None

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, Terminal, tracks_of
 from kvproto.errors import Unavailable
@@ -168,32 +168,25 @@ class FrameBook:
             waited, again = output.queue_seconds, output.recomputed_tokens
             started = Started(*record.key, self.worker, output.prompt_tokens, output.cached_by_tier, waited, again)
             return [self._start(record, started, now)]
-        if isinstance(output, SequenceFinished):
-            return self._finish(record, output, now)
-        assert isinstance(output, SequenceFailed)
-        return [self.end(record, record.failed(output.error), now)]
-
-    def _finish(self, record: AttemptRecord, output: SequenceFinished, now: float) -> list[tuple[AttemptRecord, Frame]]:
-        ended = ChoiceFinished(*record.key, output.choice, output.reason, output.output_tokens)
-        record.tracks[output.choice].ended = ended
+        if isinstance(output, SequenceFailed):
+            return [self.end(record, record.failed(output.error), now)]
+        assert isinstance(output, ChoiceFinished)
+        record.tracks[output.choice].ended = output
         record.pending.discard(output.choice)
-        several = len(record.tracks) > 1
-        out: list[tuple[AttemptRecord, Frame]] = [(record, ended)] if several else []
-        if record.pending:
-            return out
-        cached = min(output.cached_tokens, output.prompt_tokens)
-        if several and record.started is not None:
-            cached = record.started.cached_tokens  # later choices find what the first one computed
-        total = sum(end.output_tokens for end in record.ends)
-        reason, prompt = record.ends[0].reason, output.prompt_tokens
-        return [*out, self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker), now)]
+        framed: list[tuple[AttemptRecord, Frame]] = [(record, output)] if len(record.tracks) > 1 else []
+        return framed if record.pending else [*framed, self._finish(record, now)]
 
     def conclude(self, record: AttemptRecord, prompt_tokens: int, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """End an attempt all of whose choices an earlier one had ended: nothing is generated."""
         started = self._start(record, Started(*record.key, self.worker, prompt_tokens, {}), now)
-        reason, total = record.ends[0].reason, record.output_tokens
-        finished = Finished(*record.key, reason, prompt_tokens, total, 0, self.worker)
-        return [started, self.end(record, finished, now)]
+        return [started, self._finish(record, now)]
+
+    def _finish(self, record: AttemptRecord, now: float) -> tuple[AttemptRecord, Frame]:
+        started, ends = record.started, record.ends
+        assert started is not None  # a choice starts before it ends
+        reason, total = ends[0].reason, sum(end.output_tokens for end in ends)
+        prompt, cached = started.prompt_tokens, started.cached_tokens
+        return self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker), now)
 
     def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:
         """The milestone is of when it left the queue: its first step's outputs come a prefill later."""

@@ -111,7 +111,6 @@ def test_every_turn_feeds_only_what_is_new(turns: int, block_size: int) -> None:
         transcript = Transcript().run(engine)
         cached = max(len(history) - 1, 0)
         assert transcript.started[f"turn{turn}", 0].cached_tokens == cached
-        assert transcript.finished[f"turn{turn}", 0].cached_tokens == cached
         assert transcript.fed == len(prompt) - cached + 9 - 1
         assert transcript.tokens[f"turn{turn}", 0] == expected_tokens(prompt, Sampling(9, temperature=0.0))
         history = prompt + transcript.tokens[f"turn{turn}", 0]
@@ -491,7 +490,7 @@ def test_load_counts() -> None:
     load = engine.load()
     assert (load.waiting, load.running, load.blocks_used, load.queued_prefill_tokens) == (0, 0, 0, 0)
     assert load.prompt_tokens_total == 15
-    assert load.hit_tokens_total == transcript.finished["b", 0].cached_tokens == 4
+    assert load.hit_tokens_total == transcript.started["b", 0].cached_tokens == 4
     assert load.fed_tokens_total == transcript.fed == (10 + 7) + (1 + 7)
     assert load.generated_tokens_total == 16
 

@@ -6,11 +6,11 @@ import pytest
 from engine_rig import make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished
+from kvfleet.worker.engine.outputs import SequenceFailed
 from kvfleet.worker.schedule.giving_way import Departures
 from kvfleet.worker.serve.request_intake import check_capacity
 from kvproto.errors import Overloaded
-from kvproto.messages import GenerateRequest, Load, PriorityLoad, Rates, Sampling
+from kvproto.messages import ChoiceFinished, GenerateRequest, Load, PriorityLoad, Rates, Sampling
 
 PROMPT = tuple(range(20, 28))
 
@@ -43,7 +43,7 @@ def shed(engine: Engine) -> list[str]:
 def finished(engine: Engine) -> set[str]:
     ended = set()
     while engine.has_work:
-        ended |= {output.request for output in engine.step().outputs if isinstance(output, SequenceFinished)}
+        ended |= {output.request for output in engine.step().outputs if isinstance(output, ChoiceFinished)}
     return ended
 
 
