@@ -44,11 +44,7 @@ POLL_S = 0.02
 class HandOver:
     parts: WorkerParts
     moved_total: int = 0
-    _awaited: set[tuple[str, int]] = field(default_factory=set)  # moved, and their blocks still wanted
-
-    def let_go(self, request: str, attempt: int) -> None:
-        """All readers of a moved request, or placement, have cancelled it here."""
-        self._awaited.discard((request, attempt))
+    _moved: list[AttemptRecord] = field(default_factory=list)  # a record has readers until all have cancelled it here
 
     async def run(self, limit_s: float) -> None:
         """Returns when nothing here is needed any more, after `limit_s` at the latest."""
@@ -65,7 +61,7 @@ class HandOver:
         if not self.parts.frames.running:
             return
         await self._move(until)
-        await wait(lambda: self._awaited, until)
+        await wait(lambda: any(record.readers for record in self._moved), until)
         await wait(lambda: self.parts.engine.is_lending, until)
 
     async def _move(self, until: float) -> None:
@@ -98,7 +94,7 @@ class HandOver:
         if record.is_left:
             return self.parts.frames.end(record, record.failed(Cancelled("the request was cancelled")), now)
         self.moved_total += 1
-        self._awaited.add(record.key)
+        self._moved.append(record)
         return self.parts.frames.end(record, Moved(*record.key, record.output_tokens), now)
 
     async def _send(self, record: AttemptRecord, until: float) -> None:

@@ -49,7 +49,7 @@ class WorkerLoop:
         self._load = Load()
         self._rates = Rates()
         self.hand_over = HandOver(parts)
-        self.requests = RequestDesk(parts, self.hand_over.let_go, lambda: self._state, self._spawn)
+        self.requests = RequestDesk(parts, lambda: self._state, self._spawn)
         self.admin = AdminDesk(parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain)
 
     async def start(self) -> None:

@@ -51,10 +51,7 @@ class Asked(NamedTuple):
 
 @dataclass(eq=False)
 class RequestDesk:
-    """`on_let_go` hears of handed-over attempts that all readers have cancelled: they go on elsewhere."""
-
     parts: WorkerParts
-    on_let_go: Callable[[str, int], None]
     state: Callable[[], State]
     spawn: Spawn
     requests_total: int = 0
@@ -227,8 +224,7 @@ class RequestDesk:
             and cancel.attempt in (None, attempt)
             and (not cancel.inbox or cancel.inbox == inbox)
         }
-        for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker):
-            self.on_let_go(cancel.request, attempt)
+        self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker)
         for attempt in self._frames.attempts(cancel.request, asker):
             if cancel.attempt in (None, attempt):
                 self._leave(cancel.request, attempt, cancel.inbox, cancel.received)

@@ -65,7 +65,7 @@ def test_life_of_an_attempt() -> None:
     assert stream.ids == [4, 5]
     assert stream.terminal == done
     book.sweep(1.0 + KEEP_FINISHED_S + 0.1)
-    assert len(book._records) == 0
+    assert book.known("r", 0) is None
     assert book.repeat("r", 0, 0) == []
 
 
@@ -269,12 +269,12 @@ def test_what_is_kept_of_finished_ones_is_bounded_in_tokens(scored: bool, monkey
         book.add(SequenceStarted(f"r{number}", 0, 7, 0, 0.0), 0.0)
         book.add(Tokens(f"r{number}", 0, 0, 0, ids, text, scores), 0.0)
         book.add(ChoiceFinished(f"r{number}", 0, 0, FinishReason.STOP, each), 1.0)
-    assert 8 <= len(book._records) < 10
+    assert 8 <= len(book._finished) < 10
     assert book.known("r49", 0) is not None
     assert book.known("r0", 0) is None
     assert len(book.running) == 0
     book.sweep(100.0)
-    assert len(book._records) == book._kept == 0
+    assert len(book._finished) == book._kept == 0
     big = book.open(replace(request(), request="big"), "", "public", 0.0)
     book.add(Tokens("big", 0, 0, 0, (1,) * 20_000, ("",) * 20_000), 0.0)
     book.end(big, Finished("big", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)
