@@ -76,8 +76,8 @@ class Engine:
             self._start(sequence, now)
             self._finish(sequence, reason)
 
-    def cancel(self, request: str, attempt: int | None = None, received: Items[int] = ()) -> int:
-        """End a request's sequences with Cancelled, in the next step's outputs, and free their blocks. KV past the
+    def cancel(self, request: str, attempt: int, received: Items[int] = ()) -> int:
+        """End an attempt's sequences with Cancelled, in the next step's outputs, and free their blocks. KV past the
         tokens of a choice that its last reader has `received` is forgotten: no erase could name it. Returns how many
         sequences there were."""
         self.runner.abort.obeyed(request, attempt)
@@ -104,7 +104,7 @@ class Engine:
                 self._fail(sequence, error)
         return frozenset(sequence.key[:2] for sequence in shed)
 
-    def give_up(self, request: str, attempt: int | None = None) -> None:
+    def give_up(self, request: str, attempt: int) -> None:
         """From any thread, before `cancel`: abort a step that runs only for this."""
         self.runner.abort.ask(request, attempt)
 
@@ -116,14 +116,14 @@ class Engine:
                 self.tiers.paused(sequence)
             self._leave(sequence)
 
-    def pause(self, request: str, attempt: int | None = None) -> None:
-        """The request's blocks become evictable; `resume` finds again what survived."""
+    def pause(self, request: str, attempt: int) -> None:
+        """The attempt's blocks become evictable; `resume` finds again what survived."""
         for sequence in self.sequences.find(request, attempt):
             if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
                 self.tiers.paused(sequence)
                 self.scheduler.pause(sequence)
 
-    def resume(self, request: str, attempt: int | None = None) -> None:
+    def resume(self, request: str, attempt: int) -> None:
         for sequence in self.sequences.find(request, attempt):
             if sequence.state is SequenceState.PAUSED:
                 self.scheduler.enqueue(sequence)

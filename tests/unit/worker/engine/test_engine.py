@@ -233,8 +233,8 @@ def test_cancel_ends_it_and_frees_its_blocks(state: str) -> None:
     engine.add(spec("r", range(10)))
     transcript.take(engine.step())
     if state == "paused":
-        engine.pause("r")
-    engine.cancel("nobody")
+        engine.pause("r", 0)
+    engine.cancel("nobody", 0)
     engine.cancel("r", 7)
     engine.cancel("r", 0)
     engine.check_integrity()
@@ -250,11 +250,11 @@ def test_paused_sequence_holds_no_blocks_and_goes_on_where_it_was() -> None:
     for _ in range(3):
         transcript.take(engine.step())
     fed = transcript.fed
-    engine.pause("r")
+    engine.pause("r", 0)
     engine.check_integrity()
     assert not engine.has_work
     assert engine.pool.used == 0
-    engine.resume("r")
+    engine.resume("r", 0)
     transcript.run(engine)
     assert transcript.tokens["r", 0] == expected_tokens(range(10), GREEDY8)
     assert transcript.fed == 17  # what was computed before the pause was found again

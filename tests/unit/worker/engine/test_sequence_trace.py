@@ -62,7 +62,7 @@ def test_one_that_never_ran_has_an_end_alone() -> None:
     engine.add(spec("other", range(4), max_tokens=50))
     engine.add(spec("traced", range(4), trace=trace))
     run(engine, clock, steps=3)
-    engine.cancel("traced")
+    engine.cancel("traced", 0)
     assert (trace.admitted, trace.prefilled, trace.ended) == (None, None, 1003.0)
     assert not engine._traced.undrawn
 

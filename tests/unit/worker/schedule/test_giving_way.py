@@ -77,10 +77,10 @@ def test_what_has_begun_is_never_sent_away() -> None:
 
 def test_a_paused_one_that_had_begun_is_not_sent_away() -> None:
     engine = an_engine(("a", 0), slots=1)
-    engine.pause("a")
+    engine.pause("a", 0)
     engine.add(spec("b", prompt("b"), 30, priority=1))
     engine.step()
-    engine.resume("a")
+    engine.resume("a", 0)
     engine.add(spec("new", PROMPT, 4, priority=2))
     engine.make_room("new", 0, 1)
     assert shed(engine) == ["new"]
