@@ -217,7 +217,6 @@ class Engine:
         stopped = token in sequence.stop_ids
         if not stopped:
             sequence.append(token, self.pool.block_size)
-            self.counters.generated_tokens_total += 1
             sequence.account.generated_tokens += 1
         try:
             released = NOTHING if stopped else sequence.text.push(token, logprobs)

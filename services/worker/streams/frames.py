@@ -62,11 +62,6 @@ class FrameBook:
         """A running attempt, or one that ended lately."""
         return self._running.get((request, attempt)) or self._finished.get((request, attempt))
 
-    def attempts(self, request: str, tenant: str | None = None) -> list[int]:
-        """Running attempts of a request, of any tenant if None."""
-        mine = (record for record in self._running.values() if record.is_of(tenant))
-        return [record.attempt for record in mine if record.request == request]
-
     def open(
         self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b""
     ) -> AttemptRecord:
@@ -133,9 +128,6 @@ class FrameBook:
             record = self._finished.get(key)
             if record is not None and isinstance(record.terminal, Moved) and record.is_of(tenant):
                 record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
-
-    def read_at(self, inbox: str) -> list[AttemptRecord]:
-        return [record for record in self._running.values() if record.is_read_at(inbox)]
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """The frames for one output of the engine; none once the attempt has ended."""
