@@ -15,7 +15,8 @@ from typing import Any
 
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import REGION_COMMANDS, AdminDesk
-from kvfleet.worker.serve.hand_over import HandOver, leave_demand_behind
+from kvfleet.worker.serve.demand import leave_behind
+from kvfleet.worker.serve.hand_over import HandOver
 from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.records import AttemptRecord
@@ -114,7 +115,7 @@ class WorkerLoop:
         until = clock() + limit_s
         self.begin_drain()
         await self.hand_over.run(limit_s)
-        await leave_demand_behind(self.parts, until - clock())
+        await leave_behind(self.parts, until - clock())
         self.parts.broadcast.flush()
         await self.outbox.drain()
 
