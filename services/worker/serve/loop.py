@@ -15,13 +15,14 @@ from typing import Any
 
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import REGION_COMMANDS, AdminDesk
-from kvfleet.worker.serve.hand_over import HandOver, leave_demand_behind
+from kvfleet.worker.serve.demand import leave_behind
+from kvfleet.worker.serve.hand_over import HandOver
 from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
 from kvproto.errors import DeadlineExceeded, KvfleetError
-from kvproto.messages import Frame, Heartbeat, Load, Rates, State, WorkerStats
+from kvproto.messages import Frame, Heartbeat, State, WorkerStats
 from kvproto.nats_message import Subscription
 from kvproto.subjects import receipt_inboxes
 from kvproto.tasks import end
@@ -46,10 +47,8 @@ class WorkerLoop:
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._state = State.READY
-        self._load = Load()
-        self._rates = Rates()
         self.hand_over = HandOver(parts)
-        self.requests = RequestDesk(parts, self.hand_over.let_go, lambda: self._state, self._spawn)
+        self.requests = RequestDesk(parts, lambda: self._state, self._spawn)
         self.admin = AdminDesk(parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain)
 
     async def start(self) -> None:
@@ -116,7 +115,7 @@ class WorkerLoop:
         until = clock() + limit_s
         self.begin_drain()
         await self.hand_over.run(limit_s)
-        await leave_demand_behind(self.parts, until - clock())
+        await leave_behind(self.parts, until - clock())
         self.parts.broadcast.flush()
         await self.outbox.drain()
 
@@ -179,20 +178,20 @@ class WorkerLoop:
         self.outbox.send_frames(ended)
 
     async def _publish_heartbeat(self) -> None:
-        self._load, self._rates = self.parts.engine.measured
         if self.parts.connection.is_connected:
             self.outbox.send(self.parts.subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
 
     def heartbeat(self) -> Heartbeat:
+        load, rates = self.parts.engine.measured
         return Heartbeat(
             worker=self.record.id,
             epoch=self.record.epoch,
             state=self._state,
-            load=self._load,
-            rates=self._rates,
+            load=load,
+            rates=rates,
             event_seq=self.parts.broadcast.publisher.seq,
             digest=self.parts.broadcast.publisher.plain_digest,
-            held=self._load.blocks_addressed,
+            held=load.blocks_addressed,
             step_age_s=self.parts.engine.step_age_s,
             tier_digest=self.parts.broadcast.publisher.digest,
         )

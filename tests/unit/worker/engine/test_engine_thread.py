@@ -66,14 +66,14 @@ async def test_refused_request_comes_back_failed(desk: Desk) -> None:
 
 async def test_cancel_pause_resume(desk: Desk) -> None:
     desk.thread.submit(spec("cancelled", [1], max_tokens=400))
-    desk.thread.cancel("cancelled")
+    desk.thread.cancel("cancelled", 0)
     desk.thread.submit(spec("paused", [2]))
-    desk.thread.post(lambda engine: engine.pause("paused"))
+    desk.thread.post(lambda engine: engine.pause("paused", 0))
     await desk.ends(1)
     assert isinstance(desk.transcript.ends["cancelled", 0], Cancelled)
     await asyncio.sleep(0.02)
     assert ("paused", 0) not in desk.transcript.ends
-    desk.thread.post(lambda engine: engine.resume("paused"))
+    desk.thread.post(lambda engine: engine.resume("paused", 0))
     await desk.ends(2)
     assert desk.transcript.ends["paused", 0] is FinishReason.LENGTH
 
