@@ -51,7 +51,7 @@ def top(
         except AnswerFailed as error:
             fail(str(error))
         if as_json:
-            typer.echo(json.dumps(second.as_map()))
+            typer.echo(json.dumps(vars(second)))
         else:
             with asking(url):
                 plain.print(page(second, ONCE_LINES))
@@ -72,12 +72,21 @@ class WatchedFleet:
             return self._look()
 
     def _look(self) -> TopSnapshot:
+        rates = self.rates
         stats = workers = health = placements = None
         notes: list[str] = []
         if self.may_see_all:
             try:
-                stats, workers = self._get("/stats"), self._get("/workers")
-                self.rates.add(workers, time.monotonic())
+                stats, known = self._get("/stats"), self._get("/workers")
+                rates.add(known, time.monotonic())
+                workers = {
+                    name: {
+                        **one,
+                        "hit_rate_last_minute": rates.hit_rate(name),
+                        "tokens_per_s": rates.tokens_per_s(name),
+                    }
+                    for name, one in known.items()
+                }
             except AnswerRefused as error:
                 if error.status != 403:
                     raise
@@ -91,19 +100,8 @@ class WatchedFleet:
             if error.status not in (429, 503):
                 raise
             notes.append(f"no ledger: {error}")
-        rates = self.rates
-        return TopSnapshot(
-            self.url,
-            time.time(),
-            stats,
-            workers,
-            health,
-            placements,
-            rates.hit_rate(),
-            rates.tokens_per_s(),
-            {name: (rates.hit_rate(name), rates.tokens_per_s(name)) for name in workers or ()},
-            tuple(notes),
-        )
+        total = rates.hit_rate(), rates.tokens_per_s()
+        return TopSnapshot(self.url, int(time.time() * 1000), *total, stats, workers, health, placements, tuple(notes))
 
     def _get(self, path: str, *good: int) -> Any:
         return get(self.http, f"{self.url}{path}", *good)
