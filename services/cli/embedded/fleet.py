@@ -43,8 +43,7 @@ class EmbeddedFleet:
                 if child.running or child.given_up:
                     continue
                 code = child.process.returncode
-                told = autoscaler is not None and autoscaler.drains(child)
-                if child in self.workers and (code == 0 or told):  # it ends with 0 when it was drained
+                if child in self.workers and (code == 0 or child.draining):  # it ends with 0 when it was drained
                     child.given_up = True
                     how = f"ended with code {code} while it drained" if code else "was drained"
                     err.print(f"kvfleet: {child.name} {how}")
@@ -58,7 +57,7 @@ class EmbeddedFleet:
                     if autoscaler is not None and child in self.workers:
                         forget(child)
             if autoscaler is not None:
-                autoscaler.maintain(self.workers)
+                autoscaler.maintain()
             if all(worker.given_up for worker in self.workers):
                 raise FleetEnded("no worker is left")
 

@@ -131,7 +131,10 @@ def up(
                 own = [f"--model={models[which]}", f"--workers-on-host={most}"]
                 own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                return _service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i), torch=runner == "torch")
+                own = [*common, *flags, *own]
+                child = _service("worker", f"w{i}", own, key | _own_gpu(i), torch=runner == "torch")
+                child.model = served[which]
+                return child
 
             fleet.workers += [start_worker(i % len(models)) for i in range(total)]
             front = [*common, f"--host={host}", f"--port={port}", f"--listen-fd={listener.fileno()}"]
@@ -163,8 +166,8 @@ def up(
                     return child
 
                 if limits is not None:
-                    fleet.autoscaler = LocalAutoscaler(login, namespace, served, grow)
-                    fleet.autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
+                    fleet.autoscaler = LocalAutoscaler(login, namespace, served, grow, fleet.workers)
+                    fleet.autoscaler.thread.start()
                 fleet.watch(stopping, forget)
         except (StartFailed, FleetEnded, KvfleetError, PortTaken) as error:
             fleet.stop()
