@@ -37,7 +37,6 @@ from kvproto.subjects import Subjects
 POLL_S = 1.0
 ANSWERS_S = 0.3  # for all replicas to answer
 MEMBERS_S = 2.0  # to read who is registered
-JOIN_S = 0.5  # when all processes are gone: the fleet's own time to stop is up by then
 PAUSE_S = 60.0  # after a worker was given up: the next one would hardly do better
 
 
@@ -88,8 +87,8 @@ def merged(answers: Sequence[PlacementStats]) -> dict[str, WantedWorkers]:
 
 @dataclass(eq=False, slots=True)
 class LocalAutoscaler:
-    """The thread that owns the processes starts `thread`, then calls `maintain` regularly; it sets `stopping` and calls
-    `join`. `spawn(model)` starts a worker."""
+    """The thread that owns the processes starts `thread`, calls `maintain` regularly, and sets `stopping`. In any case
+    `thread` ends with the process. `spawn(model)` starts a worker."""
 
     login: Login
     namespace: str
@@ -104,11 +103,6 @@ class LocalAutoscaler:
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
-
-    def join(self) -> None:
-        """Wait a moment for the thread, once `stopping` is set. It ends with the process in any case."""
-        if self.thread.is_alive():
-            self.thread.join(JOIN_S)
 
     def maintain(self) -> None:
         """Starts wanted workers and removes those that are gone."""

@@ -13,6 +13,7 @@ from kvfleet.cli.embedded.processes import Child, FleetEnded, StopRequest, stop
 
 STOP_WITHIN_S = 9.0
 LOOK_EVERY_S = 0.05
+JOIN_S = 0.5  # when all processes are gone: the fleet's own time to stop is up by then
 
 
 @dataclass
@@ -68,6 +69,6 @@ class EmbeddedFleet:
         if self.listener is not None:
             self.listener.close()  # first: clients must not wait for an ingress that does not come
         stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
-        if self.autoscaler is not None:
-            self.autoscaler.join()
-            self.autoscaler = None
+        if self.autoscaler is not None and self.autoscaler.thread.is_alive():
+            self.autoscaler.thread.join(JOIN_S)
+        self.autoscaler = None
