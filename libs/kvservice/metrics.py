@@ -191,11 +191,10 @@ class Probes:
 
     def __init__(self, settings: ServiceSettings, life: Lifecycle) -> None:
         """Raises Unavailable for a port that is taken."""
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        self._registry = registry
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._ready = False
-        self.port = open_port(settings, life, registry, lambda: self._ready)
+        self.port = open_port(settings, life, self._registry, lambda: self._ready)
 
     def ready(self, readings: Iterable[Reading]) -> None:
         """From now on requests are served, and these are shown."""

@@ -131,10 +131,9 @@ def up(
 
             def start_worker(which: int, *, late: bool = False) -> Child:
                 i = next(numbers)
-                own = [f"--model={models[which]}", f"--workers-on-host={most}"]
+                own = [*common, *flags, f"--model={models[which]}", f"--workers-on-host={most}"]
                 own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                own = [*common, *flags, *own]
                 child = _service("worker", f"w{i}", own, key | _own_gpu(i), torch=runner == "torch")
                 child.model = served[which]
                 return child
