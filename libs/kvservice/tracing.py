@@ -75,11 +75,7 @@ class Tracer:
 NULL = Tracer()
 
 _current: ContextVar[SpanIds | None] = ContextVar("kvfleet_span", default=None)
-
-
-def current() -> SpanIds | None:
-    """The span that this task works for; logs show it."""
-    return _current.get()
+current = _current.get  # the span that this task works for; logs show it
 
 
 def work_for(span: Span | None) -> None:

@@ -28,8 +28,7 @@ from kvproto.subjects import INGRESS_INBOX
 from kvservice import lifecycle
 from kvservice.lifecycle import Lifecycle
 from kvservice.membership import join, member_record
-from kvservice.metrics import LiveCollector, open_port
-from kvservice.process_metrics import common_readings
+from kvservice.metrics import LiveCollector, common_readings, open_port
 from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.workers.feedback import Belief
 from kvfleet.placement.workers.fleet import Worker, metrics_of
 from kvproto.connection import Connection
-from kvservice.metrics import Reading
-from kvservice.process_metrics import common_readings
+from kvservice.metrics import Reading, common_readings
 
 PREFIX = "kvfleet_placement_"  # of all names but those of workers and models
 PER_WORKER, PER_MODEL = ("worker",), ("model",)

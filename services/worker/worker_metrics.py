@@ -17,8 +17,7 @@ from kvproto.connection import Connection
 from kvproto.dataplane.server import DataPlaneCounters
 from kvproto.messages import Tier, TierLoad
 from kvservice.data_plane import HANDSHAKE_REFUSALS
-from kvservice.metrics import LabelledReader, Reader, Reading
-from kvservice.process_metrics import common_readings
+from kvservice.metrics import LabelledReader, Reader, Reading, common_readings
 
 # Name without `kvfleet_worker_`, help, and the attribute to read.
 _LOAD = (

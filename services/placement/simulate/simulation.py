@@ -121,7 +121,7 @@ class Simulation:
             )
             for number in range(shape.replicas)
         ]
-        self._scaling = Scaling(scale, self._run.scaled, trace.block_tokens, MODEL) if scale is not None else None
+        self._scaling = self._run.scaling = Scaling(scale, trace.block_tokens, MODEL) if scale is not None else None
 
     def run(self) -> SimulationRun:
         for _ in range(self.shape.autoscale.rules.minimum if self.shape.autoscale else self.shape.workers):
