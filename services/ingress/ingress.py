@@ -27,13 +27,13 @@ from kvfleet.ingress.request_flow import RequestFlow
 from kvfleet.ingress.request_reader import RequestReader
 from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks
-from kvfleet.ingress.sessions.session_index import SessionIndex
+from kvfleet.ingress.sessions.session_index import HEADS, SessionIndex
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.sessions.turns import SessionBooks
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
-from kvproto.buckets import Bucket
+from kvproto.buckets import Bucket, BucketFollower
 from kvproto.client import Client
 from kvproto.ids import new_epoch
 from kvproto.messages import Role
@@ -132,7 +132,8 @@ class Ingress:
             lambda ingress: ingress == config.id or (Role.INGRESS, ingress) in client.members.view.members,
             forget=self.session_blocks.forget,
         )
-        self.session_index = SessionIndex(bucket, self.sessions, config.sessions, unix_ms)
+        self.session_index = SessionIndex(self.sessions, config.sessions, unix_ms)
+        self._follower = BucketFollower(client.connection, bucket.name, HEADS, "sessions", self.session_index.read)
         self.runs = Runs(config.runs, client.now)
         books = SessionBooks(self.sessions, self.session_index, self.metrics.tally)
         parts = IngressParts(client, config, tenancy, self.admission, self.models, books, self.metrics, self.runs)
@@ -151,7 +152,8 @@ class Ingress:
         await self.regions.start()
         await self.usage_exchange.start()
         self.client.members.listeners.append(self.models.on_member)
-        self.client.connection.on_reconnect.append(self.session_index.rewatch)
+        self.client.connection.on_reconnect.append(self._follower.begin)
+        await self._follower.begin()
         self.models.start()
         for name, part in (
             ("session-leases", self.sessions),
@@ -173,8 +175,7 @@ class Ingress:
         """The client stays open."""
         with contextlib.suppress(ValueError):
             self.client.members.listeners.remove(self.models.on_member)
-        with contextlib.suppress(ValueError):
-            self.client.connection.on_reconnect.remove(self.session_index.rewatch)
+        await self._follower.stop()
         await end(self._tasks)
         self._tasks.clear()
         await self.usage_exchange.stop()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
-from kvproto.buckets import Bucket, Entry
-from kvproto.errors import CodecError, KvfleetError, LimitExceeded, Unavailable
+from kvproto.buckets import BucketWatch, Entry
+from kvproto.errors import CodecError, KvfleetError, LimitExceeded
 from kvproto.messages import SessionHead
 from kvproto.tasks import end
 
@@ -77,14 +77,12 @@ class SessionTable:
 
 @dataclass(eq=False, slots=True)
 class SessionIndex:
-    """`run` follows the bucket and sweeps it until cancelled."""
+    """`read` follows the bucket, for a `BucketFollower`; `run` sweeps it until cancelled."""
 
-    bucket: Bucket
     sessions: Sessions
     limits: SessionLimits
     unix_ms: Callable[[], int]
     table: SessionTable = field(default_factory=SessionTable)
-    _watching: asyncio.Task[None] | None = None
     _making_room: dict[str, asyncio.Task[int]] = field(default_factory=dict)
 
     async def admit(self, tenant: str) -> None:
@@ -114,7 +112,6 @@ class SessionIndex:
         return sum([await self.sessions.erase_key(key, only_expired=True) for key in unused])
 
     async def run(self) -> None:
-        await self.rewatch()
         try:
             while True:
                 await asyncio.sleep(self.limits.sweep_period_s)
@@ -124,28 +121,14 @@ class SessionIndex:
                 except KvfleetError as error:
                     log.warning("sessions not swept: %s", error)
         finally:
-            await end(task for task in (self._watching, *self._making_room.values()) if task is not None)
+            await end(self._making_room.values())
 
-    async def rewatch(self) -> None:
-        """After a reconnect the old watch is blind."""
-        if self._watching is not None:
-            self._watching.cancel()
-        self._watching = asyncio.create_task(self._follow(), name="sessions-watch")
-
-    async def _follow(self) -> None:
-        while True:
-            try:
-                watch = await self.bucket.watch(HEADS)
-                self.table.clear()
-                try:
-                    async for entry in watch.entries():
-                        if entry is not None:
-                            self._apply(entry)
-                finally:
-                    await watch.stop()
-            except Unavailable as error:
-                log.warning("sessions: %s", error)
-            await asyncio.sleep(0.5)
+    async def read(self, watch: BucketWatch) -> None:
+        """Of `HEADS`."""
+        self.table.clear()
+        async for entry in watch.entries():
+            if entry is not None:
+                self._apply(entry)
 
     def _apply(self, entry: Entry) -> None:
         if entry.value is None:
