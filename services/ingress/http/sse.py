@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 from kvfleet.ingress.http.error_bodies import Headers
 from kvfleet.ingress.http.exchange import Exchange
@@ -40,7 +39,7 @@ async def relay(
         if run.form is not None:
             writer = run.form.writer(at, id_lines=id_lines)
             exchange.error_event = writer.failed
-            async with _KeptAlive(exchange, writer.ids.comment, keepalive_s):
+            async with _kept_alive(exchange, writer.ids.comment, keepalive_s):
                 return await _relay(exchange, run, EventReader(writer), on_tokens)
     raise Cancelled("the client left")
 
@@ -129,40 +128,25 @@ async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
             await watcher
 
 
-@dataclass(eq=False, slots=True)
-class _KeptAlive:
-    """Sends a comment whenever nothing was written for a period. A timer, so that it costs nothing per token."""
+@contextlib.asynccontextmanager
+async def _kept_alive(exchange: Exchange, comment: Callable[[bytes], bytes], period_s: float) -> AsyncIterator[None]:
+    """Sends a comment whenever nothing was written for a period. A task beside the stream, so that it costs nothing per
+    token."""
 
-    exchange: Exchange
-    comment: Callable[[bytes], bytes]
-    period_s: float
-    seen: int = 0
-    timer: asyncio.TimerHandle | None = None
-    sending: asyncio.Task[None] | None = None
+    async def send_comments() -> None:
+        while True:
+            seen = exchange.writes
+            await asyncio.sleep(period_s)
+            if exchange.writes == seen:
+                waiting = exchange.started
+                if not waiting:
+                    await exchange.start_events()
+                await exchange.write(comment(b"waiting" if waiting else b"queued"))
 
-    async def __aenter__(self) -> None:
-        self._arm()
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        if self.sending is not None:
-            self.sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.sending
-
-    def _arm(self) -> None:
-        self.timer = asyncio.get_running_loop().call_later(self.period_s, self._tick)
-
-    def _tick(self) -> None:
-        if self.exchange.writes == self.seen and (self.sending is None or self.sending.done()):
-            self.sending = asyncio.create_task(self._comment(), name="sse-comment")
-        self.seen = self.exchange.writes
-        self._arm()
-
-    async def _comment(self) -> None:
-        waiting = self.exchange.started
-        if not waiting:
-            await self.exchange.start_events()
-        await self.exchange.write(self.comment(b"waiting" if waiting else b"queued"))
-        self.seen = self.exchange.writes
+    sending = asyncio.create_task(send_comments(), name="sse-comment")
+    try:
+        yield
+    finally:
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
