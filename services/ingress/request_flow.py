@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body, cached_tokens
+from kvfleet.ingress.answers.openai_answers import cached_tokens
 from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
@@ -220,7 +220,7 @@ class RequestFlow:
             await complete(exchange, run.transcript, last)
         else:
             assert isinstance(run.form, OpenAiForm)
-            answer = answer_body(run.form.head, run.transcript)
+            answer = run.form.body(run.transcript)
             await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
 
     async def _carry(self, exchange: Exchange, call: Call[Ask], run: Run, *, streams: bool) -> list[bytes]:
@@ -317,10 +317,17 @@ def _costs(ask: GenerateAsk | ChatAsk | CompletionAsk) -> TokenCosts:
 def _openai_form(
     call: Call[ChatAsk] | Call[CompletionAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...]
 ) -> OpenAiForm:
-    request, begun_at = call.name.request, int(time.time())
-    spelling, digest, chat = _spelling(model, sampling), prompt_digest(ids), isinstance(call.ask, ChatAsk)
-    head = AnswerHead(request, model.name, begun_at, model.fingerprint, chat, sampling.n, spelling, digest)
-    return OpenAiForm(head, call.ask.include_usage)
+    return OpenAiForm(
+        call.name.request,
+        model.name,
+        int(time.time()),
+        model.fingerprint,
+        isinstance(call.ask, ChatAsk),
+        sampling.n,
+        _spelling(model, sampling),
+        prompt_digest(ids),
+        call.ask.include_usage,
+    )
 
 
 def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:
