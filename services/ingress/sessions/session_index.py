@@ -70,10 +70,6 @@ class SessionTable:
         candidates = ((updated, key) for key, (updated, free) in self._tenants.get(tenant, {}).items() if free)
         return [key for _, key in heapq.nsmallest(limit, candidates)]
 
-    def clear(self) -> None:
-        self._tenants.clear()
-        self.total = 0
-
 
 @dataclass(eq=False, slots=True)
 class SessionIndex:
@@ -125,7 +121,7 @@ class SessionIndex:
 
     async def read(self, watch: BucketWatch) -> None:
         """Of `HEADS`."""
-        self.table.clear()
+        self.table = SessionTable()
         async for entry in watch.entries():
             if entry is not None:
                 self._apply(entry)
