@@ -91,7 +91,7 @@ class RequestFlow:
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
         prompt = await self.prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
-        self.parts.metrics.tally.spliced_tokens += prompt.spliced
+        self.parts.metrics.tally.spliced_tokens_total += prompt.spliced
         sampling = self._sampling(call, model, len(prompt.ids), "messages")
         conversation = session.key if session is not None else conversation_of(ask.messages)
         kept = None
@@ -298,15 +298,15 @@ class RequestFlow:
                 level.judge(self.parts.metrics.levels.targets, ttft_s, itl_s, tokens, finished=run.finished)
         if transcript.finished is not None:
             tally = self.parts.metrics.tally
-            tally.prompt_tokens += transcript.finished.prompt_tokens
-            tally.cached_tokens += cached_tokens(transcript)
+            tally.prompt_tokens_total += transcript.finished.prompt_tokens
+            tally.cached_tokens_total += cached_tokens(transcript)
         if run.usage is not None:
             run.usage.cached_tokens = cached_tokens(transcript)
 
 
 def _count_tokens(tally: RequestTally, usage: RunUsage, count: int) -> None:
     """The hot path: once for each read of the stream."""
-    tally.generated_tokens += count
+    tally.generated_tokens_total += count
     usage.generated(count)
 
 

@@ -80,14 +80,11 @@ class FleetRoutes:
 
     async def stats(self, exchange: Exchange) -> None:
         await self._admin(exchange)
-        tally, counters = self.parts.metrics.tally, self.parts.client.counters
-        own = report.IngressCounts(
+        counters = self.parts.client.counters
+        own = told(
+            report.IngressCounts,
+            self.parts.metrics.tally,
             id=self.parts.config.id,
-            active_streams=tally.active_streams,
-            generated_tokens_total=tally.generated_tokens,
-            prompt_tokens_total=tally.prompt_tokens,
-            cached_tokens_total=tally.cached_tokens,
-            spliced_tokens_total=tally.spliced_tokens,
             sessions=self.parts.books.index.table.total,
             placed_total=counters.placed_total,
             placement_fallbacks_total=counters.fallback_total,

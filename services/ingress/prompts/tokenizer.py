@@ -120,8 +120,6 @@ class ModelTokenizer:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """A chat with the generation prompt. Raises InvalidRequest without a template, or if it refuses."""
-        if self._template is None:
-            raise InvalidRequest("this model has no chat template, use /v1/completions", field="model")
         if isinstance(self._template, InvalidRequest):  # completions work all the same
             raise self._template
         return self._template.render(messages)
@@ -131,9 +129,9 @@ class ModelTokenizer:
         return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_token_chars) if self._max_token_chars else 0
 
 
-def _template_of(bundle: Bundle) -> ChatTemplate | InvalidRequest | None:
+def _template_of(bundle: Bundle) -> ChatTemplate | InvalidRequest:
     if not bundle.chat_template:
-        return None
+        return InvalidRequest("this model has no chat template, use /v1/completions", field="model")
     special = dict(bundle.special_tokens)
     for name, token in (("bos_token", bundle.bos_token), ("eos_token", bundle.eos_token)):
         if token is not None:

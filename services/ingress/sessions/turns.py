@@ -78,7 +78,7 @@ class SessionTurn(HeldTurn):
             strays=transcript.strays(ids, self.prompt_ids),
         )
         self._held = None
-        self.books.tally.session_turns += 1
+        self.books.tally.session_turns_total += 1
 
     async def abandon(self, transcript: Transcript) -> None:
         held, self._held, self._cut = self._held, None, True

@@ -21,11 +21,6 @@ from kvproto.streams.generation import Generation
 from kvproto.trace_context import Trail
 from kvservice.tracing import Attributes, Span, Tracer, Value, unix_ns, work_for
 
-PATHS = {
-    "chat_completions": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "generate": "/generate",
-}
 CLIENT_LEFT = 499
 
 
@@ -34,7 +29,7 @@ def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None
     answer name it from here on."""
     if not tracer.enabled:
         return None
-    path = PATHS[route]
+    path = exchange.path  # generating routes have one path each
     span = tracer.begin(
         f"POST {path}",
         exchange.header(b"traceparent"),
