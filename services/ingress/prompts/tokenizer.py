@@ -120,8 +120,8 @@ class ModelTokenizer:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """A chat with the generation prompt. Raises InvalidRequest without a template, or if it refuses."""
-        if isinstance(self._template, InvalidRequest):  # completions work all the same
-            raise self._template
+        if isinstance(self._template, str):  # completions work all the same
+            raise InvalidRequest(self._template, field="model")
         return self._template.render(messages)
 
     def least_tokens(self, text: str) -> int:
@@ -129,9 +129,10 @@ class ModelTokenizer:
         return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_token_chars) if self._max_token_chars else 0
 
 
-def _template_of(bundle: Bundle) -> ChatTemplate | InvalidRequest:
+def _template_of(bundle: Bundle) -> ChatTemplate | str:
+    """Or why there is none."""
     if not bundle.chat_template:
-        return InvalidRequest("this model has no chat template, use /v1/completions", field="model")
+        return "this model has no chat template, use /v1/completions"
     special = dict(bundle.special_tokens)
     for name, token in (("bos_token", bundle.bos_token), ("eos_token", bundle.eos_token)):
         if token is not None:
@@ -139,7 +140,7 @@ def _template_of(bundle: Bundle) -> ChatTemplate | InvalidRequest:
     try:
         return ChatTemplate(bundle.chat_template, special)
     except InvalidRequest as error:
-        return error
+        return error.message
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:
