@@ -109,7 +109,6 @@ class Ingress:
         self.client = client
         self._executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[Any]] = []
-        self.unready = False  # set before a drain: load balancers look elsewhere, requests are still served
         self.admission = Admission(config.max_concurrent, time.time)
         self.usage = SharedUsage(self.admission.limiter, config.id, new_epoch(), client.now())
         self.usage_exchange = UsageExchange(
@@ -139,9 +138,7 @@ class Ingress:
         parts = IngressParts(client, config, tenancy, self.admission, self.models, books, self.metrics, self.runs)
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
         self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
-        self.routes = FleetRoutes(
-            parts, self.session_blocks, self.regions, lambda: self.unready or self.admission.draining
-        )
+        self.routes = FleetRoutes(parts, self.session_blocks, self.regions)
         registry.register(LiveCollector((*self._readings(), *readings)))
 
     @property

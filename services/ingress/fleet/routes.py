@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -50,7 +49,7 @@ class FleetRoutes:
     parts: IngressParts
     blocks: SessionBlocks
     regions: OtherRegions
-    is_draining: Callable[[], bool]
+    unready: bool = False  # set before a drain: load balancers look elsewhere, requests are still served
     listings: Listings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -208,7 +207,7 @@ class FleetRoutes:
 
     def missing(self) -> str:
         """Why no request would be served; empty if one would."""
-        if self.is_draining():
+        if self.unready or self.parts.admission.draining:
             return "draining"
         if not self.parts.client.connection.is_connected:
             return "no connection to NATS"
