@@ -131,7 +131,7 @@ class Ingress:
             lambda ingress: ingress == config.id or (Role.INGRESS, ingress) in client.members.view.members,
             forget=self.session_blocks.forget,
         )
-        self.session_index = SessionIndex(self.sessions, config.sessions, unix_ms)
+        self.session_index = SessionIndex(self.sessions)
         self._follower = BucketFollower(client.connection, bucket.name, HEADS, "sessions", self.session_index.read)
         self.runs = Runs(config.runs, client.now)
         books = SessionBooks(self.sessions, self.session_index, self.metrics.tally)

@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvfleet.ingress.sessions.sessions import Sessions
-from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.buckets import BucketWatch, Entry
 from kvproto.errors import CodecError, KvfleetError, LimitExceeded
@@ -76,14 +74,12 @@ class SessionIndex:
     """`read` follows the bucket, for a `BucketFollower`; `run` sweeps it until cancelled."""
 
     sessions: Sessions
-    limits: SessionLimits
-    unix_ms: Callable[[], int]
     table: SessionTable = field(default_factory=SessionTable)
     _making_room: dict[str, asyncio.Task[int]] = field(default_factory=dict)
 
     async def admit(self, tenant: str) -> None:
         """Make room for one more session. Raises LimitExceeded when the tenant has named too many itself."""
-        if self.table.count(tenant) < self.limits.per_tenant:
+        if self.table.count(tenant) < self.sessions.limits.per_tenant:
             return
         room = self._making_room.get(tenant)
         if room is None:
@@ -91,26 +87,26 @@ class SessionIndex:
             room.add_done_callback(lambda _: self._making_room.pop(tenant, None))
         if not await asyncio.shield(room):
             raise LimitExceeded(
-                f"the tenant has {self.limits.per_tenant} sessions, the most that are kept: delete some",
+                f"the tenant has {self.sessions.limits.per_tenant} sessions, the most that are kept: delete some",
                 field="seq_id",
                 retry_after_s=60.0,
             )
 
     async def _make_room(self, tenant: str) -> int:
         """A hundredth of the limit at once, so that a tenant at its limit does not pay for every turn."""
-        surplus = self.table.surplus(tenant, max(1, self.limits.per_tenant // 100))
+        surplus = self.table.surplus(tenant, max(1, self.sessions.limits.per_tenant // 100))
         return sum([await self.sessions.erase_key(key, only_expired=False) for key in surplus])
 
     async def sweep(self) -> int:
         """Erase expired sessions; returns how many. Two ingresses that sweep at once do no harm."""
-        before = self.unix_ms() - int(self.limits.idle_expiry_s * 1000)
+        before = self.sessions.unix_ms() - int(self.sessions.limits.idle_expiry_s * 1000)
         unused = self.table.unused_since(before, SWEPT_AT_ONCE)
         return sum([await self.sessions.erase_key(key, only_expired=True) for key in unused])
 
     async def run(self) -> None:
         try:
             while True:
-                await asyncio.sleep(self.limits.sweep_period_s)
+                await asyncio.sleep(self.sessions.limits.sweep_period_s)
                 try:
                     if gone := await self.sweep():
                         log.info("%d idle sessions expired", gone)

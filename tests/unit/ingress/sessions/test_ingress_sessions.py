@@ -281,7 +281,7 @@ async def test_an_unreadable_head_is_an_error_and_is_not_overwritten(rig: Rig) -
 
 @contextlib.asynccontextmanager
 async def indexed(rig: Rig):  # type: ignore[no-untyped-def]
-    index = SessionIndex(rig.one, LIMITS, unix_ms=lambda: rig.now_ms)
+    index = SessionIndex(rig.one)
     running = asyncio.create_task(index.read(await rig.bucket.watch(HEADS)))
     await settle()
     yield index
