@@ -11,7 +11,6 @@ from functools import cache, partial
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvfleet.ingress.auth.tenancy import identify
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.listings import Listings, Question
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
@@ -56,7 +55,7 @@ class FleetRoutes:
         self.listings = Listings(self._listed)
 
     async def models(self, exchange: Exchange) -> None:
-        await identify(self.parts.tenancy, exchange)
+        await self.parts.tenancy.identify(exchange)
         await _json(exchange, report.models_report(self.parts.models.served()))
 
     async def model(self, exchange: Exchange) -> None:
@@ -65,7 +64,7 @@ class FleetRoutes:
         if not name:
             await self.models(exchange)
             return
-        await identify(self.parts.tenancy, exchange)
+        await self.parts.tenancy.identify(exchange)
         found = [record for record in self.parts.models.served() if record.model == name]
         if not found:
             raise ModelNotFound(f"no worker serves {name[:80]!r}", field="model")
@@ -94,7 +93,7 @@ class FleetRoutes:
     async def placements(self, exchange: Exchange) -> None:
         """GET /v1/placements/{id}. Those of other tenants are not found, so that no tenant learns which ids exist; an
         admin key finds all."""
-        caller = await identify(self.parts.tenancy, exchange)
+        caller = await self.parts.tenancy.identify(exchange)
         request = read_request_id(exchange.path_params["id"])
         try:
             decisions = await self.parts.client.explain(request, None if caller.admin else caller.tenant)
@@ -105,7 +104,7 @@ class FleetRoutes:
 
     async def newest_placements(self, exchange: Exchange) -> None:
         """GET /v1/placements?limit=N&model=M: all tenants' for an admin key."""
-        caller = await identify(self.parts.tenancy, exchange)
+        caller = await self.parts.tenancy.identify(exchange)
         limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
         tenant = None if caller.admin else caller.tenant
         await exchange.respond(200, await self.listings.ask((tenant, exchange.query_value("model"), limit)))
@@ -188,7 +187,7 @@ class FleetRoutes:
         names_caller = any(exchange.header(name) is not None for name in (b"authorization", b"x-api-key"))
         if self.parts.tenancy.is_open or names_caller:  # probes without a key do not count as refused
             with contextlib.suppress(AuthenticationFailed, PermissionDenied, Unavailable):
-                await identify(self.parts.tenancy, exchange)
+                await self.parts.tenancy.identify(exchange)
                 served = {record.model for record in self.parts.models.served()}
                 models = self.parts.models.remembered()
                 unavailable = [model for model in models if model not in served]
@@ -221,14 +220,14 @@ class FleetRoutes:
 
     async def _metered(self, exchange: Exchange) -> Caller:
         """The caller of a route that may ask workers: it counts as a request."""
-        caller = await identify(self.parts.tenancy, exchange)
+        caller = await self.parts.tenancy.identify(exchange)
         now, admission = asyncio.get_running_loop().time, self.parts.admission
         exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
         admission.meter(caller, now())
         return caller
 
     async def _admin(self, exchange: Exchange) -> Caller:
-        caller = await identify(self.parts.tenancy, exchange)
+        caller = await self.parts.tenancy.identify(exchange)
         require_admin(caller)
         return caller
 
