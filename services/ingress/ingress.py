@@ -127,7 +127,7 @@ class Ingress:
             bucket,
             config.id,
             config.sessions,
-            unix_ms,
+            lambda: int(time.time() * 1000),
             lambda ingress: ingress == config.id or (Role.INGRESS, ingress) in client.members.view.members,
             forget=self.session_blocks.forget,
         )
@@ -186,7 +186,3 @@ class Ingress:
         return [
             Reading(f"kvfleet_ingress_{name}", help_, partial(attrgetter(path), self)) for name, help_, path in READINGS
         ]
-
-
-def unix_ms() -> int:
-    return int(time.time() * 1000)
