@@ -65,6 +65,12 @@ class Caller:
     policies: tuple[str, ...] = ()
     max_priority: int = 0
 
+    @property
+    def max_tokens(self) -> int:
+        """Of one choice; 0: no limit."""
+        said = [limits.max_tokens for limits in (self.limits, self.tenant_limits) if limits.max_tokens]
+        return min(said, default=0)
+
 
 OPEN = Caller(name="open", admin=True, max_priority=MAX_PRIORITY)
 
@@ -94,10 +100,9 @@ def priority_of(caller: Caller, said: int | None) -> int:
 
 def default_max_tokens(caller: Caller, said: int | None, field: str, default: int) -> int:
     """The bound of a request that names none. Raises InvalidRequest if `said` is beyond the caller's limit."""
-    limits = [one.max_tokens for one in (caller.limits, caller.tenant_limits) if one.max_tokens]
-    if not limits:
+    limit = caller.max_tokens
+    if not limit:
         return default
-    limit = min(limits)
     if said is not None and said > limit:
         raise InvalidRequest(f"requests with this API key may generate {limit} at most, got {said}", field=field)
     return min(default, limit)
