@@ -29,7 +29,6 @@ from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvfleet.ingress.sessions.session_index import HEADS, SessionIndex
 from kvfleet.ingress.sessions.sessions import Sessions
-from kvfleet.ingress.sessions.turns import SessionBooks
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
@@ -88,6 +87,7 @@ READINGS = (  # name, help, and where an `Ingress` has it
     ("replayed_requests_total", "Repeats of finished requests.", "runs.replayed_total"),
     ("sessions", "Sessions of all tenants.", "session_index.table.total"),
     ("running_turns", "Session turns running here.", "sessions.running"),
+    ("session_turns_total", "Turns committed to sessions.", "sessions.turns_total"),
     ("ready_workers", "Workers that take new work.", "ready_workers"),
 )
 
@@ -134,8 +134,8 @@ class Ingress:
         self.session_index = SessionIndex(self.sessions)
         self._follower = BucketFollower(client.connection, bucket.name, HEADS, "sessions", self.session_index.read)
         self.runs = Runs(config.runs, client.now)
-        books = SessionBooks(self.sessions, self.session_index, self.metrics.tally)
-        parts = IngressParts(client, config, tenancy, self.admission, self.models, books, self.metrics, self.runs)
+        index = self.session_index
+        parts = IngressParts(client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs)
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
         self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
         self.routes = FleetRoutes(parts, self.session_blocks, self.regions)

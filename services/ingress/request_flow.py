@@ -87,7 +87,7 @@ class RequestFlow:
         model = await self.parts.models.get(ask.model)
         session = None
         with contextlib.suppress(Unavailable):
-            session = await self.parts.books.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
+            session = await self.parts.index.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
         prompt = await self.prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
@@ -95,8 +95,8 @@ class RequestFlow:
         sampling = self._sampling(call, model, len(prompt.ids), "messages")
         conversation = session.key if session is not None else conversation_of(ask.messages)
         kept = None
-        if session is not None and self.parts.books.sessions.fits(len(prompt.ids) + sampling.max_tokens):
-            kept = SessionTurn(self.parts.books, tenant, session, model.name, call.name.request, prompt.ids, None)
+        if session is not None and self.parts.index.sessions.fits(len(prompt.ids) + sampling.max_tokens):
+            kept = SessionTurn(self.parts.index, tenant, session, model.name, call.name.request, prompt.ids, None)
         turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
         form = _openai_form(call, model, sampling, prompt.ids)
         return self._job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
@@ -124,8 +124,8 @@ class RequestFlow:
         tail = await self.prompts.plain(model, ask.prompt, begins=not session.ids, must_fit=must_fit)
         ids = session.ids + tail
         sampling = self._sampling(call, model, len(ids), "prompt", default=DEFAULT_MAX_TOKENS)
-        self.parts.books.sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
-        turn = SessionTurn(self.parts.books, tenant, session, model.name, request, ids, history=len(session.ids))
+        self.parts.index.sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
+        turn = SessionTurn(self.parts.index, tenant, session, model.name, request, ids, history=len(session.ids))
         form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling), prompt_digest(ids))
         return self._job(call, model, ids, sampling, form, turn, session.key)
 
@@ -175,8 +175,8 @@ class RequestFlow:
         """If this turn was committed last, the session as it was before."""
         tenant, name, seq_id = call.caller.tenant, call.name, call.ask.seq_id
         if seq_id is None and not name.named:
-            return self.parts.books.sessions.fresh(tenant, auto_seq_id(name.request))
-        session = await self.parts.books.sessions.read(tenant, seq_id or auto_seq_id(name.request))
+            return self.parts.index.sessions.fresh(tenant, auto_seq_id(name.request))
+        session = await self.parts.index.sessions.read(tenant, seq_id or auto_seq_id(name.request))
         if session.is_last(name.request):
             return session.before_last()
         if name.at != START and session.has_moved_on(name.request):

@@ -83,7 +83,7 @@ class FleetRoutes:
             report.IngressCounts,
             self.parts.metrics.tally,
             id=self.parts.config.id,
-            sessions=self.parts.books.index.table.total,
+            sessions=self.parts.index.table.total,
             placed_total=counters.placed_total,
             placement_fallbacks_total=counters.fallback_total,
             lost_attempts_total=counters.lost_total,
@@ -112,14 +112,14 @@ class FleetRoutes:
     async def kv_route(self, exchange: Exchange) -> None:
         """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice."""
         caller = await self._metered(exchange)
-        session = await self.parts.books.sessions.read(caller.tenant, exchange.path_params["seq_id"])
+        session = await self.parts.index.sessions.read(caller.tenant, exchange.path_params["seq_id"])
         await _json(exchange, self._located(caller, self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
         """GET /sessions/{seq_id}: also which of its blocks each worker of this region holds. `worker_id` is null when
         its worker does not answer."""
         caller = await self._metered(exchange)
-        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
+        session = await self.parts.index.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         head = session.head
         assert head is not None
         found = await self.blocks.find(caller.tenant, head.model, session.ids)
@@ -130,7 +130,7 @@ class FleetRoutes:
         answer = told(
             report.SessionAnswer,
             head,
-            busy=self.parts.books.sessions.is_busy(session),
+            busy=self.parts.index.sessions.is_busy(session),
             tokens=len(session.ids),
             cached_tokens=held.cached_tokens if held else 0,
             blocks=held.blocks if held else (),
@@ -145,7 +145,7 @@ class FleetRoutes:
         """GET /sessions/{seq_id}/kv?layer=N: K and V of one layer, `[tokens, kv_heads, head_dim]`, as safetensors."""
         caller = await self._metered(exchange)
         require_admin(caller)
-        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
+        session = await self.parts.index.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         layer = integer_query(exchange, "layer", 0)
         question = AdminRequest(AdminCommand.READ_KV, caller.tenant, session.ids, layer=layer)
         worker = self._worker_of(caller, session)
@@ -161,7 +161,7 @@ class FleetRoutes:
         """DELETE /sessions/{seq_id}: its history, and blocks that no other request shares. 409 while a turn runs."""
         caller = await self._metered(exchange)
         seq_id = exchange.path_params["seq_id"]
-        session = await self.parts.books.sessions.erase(caller.tenant, seq_id)
+        session = await self.parts.index.sessions.erase(caller.tenant, seq_id)
         await self.blocks.erase(session)
         await _json(exchange, report.DeletedAnswer(seq_id, True))
 

@@ -58,6 +58,7 @@ class Sessions:
     is_ingress_alive: Callable[[str], bool]
     clock: Callable[[], float] = time.monotonic
     forget: Forget = lambda key, head, ids, keep: None
+    turns_total: int = 0  # committed
     _records: SessionRecords = field(init=False)
     _leases: LeaseObserver = field(default_factory=LeaseObserver)
     _turns: dict[str, OpenTurn] = field(default_factory=dict)
@@ -206,6 +207,7 @@ class Sessions:
                     raise
                 log.warning("session %s: not committed yet: %s", session.key, error)
                 await asyncio.sleep(COMMIT_RETRY_S)
+        self.turns_total += 1
 
     async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
         """End a turn that failed; the session gains `regions` and `strays`. Never raises; without NATS the lease runs

@@ -37,7 +37,6 @@ class RequestTally:
     generated_tokens_total: int = _counted("Tokens relayed to clients.")
     cached_tokens_total: int = _counted("Prompt tokens found cached.")
     spliced_tokens_total: int = _counted("Prompt tokens taken from chat history.")
-    session_turns_total: int = _counted("Turns committed to sessions.")
     stream_errors_total: int = _counted("Streams that ended with an error event.")
     active_streams: int = _counted("Generations running now.")
 
