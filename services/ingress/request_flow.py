@@ -225,19 +225,11 @@ class RequestFlow:
 
     async def _carry(self, exchange: Exchange, call: Call[Ask], run: Run, *, streams: bool) -> list[bytes]:
         """All but the end; returns the last events."""
-        assert run.usage is not None
-        on_tokens = partial(_count_tokens, self.parts.metrics.tally, run.usage)
         if not streams:
-            await gather(exchange, run, on_tokens=on_tokens)
+            await gather(exchange, run)
             return []
-        return await relay(
-            exchange,
-            run,
-            call.name.at,
-            id_lines=call.name.named or wants_lines(exchange.header(b"accept")),
-            keepalive_s=self.parts.config.keepalive_s,
-            on_tokens=on_tokens,
-        )
+        id_lines = call.name.named or wants_lines(exchange.header(b"accept"))
+        return await relay(exchange, run, call.name.at, id_lines=id_lines, keepalive_s=self.parts.config.keepalive_s)
 
     def _start(
         self, trace: RequestTrace | None, usage: RunUsage, generation: Generation, before: Sequence[Continuation]
@@ -264,6 +256,7 @@ class RequestFlow:
                 prepare = trace.tokenising(prepare)
             name, memory = call.name, self.parts.runs.memory
             run = Run(caller.tenant, name.request, call.digest, name.keyed, prepare, start, memory, usage=usage)
+            run.on_tokens = partial(_count_tokens, self.parts.metrics.tally, usage)
             run.traceparent = trace.span.traceparent if trace is not None else None
             self.parts.runs.add(run)
         elif call.trace is not None:

@@ -23,28 +23,24 @@ from kvproto.errors import Cancelled
 from kvproto.ids import is_token
 from kvproto.messages import Started
 
-OnTokens = Callable[[int], None]
 
-
-async def relay(
-    exchange: Exchange, run: Run, at: Position, *, id_lines: bool, keepalive_s: float, on_tokens: OnTokens
-) -> list[bytes]:
+async def relay(exchange: Exchange, run: Run, at: Position, *, id_lines: bool, keepalive_s: float) -> list[bytes]:
     """Write a run as events from the client's position on, and return the last ones. Raises the run's KvfleetError,
     InvalidRequest for a position that it cannot have, Cancelled when the client leaves."""
     async with _watched(exchange, run):
         while run.form is None and not exchange.gone:
             if run.error is not None:
                 raise run.error
-            await _get_on(run, on_tokens)
+            await _get_on(run)
         if run.form is not None:
             writer = run.form.writer(at, id_lines=id_lines)
             exchange.error_event = writer.failed
             async with _kept_alive(exchange, writer.ids.comment, keepalive_s):
-                return await _relay(exchange, run, EventReader(writer), on_tokens)
+                return await _relay(exchange, run, EventReader(writer))
     raise Cancelled("the client left")
 
 
-async def _relay(exchange: Exchange, run: Run, reader: EventReader, on_tokens: OnTokens) -> list[bytes]:
+async def _relay(exchange: Exchange, run: Run, reader: EventReader) -> list[bytes]:
     out: list[bytes] = []
     while not exchange.gone:
         if run.finished:
@@ -64,8 +60,7 @@ async def _relay(exchange: Exchange, run: Run, reader: EventReader, on_tokens: O
         elif run.busy:
             await run.changed()
             continue
-        if count := await run.step():  # the hot path: once for each read of the stream
-            on_tokens(count)
+        await run.step()  # the hot path: once for each read of the stream
     raise Cancelled("the client left")
 
 
@@ -78,7 +73,7 @@ async def complete(exchange: Exchange, transcript: Transcript, last: list[bytes]
     await exchange.end(b"".join(last))
 
 
-async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
+async def gather(exchange: Exchange, run: Run) -> None:
     """Run to the end for an answer that is sent whole. Raises as `relay` does."""
     async with _watched(exchange, run):
         while not exchange.gone:
@@ -86,15 +81,12 @@ async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
                 return
             if run.error is not None:
                 raise run.error
-            await _get_on(run, on_tokens)
+            await _get_on(run)
     raise Cancelled("the client left")
 
 
-async def _get_on(run: Run, on_tokens: OnTokens) -> None:
-    if run.busy:
-        await run.changed()
-    elif count := await run.step():
-        on_tokens(count)
+async def _get_on(run: Run) -> None:
+    await (run.changed() if run.busy else run.step())
 
 
 def placement_headers(started: Started | None) -> Headers:

@@ -168,9 +168,7 @@ async def carry(
     """As a route and the application around it do."""
     run = run_of(stream, form or NativeForm("r", "s", "p"), wire, n)
     try:
-        last = await relay(
-            wire.exchange, run, at, id_lines=id_lines, keepalive_s=keepalive_s, on_tokens=lambda count: None
-        )
+        last = await relay(wire.exchange, run, at, id_lines=id_lines, keepalive_s=keepalive_s)
         assert not wire.exchange.ended  # so that a commit may still fail
         await complete(wire.exchange, run.transcript, last)
     except KvfleetError as error:
@@ -294,7 +292,7 @@ async def test_a_whole_answer_has_all_choices_and_their_logprobs() -> None:
     wire = Wire()
     form = OpenAiForm("r", "m", 5, "fp", True, 2, demo_tokenizer().spelling)
     run = run_of(ScriptedStream(BATCHES), form, wire, 2)
-    await gather(wire.exchange, run, on_tokens=lambda count: None)
+    await gather(wire.exchange, run)
     first, second = json.loads(form.body(run.transcript))["choices"]
     assert (first["index"], first["message"]["content"], first["finish_reason"]) == (0, "ab", "stop")
     assert (second["index"], second["message"]["content"], second["finish_reason"]) == (1, "x", "length")
