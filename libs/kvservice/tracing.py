@@ -96,5 +96,19 @@ def within(span: Span | None) -> Iterator[None]:
         _current.reset(token)
 
 
+def by_nats(
+    operation: str, kind: Literal["send", "process"], model: Value, tenant: Value, request: Value
+) -> dict[str, Value]:
+    """The attributes of a message about a request."""
+    return {
+        "messaging.system": "nats",
+        "messaging.operation.name": operation,
+        "messaging.operation.type": kind,
+        "gen_ai.request.model": model,
+        "kvfleet.tenant": tenant,
+        "kvfleet.request.id": request,
+    }
+
+
 def unix_ns(monotonic_s: float) -> int:
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

@@ -87,7 +87,7 @@ async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, l
     serving = life.spawn(server.serve(sockets), "http")
 
     async def close() -> None:
-        ingress.unready = True
+        ingress.routes.unready = True
         await asyncio.sleep(settings.unready_s)
         if not await ingress.drain(settings.drain_s):
             ingress.client.fail_streams(

@@ -53,9 +53,6 @@ class OtherRegions:
             except KvfleetError as error:  # the connection may be gone: nothing to let go of then
                 log.debug("other regions: %s", error)
 
-    def names(self) -> list[str]:
-        return self.regions.names(self.now())
-
     def records(self) -> dict[str, WorkerRecord]:
         """One for each model that some other region serves now."""
         return self.regions.records(self.now())

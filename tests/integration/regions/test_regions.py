@@ -188,7 +188,7 @@ async def test_a_link_that_breaks_costs_no_token(regions: TwoRegions) -> None:
     eu = regions.eu.fleet.workers["w7"].loop
     await until(lambda: not list(eu.frames.running))  # nobody reads there any more, so nothing runs on
     region_summaries = regions.us.placement.core.region_summaries.regions
-    await until(lambda: not region_summaries.names(regions.us.placement.now()))
+    await until(lambda: not region_summaries.records(regions.us.placement.now()))
     regions.link.mend()
     await hears_of(regions)
 
