@@ -50,7 +50,6 @@ from kvproto.messages import (
     PreloadRequest,
     State,
     Watches,
-    WorkerRecord,
 )
 
 SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its connection may stand
@@ -144,21 +143,17 @@ class PlacementCore:
                 return []
             case events.Tick(disconnected):
                 return self._tick(now, disconnected=disconnected)
-            case events.WorkerJoined(record, heartbeat):
+            case events.WorkerRegistered(record, heartbeat):
+                before = self.fleet.workers.get(record.id)
+                if not self.fleet.register(record, heartbeat, now):
+                    return []
                 self._forget(record.id)
-                self.fleet.join(record, heartbeat, now)
-                self._follow(record)
-                return self.in_flight.on_joined(record.id, record.epoch, now)
-            case events.WorkerUpdated(record):
-                if self.fleet.update(record, now):
-                    self._forget(record.id)
-                    self._follow(record)
-                return []
-            case events.WorkerNewEpoch(record):
-                self._forget(record.id)
-                self.fleet.join(record, None, now)
-                self._follow(record)
-                self.in_flight.on_new_epoch(record.id, record.epoch, now)
+                self.vaults.pop(record.id, None)  # a worker has that name now
+                self.indexer.join(record.id, record.epoch)
+                if before is None:
+                    return self.in_flight.on_joined(record.id, record.epoch, now)
+                if before.epoch != record.epoch:
+                    self.in_flight.on_new_epoch(record.id, record.epoch, now)
                 return []
             case events.WorkerLeft(worker):
                 known = self.fleet.workers.get(worker)
@@ -197,10 +192,6 @@ class PlacementCore:
         # The members view takes longer to give up on silent workers.
         pings = [PingWorker(one.id) for one in self.fleet.workers.values() if self.fleet.claim_ping(one, now)]
         return [*self.indexer.tick(now), *pings, *self.forwarding.tick(now, disconnected=disconnected)]
-
-    def _follow(self, record: WorkerRecord) -> None:
-        self.vaults.pop(record.id, None)  # a worker has that name now
-        self.indexer.join(record.id, record.epoch)
 
     def _forget(self, worker: str) -> None:
         """Drop what a former life of the worker was given."""

@@ -64,25 +64,12 @@ class GenerateAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerJoined:
-    """`record.state` is the state as known now."""
+class WorkerRegistered:
+    """A worker wrote its record: it joined, restarted under its id, or is still alive, maybe in a new state.
+    `record.state` is the state as known now; `heartbeat` is the last one heard, for a worker that joins."""
 
     record: WorkerRecord
     heartbeat: Heartbeat | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerUpdated:
-    """A living worker wrote its record again: a sign of life, maybe a new state."""
-
-    record: WorkerRecord
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerNewEpoch:
-    """A worker restarted under its id: what its former life was doing is lost."""
-
-    record: WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +151,9 @@ class Tick:
 
 
 Event = (
-    PlaceAsked | GenerateAsked | WorkerJoined | WorkerUpdated | WorkerNewEpoch | WorkerLeft | WorkerDisconnected
-    | PingUnanswered | WorkerAnswered | NobodyListens | VaultJoined | VaultLeft | BlocksChanged | CapsuleHeard
-    | WatchesHeard | Heartbeat | Milestones | BookedBatch | Tick
+    PlaceAsked | GenerateAsked | WorkerRegistered | WorkerLeft | WorkerDisconnected | PingUnanswered | WorkerAnswered
+    | NobodyListens | VaultJoined | VaultLeft | BlocksChanged | CapsuleHeard | WatchesHeard | Heartbeat | Milestones
+    | BookedBatch | Tick
 )  # fmt: skip
 
 

@@ -94,15 +94,10 @@ class Subscriptions:
     def _on_worker(self, change: Change, view: WorkerView) -> None:
         if not is_token(view.record.id):
             return  # no subject reaches it
-        match change:
-            case Change.LEFT:
-                self.tell(events.WorkerLeft(view.record.id))
-            case Change.JOINED:
-                self.tell(events.WorkerJoined(self._known_state(view), view.heartbeat))
-            case Change.NEW_EPOCH:
-                self.tell(events.WorkerNewEpoch(self._known_state(view)))
-            case Change.UPDATED:
-                self.tell(events.WorkerUpdated(self._known_state(view)))
+        if change is Change.LEFT:
+            self.tell(events.WorkerLeft(view.record.id))
+        else:
+            self.tell(events.WorkerRegistered(self._known_state(view), view.heartbeat))
 
     def _on_other_member(self, change: Change, record: MemberRecord) -> None:
         if record.role is not Role.VAULT or not is_token(record.id):

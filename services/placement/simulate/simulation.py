@@ -27,9 +27,8 @@ from kvfleet.placement.events import (
     Event,
     PlaceAsked,
     Tick,
-    WorkerJoined,
     WorkerLeft,
-    WorkerUpdated,
+    WorkerRegistered,
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
@@ -276,7 +275,7 @@ class Simulation:
         )  # fmt: skip
         self._records[name] = record
         beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
-        self._to_all(WorkerJoined(record, beat))
+        self._to_all(WorkerRegistered(record, beat))
         self._to_all(beat)
 
     def _scale(self, scaling: Scaling) -> None:
@@ -285,7 +284,7 @@ class Simulation:
             self._after(scaling.scale.start_s, partial(self._started, scaling))
         if victim is not None:
             self._staying.discard(victim)
-            self._to_all(WorkerUpdated(replace(self._records[victim], state=State.DRAINING)))
+            self._to_all(WorkerRegistered(replace(self._records[victim], state=State.DRAINING)))
             self._drain(scaling, victim, self._now + self.shape.drain_s)
         self._after(SCALE_S, partial(self._scale, scaling))
 
@@ -310,7 +309,7 @@ class Simulation:
         self._run.changes.append(self._now)
         self._join()
         if self.shape.drain_s:
-            self._to_all(WorkerUpdated(replace(self._records[name], state=State.DRAINING)))
+            self._to_all(WorkerRegistered(replace(self._records[name], state=State.DRAINING)))
             self._after(self.shape.drain_s, partial(self._leave, name))
         else:
             self._leave(name)

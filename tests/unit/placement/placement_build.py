@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import GenerateAsked, WorkerJoined
+from kvfleet.placement.events import GenerateAsked, WorkerRegistered
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.messages import (
     Accepted,
@@ -75,7 +75,7 @@ def a_core(
         unix_ms=lambda: 1_000_000,
     )
     for worker in workers:
-        core.handle(WorkerJoined(a_record(worker)), 0.0)
+        core.handle(WorkerRegistered(a_record(worker)), 0.0)
     return core
 
 

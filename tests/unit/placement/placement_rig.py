@@ -11,7 +11,7 @@ from placement_build import a_beat, a_record, an_ask
 
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Answer, BlocksChanged, PlaceAsked, Tick, VaultJoined, WorkerJoined
+from kvfleet.placement.events import Answer, BlocksChanged, PlaceAsked, Tick, VaultJoined, WorkerRegistered
 from kvfleet.placement.index.changes import TIERS, Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.workers.prompts import HashedPrompts, address_space
@@ -75,7 +75,7 @@ class Rig:
             core.handle(event, self.now)  # type: ignore[arg-type]
 
     def join(self, worker: str, *, epoch: str = "e1", **fields: object) -> None:
-        self.tell(WorkerJoined(replace(a_record(worker, epoch=epoch), **fields)))  # type: ignore[arg-type]
+        self.tell(WorkerRegistered(replace(a_record(worker, epoch=epoch), **fields)))  # type: ignore[arg-type]
         self.beat(worker, epoch=epoch)
 
     def join_tiered(self, *workers: str, restore: dict[str, float], rate: float = RATE, **fields: object) -> None:
@@ -83,7 +83,7 @@ class Rig:
         about = {"data_plane": ("tcp:127.0.0.1:1",), "kv_format": b"f" * 16, "block_bytes": BLOCK_BYTES} | fields
         for worker in workers:
             self.restore[worker] = restore
-            self.tell(WorkerJoined(replace(a_record(worker), **about)))  # type: ignore[arg-type]
+            self.tell(WorkerRegistered(replace(a_record(worker), **about)))  # type: ignore[arg-type]
             self.beat(worker, rate=rate)
 
     def join_vault(self, *vaults: str, epoch: str = "e1") -> None:

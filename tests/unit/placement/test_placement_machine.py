@@ -29,10 +29,8 @@ from kvfleet.placement.events import (
     WatchesHeard,
     WorkerAnswered,
     WorkerDisconnected,
-    WorkerJoined,
     WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
+    WorkerRegistered,
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.policies import build_policies
@@ -100,7 +98,7 @@ class Placement(RuleBasedStateMachine):
     @rule(worker=WORKERS, state=STATES, attaches=st.sampled_from([True, True, False]))
     def join_or_update(self, worker: str, state: State, attaches: bool) -> None:
         record = replace(a_record(worker, epoch=self.epoch(worker), state=state), attaches=attaches)
-        self.tell(WorkerUpdated(record) if worker in self.core.fleet.workers else WorkerJoined(record))
+        self.tell(WorkerRegistered(record))
 
     @rule(worker=WORKERS)
     def leave(self, worker: str) -> None:
@@ -111,7 +109,7 @@ class Placement(RuleBasedStateMachine):
     def restart(self, worker: str) -> None:
         if worker in self.core.fleet.workers:
             self.lives[worker] += 1
-            self.tell(WorkerNewEpoch(a_record(worker, epoch=self.epoch(worker))))
+            self.tell(WorkerRegistered(a_record(worker, epoch=self.epoch(worker))))
 
     @rule(worker=WORKERS, running=st.integers(0, 9), stale=st.booleans(), state=STATES)
     def beat(self, worker: str, running: int, stale: bool, state: State) -> None:

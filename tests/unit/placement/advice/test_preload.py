@@ -9,7 +9,7 @@ import pytest
 from placement_build import MODEL, a_record
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.events import WorkerJoined
+from kvfleet.placement.events import WorkerRegistered
 from kvfleet.placement.index.prefix_index import pack
 from kvfleet.placement.workers.prompts import AddressSpace, Heat, SharedPrefix
 from kvproto import codec
@@ -183,7 +183,7 @@ def test_a_worker_of_another_format_is_sent_to_vaults_only() -> None:
     demand(rig, B, 4)
     demand(rig, C, 4)
     about = {"data_plane": ("tcp:h:1",), "kv_format": b"other format 16b", "state": State.STARTING}
-    rig.tell(WorkerJoined(replace(a_record("new"), **about)))  # type: ignore[arg-type]
+    rig.tell(WorkerRegistered(replace(a_record("new"), **about)))  # type: ignore[arg-type]
     assert [(one.hashes, one.source) for one in plan(rig)] == [(hashes(rig, C), "")]
 
 
@@ -191,7 +191,7 @@ def test_a_worker_whose_format_is_not_heard_of_yet_is_sent_to_its_fellows() -> N
     """A start that is fast asks before its record says what it loaded."""
     rig = a_rig()
     demand(rig, B, 4)
-    rig.tell(WorkerJoined(replace(a_record("new"), state=State.STARTING)))
+    rig.tell(WorkerRegistered(replace(a_record("new"), state=State.STARTING)))
     assert [(one.hashes, one.source) for one in plan(rig)] == [(hashes(rig, B), "w1")]
 
 

@@ -13,9 +13,8 @@ from kvfleet.placement.events import (
     BlocksChanged,
     PullSnapshot,
     Tick,
-    WorkerJoined,
     WorkerLeft,
-    WorkerNewEpoch,
+    WorkerRegistered,
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.kv_indexer import Follows
@@ -183,7 +182,7 @@ def test_10_a_worker_restarted_in_place_holds_nothing() -> None:
     rig = Rig("w0", "w1")
     ids = tokens(1, 800)
     rig.store("w0", ids)
-    rig.tell(WorkerNewEpoch(a_record("w0", epoch="e2")))
+    rig.tell(WorkerRegistered(a_record("w0", epoch="e2")))
     rig.beat("w0", epoch="e2")
     rig.store("w0", tokens(2, 800))  # a last word of the former life
     assert rig.place("r", ids).expected_hit == {}
@@ -200,7 +199,7 @@ def a_fresh_core(*workers: str) -> PlacementCore:
         unix_ms=lambda: 0,
     )
     for worker in workers:
-        core.handle(WorkerJoined(a_record(worker)), 0.0)
+        core.handle(WorkerRegistered(a_record(worker)), 0.0)
     return core
 
 

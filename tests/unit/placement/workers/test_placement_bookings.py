@@ -8,7 +8,7 @@ from placement_build import a_beat, a_core, a_record, an_acceptance, an_ask, loa
 from placement_rig import Rig
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Answer, PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch, WorkerUpdated
+from kvfleet.placement.events import Answer, PlaceAsked, Tick, WorkerLeft, WorkerRegistered
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest, State
@@ -73,13 +73,13 @@ def test_a_worker_that_leaves_or_restarts_takes_its_bookings_along() -> None:
     at = {w: core.bookings.requests_at(w) for w in ("w1", "w2")}
     core.handle(WorkerLeft("w1"), 1.1)
     assert booked(core) == at["w2"]
-    core.handle(WorkerNewEpoch(a_record("w2", epoch="e2")), 1.2)
+    core.handle(WorkerRegistered(a_record("w2", epoch="e2")), 1.2)
     assert booked(core) == 0
 
 
 def test_only_who_goes_without_draining_is_counted_as_lost() -> None:
     core = a_core("w1", "w2")
-    core.handle(WorkerUpdated(replace(a_record("w1"), state=State.DRAINING)), 1.0)
+    core.handle(WorkerRegistered(replace(a_record("w1"), state=State.DRAINING)), 1.0)
     core.handle(WorkerLeft("w1"), 1.1)
     assert core.undrained_total == 0
     core.handle(WorkerLeft("w2"), 1.2)
