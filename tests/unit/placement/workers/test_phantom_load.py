@@ -85,7 +85,10 @@ def test_a_burst_of_long_prompts_counts_until_the_workers_word_is_here() -> None
     bookings = Bookings(workloads)
 
     def book(at: float) -> int:
-        return sum(len(bookings.book(("a", f"{at}.{n}"), 0, "w1", column, RATE, at, silent_s=1.0)) for n in range(40))
+        return sum(
+            len(bookings.book(Booked("a", f"{at}.{n}", 0, "w1", int(RATE), silent_ms=1000), column, at))
+            for n in range(40)
+        )
 
     assert book(1.0) == 0, "40 s of prefill"
     for number in range(40):
@@ -128,7 +131,7 @@ def test_the_newest_of_each_tenant_at_each_worker_count_and_the_accepted_all_do(
     for tenant in ("a", "b"):
         for worker, column in columns.items():
             for number in range(5):
-                gone = bookings.book((tenant, f"{worker}.{number}"), 0, worker, column, 10, 1.0)
+                gone = bookings.book(Booked(tenant, f"{worker}.{number}", 0, worker, 10), column, 1.0)
                 assert gone == ([(tenant, f"{worker}.{number - 2}")] if number >= 2 else [])
     assert len(bookings) == 8
     for worker in columns:
@@ -137,7 +140,7 @@ def test_the_newest_of_each_tenant_at_each_worker_count_and_the_accepted_all_do(
         bookings.check_integrity()
     assert (len(bookings), bookings.running) == (4, 4)
     for number in range(5, 9):
-        bookings.book(("a", f"r{number}"), 0, "w1", columns["w1"], 10, 1.0)
+        bookings.book(Booked("a", f"r{number}", 0, "w1", 10), columns["w1"], 1.0)
         bookings.hear("w1", an_acceptance(f"r{number}", "a"), 1.0)
     assert (len(bookings), bookings.running) == (4, 8)
     bookings.check_integrity()

@@ -100,7 +100,7 @@ def test_releasing_twice_changes_nothing() -> None:
     workloads = Workloads()
     column = workloads.add(0, 16, 0.0)
     bookings = Bookings(workloads)
-    bookings.book(("t", "r"), 0, "w", column, 10, 1.0)
+    bookings.book(Booked("t", "r", 0, "w", 10), column, 1.0)
     assert workloads.of(column, 1.0).requests == 1
     for _ in range(2):
         bookings.release(("t", "r"), 1.0)
@@ -140,7 +140,7 @@ def test_there_are_never_more_than_so_many() -> None:
     column = loads.add(1.0, 16, 0.0)
     bookings = Bookings(loads, max_booked=8)
     for number in range(50):
-        bookings.book(("public", f"r{number}"), 0, "w1", column, 10, float(number) / 100)
+        bookings.book(Booked("public", f"r{number}", 0, "w1", 10), column, float(number) / 100)
         if number % 2:
             bookings.hear("w1", an_acceptance(f"r{number}"), float(number) / 100)
         bookings.check_integrity()
