@@ -120,9 +120,6 @@ class PlacementCore:
                 return self.forwarding.carry_on(capsule, reply, now)
             case events.WatchesHeard(watches, reply):
                 return [*([TakenOver(reply)] if reply else []), *self._adopt(watches, now)]
-            case events.BlocksChanged(worker, changes):
-                self.indexer.on_changes(worker, changes, now)
-                return []
             case Milestones():
                 return self._hear(event, now)
             case Heartbeat() as beat:
@@ -162,15 +159,6 @@ class PlacementCore:
                 self.fleet.leave(worker)
                 self.indexer.leave(worker)
                 return self.forwarding.on_left(worker, known.heard_at if known is not None else now, now)
-            case events.VaultJoined(vault, epoch):
-                if vault not in self.fleet.workers:  # events name their author by its id alone
-                    self.vaults[vault] = epoch
-                    self.indexer.join(vault, epoch, vault=True)
-                return []
-            case events.VaultLeft(vault):
-                if self.vaults.pop(vault, None) is not None:
-                    self.indexer.leave(vault)
-                return []
             case events.WorkerDisconnected(worker):
                 return [PingWorker(worker)] if worker in self.fleet.workers else []
             case events.PingUnanswered(worker, nobody_listens):
@@ -192,6 +180,16 @@ class PlacementCore:
         # The members view takes longer to give up on silent workers.
         pings = [PingWorker(one.id) for one in self.fleet.workers.values() if self.fleet.claim_ping(one, now)]
         return [*self.indexer.tick(now), *pings, *self.forwarding.tick(now, disconnected=disconnected)]
+
+    def join_vault(self, vault: str, epoch: str) -> None:
+        """A repetition for the same `epoch` changes nothing."""
+        if vault not in self.fleet.workers:  # block events name their author by its id alone
+            self.vaults[vault] = epoch
+            self.indexer.join(vault, epoch, vault=True)
+
+    def leave_vault(self, vault: str) -> None:
+        if self.vaults.pop(vault, None) is not None:
+            self.indexer.leave(vault)
 
     def _forget(self, worker: str) -> None:
         """Drop what a former life of the worker was given."""

@@ -3,13 +3,13 @@ clock.
 
 requesters ──PlaceAsked, GenerateAsked──▶ ┐
 workers ──Worker…, Milestones───────────▶ │
-workers, vaults ──Vault…, Heartbeat,      │
-          BlocksChanged──────────────────▶├─▶ PlacementCore.handle(event, now) ─▶ actions
+workers, vaults ──Heartbeat─────────────▶ ├─▶ PlacementCore.handle(event, now) ─▶ actions
 draining ones ──CapsuleHeard────────────▶ │
 replicas ──BookedBatch, WatchesHeard────▶ │
 the clock ──Tick──▶                       ┘
 
-A Heartbeat, Milestones and a BookedBatch are events as they come. A Capsule and a BookedBatch are actions too: as this
+Blocks, snapshots and vaults that come and go call for no action: the loop tells the core's index of them directly. A
+Heartbeat, Milestones and a BookedBatch are events as they come. A Capsule and a BookedBatch are actions too: as this
 replica goes another one looks for a successor; the others hear what was booked, refused and referred to other regions.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvfleet.placement.index.changes import Changes
 from kvfleet.placement.index.kv_indexer import PullSnapshot
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
@@ -109,25 +108,6 @@ class NobodyListens:
 
 
 @dataclass(frozen=True, slots=True)
-class VaultJoined:
-    """A repetition for the same `epoch` changes nothing."""
-
-    vault: str
-    epoch: str
-
-
-@dataclass(frozen=True, slots=True)
-class VaultLeft:
-    vault: str
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksChanged:
-    worker: str
-    changes: Changes
-
-
-@dataclass(frozen=True, slots=True)
 class CapsuleHeard:
     """A draining worker lets go of a bare producer's request, and waits at `reply` until a replica takes it."""
 
@@ -152,8 +132,7 @@ class Tick:
 
 Event = (
     PlaceAsked | GenerateAsked | WorkerRegistered | WorkerLeft | WorkerDisconnected | PingUnanswered | WorkerAnswered
-    | NobodyListens | VaultJoined | VaultLeft | BlocksChanged | CapsuleHeard | WatchesHeard | Heartbeat | Milestones
-    | BookedBatch | Tick
+    | NobodyListens | CapsuleHeard | WatchesHeard | Heartbeat | Milestones | BookedBatch | Tick
 )  # fmt: skip
 
 

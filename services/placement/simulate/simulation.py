@@ -23,7 +23,6 @@ from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     Answer,
-    BlocksChanged,
     Event,
     PlaceAsked,
     Tick,
@@ -230,8 +229,12 @@ class Simulation:
     def _publish(self, worker: SimWorker, progress: SimulatedProgress) -> None:
         worker.event_seq += 1
         changes = [HolderChange(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
-        event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
-        self._after(self.shape.delays.event_s, partial(self._to_all, event))
+        event = Changes(worker.epoch, worker.event_seq, tuple(changes), 0)
+        self._after(self.shape.delays.event_s, partial(self._tell_indexes, worker.name, event))
+
+    def _tell_indexes(self, worker: str, event: Changes) -> None:
+        for core in self.cores:
+            core.indexer.on_changes(worker, event, self._now)
 
     def _tell(self, worker: SimWorker, items: list[Milestone]) -> None:
         milestones = Milestones(worker.name, worker.epoch, tuple(items))

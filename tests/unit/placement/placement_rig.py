@@ -11,7 +11,7 @@ from placement_build import a_beat, a_record, an_ask
 
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Answer, BlocksChanged, PlaceAsked, Tick, VaultJoined, WorkerRegistered
+from kvfleet.placement.events import Answer, PlaceAsked, Tick, WorkerRegistered
 from kvfleet.placement.index.changes import TIERS, Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.workers.prompts import HashedPrompts, address_space
@@ -88,7 +88,8 @@ class Rig:
 
     def join_vault(self, *vaults: str, epoch: str = "e1") -> None:
         for vault in vaults:
-            self.tell(VaultJoined(vault, epoch))
+            for core in self.cores:
+                core.join_vault(vault, epoch)
 
     def beat(
         self,
@@ -133,7 +134,9 @@ class Rig:
             digest ^= low
         self.digest[worker] ^= digest
         change = HolderChange(TIERS.index(tier), removed, hashes)
-        self.tell(BlocksChanged(worker, Changes(epoch, self.seq[worker], (change,), digest)))
+        changes = Changes(epoch, self.seq[worker], (change,), digest)
+        for core in self.cores:
+            core.indexer.on_changes(worker, changes, self.now)
 
     def place(
         self, request: str, ids: Sequence[int] = (), *, replica: int = 0, shared: bool = True, **fields: object

@@ -14,7 +14,6 @@ from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_a
 from kvfleet.placement.events import (
     Action,
     Answer,
-    BlocksChanged,
     CapsuleHeard,
     Event,
     Fail,
@@ -24,8 +23,6 @@ from kvfleet.placement.events import (
     PlaceAsked,
     TakenOver,
     Tick,
-    VaultJoined,
-    VaultLeft,
     WatchesHeard,
     WorkerAnswered,
     WorkerDisconnected,
@@ -118,18 +115,19 @@ class Placement(RuleBasedStateMachine):
 
     @rule(vault=VAULTS, life=st.integers(1, 2))
     def vault_joins(self, vault: str, life: int) -> None:
-        self.tell(VaultJoined(vault, f"e{life:04}"))
+        self.core.join_vault(vault, f"e{life:04}")
 
     @rule(vault=VAULTS)
     def vault_leaves(self, vault: str) -> None:
-        self.tell(VaultLeft(vault))
+        self.core.leave_vault(vault)
         assert vault not in self.core.vaults
 
     @rule(vault=VAULTS, life=st.integers(1, 2), seq=st.integers(0, 4), prompt=st.integers(0, 3), removed=st.booleans())
     def vault_speaks(self, vault: str, life: int, seq: int, prompt: int, removed: bool) -> None:
         hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
         epoch = f"e{life:04}"
-        self.tell(BlocksChanged(vault, Changes(epoch, seq, (HolderChange(2, removed, hashes),), 5)))
+        changes = Changes(epoch, seq, (HolderChange(2, removed, hashes),), 5)
+        self.core.indexer.on_changes(vault, changes, self.now)
         self.tell(replace(a_beat(vault, epoch=epoch), event_seq=seq))
         snapshot = Snapshot(epoch, seq, Tier.VAULT, 0, 1, 7, hashes.tobytes())
         self.core.indexer.on_snapshot(vault, snapshot, self.now)
@@ -296,7 +294,7 @@ class Placement(RuleBasedStateMachine):
     def blocks(self, worker: str, seq: int, prompt: int, removed: bool) -> None:
         hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
         change = Changes(self.epoch(worker), seq, (HolderChange(0, removed, hashes),), 5)
-        self.tell(BlocksChanged(worker, change))
+        self.core.indexer.on_changes(worker, change, self.now)
 
     @rule(worker=WORKERS, seq=st.integers(0, 4), parts=st.integers(1, 2), part=st.integers(0, 2), pull=PULLS)
     def snapshot(self, worker: str, seq: int, parts: int, part: int, pull: int | None) -> None:
@@ -328,7 +326,7 @@ class Placement(RuleBasedStateMachine):
         for worker in list(self.core.fleet.workers):
             self.tell(WorkerLeft(worker))
         for vault in list(self.core.vaults):
-            self.tell(VaultLeft(vault))
+            self.core.leave_vault(vault)
         for _ in range(40):
             self.now += 1.0
             self.tell(Tick())

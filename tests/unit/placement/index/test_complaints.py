@@ -10,7 +10,6 @@ from placement_rig import RATE, Rig, spread, tokens
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
-    BlocksChanged,
     PullSnapshot,
     Tick,
     WorkerLeft,
@@ -340,9 +339,9 @@ def test_events_that_are_repeated_or_swapped_or_of_strangers_change_nobody_elses
     hashes = rig.hashes(ids)
     for seq in (5, 3, 3, 2**62, 1, 1, 4, 0):
         for removed in (True, False):
-            rig.tell(BlocksChanged("bad", Changes("e1", seq, (HolderChange(0, removed, hashes),), 7)))
-            rig.tell(BlocksChanged("stranger", Changes("e1", seq, (HolderChange(0, removed, hashes),), 7)))
-            rig.tell(BlocksChanged("good", Changes("another life", seq, (HolderChange(0, removed, hashes),), 7)))
+            for worker, epoch in (("bad", "e1"), ("stranger", "e1"), ("good", "another life")):
+                changes = Changes(epoch, seq, (HolderChange(0, removed, hashes),), 7)
+                rig.core.indexer.on_changes(worker, changes, rig.now)
     assert rig.core.indexer.state_of("good") is Follows.EXACT
     assert rig.core.indexer.find_matches([row.tobytes() for row in hashes])["good"] == 50
     rig.core.indexer.check_integrity()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from placement_build import a_record, an_ask
 from placement_rig import RATE, Rig, tokens
 
-from kvfleet.placement.events import BlocksChanged, WorkerRegistered
+from kvfleet.placement.events import WorkerRegistered
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.policies import DEFAULT_POLICY, Question
 from kvfleet.placement.policies.cost import Cost
@@ -258,7 +258,7 @@ def test_two_revisions_of_a_model_are_matched_each_by_its_own_hashes() -> None:
     rig.beat("w9")
     ids = tokens(1, 800)
     hashes = rig.prompts.hashes(address_space(new), "public", an_ask(prompt_ids=ids))
-    rig.tell(BlocksChanged("w9", Changes("e1", 1, (HolderChange(0, False, hashes),), 0)))
+    rig.core.indexer.on_changes("w9", Changes("e1", 1, (HolderChange(0, False, hashes),), 0), rig.now)
     assert rig.place("r", ids).worker == "w9"
     rig.store("w0", tokens(2, 800))
     assert rig.place("r2", tokens(2, 800)).worker == "w0"
