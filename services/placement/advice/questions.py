@@ -1,14 +1,15 @@
-"""Questions that take longer than a decision may, answered piece by piece while decisions wait. Pure."""
+"""Questions that take longer than a decision may, answered piece by piece while decisions wait: iterators whose last
+item is the answer. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvfleet.placement.advice.autoscale import mean_rate
 from kvfleet.placement.index.kv_indexer import KvIndexer
-from kvfleet.placement.index.prefix_index import Counts
+from kvfleet.placement.index.prefix_index import Counts, Hashes, PrefixIndex
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.price_kernel import HOST, UNMEASURED_RATE
 from kvfleet.placement.workers.prompts import AddressSpace, SharedPrefix
@@ -28,7 +29,7 @@ RESTARTS = 3  # as workers come and go meanwhile
 class Preload:
     """Blocks for a worker that is about to be ready: the hottest first of `prefixes`, each as far as a worker or vault
     has it, up to `blocks` in all, a common start counted once, or `max_bytes`. For a worker that is about to go: those
-    that only it has. `step` until it is done, then `plan`."""
+    that only it has."""
 
     def __init__(
         self,
@@ -61,17 +62,14 @@ class Preload:
         self._planned: set[bytes] = set()
         self._chains: list[HotChain] = []
 
-    def step(self) -> bool:
-        """Look at some more prefixes; returns whether it is done."""
-        for _ in range(PREFIXES_AT_ONCE):
-            hot = next(self._left, None)
-            if hot is None or self._blocks <= 0 or self._bytes <= 0 or len(self._chains) >= MOST_CHAINS:
-                return True
+    def plan(self) -> Iterator[tuple[HotChain, ...]]:
+        for number, hot in enumerate(self._left, 1):
+            if self._blocks <= 0 or self._bytes <= 0 or len(self._chains) >= MOST_CHAINS:
+                break
             self._consider(*hot)
-        return False
-
-    def plan(self) -> tuple[HotChain, ...]:
-        return tuple(self._chains)
+            if number % PREFIXES_AT_ONCE == 0:
+                yield ()
+        yield tuple(self._chains)
 
     def _consider(self, prefix: SharedPrefix, heat: float) -> None:
         if self._space is not None and prefix.space != self._space:
@@ -115,92 +113,90 @@ class Preload:
         return (self._leaving.id, held[0]) if held[0] > most else ("", 0)
 
 
-class Survey:
-    """Which ready worker of `model`, or with "" of all models that have several, is the cheapest to lose.
+def survey(
+    model: str, prefixes: Sequence[tuple[SharedPrefix, float]], fleet: Fleet, indexer: KvIndexer
+) -> Iterator[tuple[VictimCost, ...]]:
+    """Which ready worker of `model`, or with "" of all models that have several, is the cheapest to lose: cheapest
+    first, of equals the one with fewest requests.
 
     A worker takes the blocks with it that no vault and no worker that stays has. `seconds` is how long those in demand
     take to compute again: each block at the mean of the measured rates, weighted with h / (1 + h) for the h requests of
-    about the last half hour whose match went through it and ended where prompts part ways. `step` until it is done,
-    then `costs`.
+    about the last half hour whose match went through it and ended where prompts part ways.
     """
+    workers = fleet.of_model("")
+    asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
+    staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
+    hot = [(prefix, heat) for prefix, heat in prefixes if model in ("", prefix.model)]
+    for restarts_left in range(RESTARTS, -1, -1):
+        generation = indexer.index.generation
+        at = {worker.id: indexer.holder_of(worker.id) for worker in staying}
+        holders = {name: holder for name, holder in at.items() if holder is not None}
+        alone = _Alone(indexer.index, indexer.index.mask_of(holders.values()))
+        for _ in alone.count(hot):
+            yield ()
+            if restarts_left and indexer.index.generation != generation:
+                break
+        else:
+            break
+    rate = mean_rate(worker.rates for worker in asked) or UNMEASURED_RATE
+    seconds, hot_blocks = alone.weigh(rate)
+    found = []
+    for worker in asked:
+        if fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
+            continue  # it left meanwhile
+        if not model and len(fleet.ready(worker.model).workers) < 2:
+            continue  # no other one serves its model
+        requests = int(fleet.workloads.of(worker.column, fleet.workloads.now).requests)
+        cost, unique, hot_ones = 0.0, 0, 0  # unknown for workers that the index has no room for
+        if (holder := holders.get(worker.id)) is not None:
+            cost, unique = round(float(seconds[holder]), 6), int(alone.counts[holder])
+            hot_ones = int(hot_blocks[holder])
+        found.append(VictimCost(worker.id, cost, unique, hot_ones, requests))
+    yield tuple(sorted(found, key=lambda one: (one.seconds, one.requests, one.unique_blocks, one.worker)))
 
-    def __init__(
-        self, model: str, prefixes: Sequence[tuple[SharedPrefix, float]], fleet: Fleet, indexer: KvIndexer
-    ) -> None:
-        self._model, self._fleet = model, fleet
-        workers = fleet.of_model("")
-        self._asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
-        self._staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
-        self._hot = [(prefix, heat) for prefix, heat in prefixes if model in ("", prefix.model)]
-        self._indexer = indexer
-        self._restarts = RESTARTS
-        self._begin()
 
-    def step(self) -> bool:
-        """Go on for about a millisecond; returns whether it is done."""
-        index = self._indexer.index
-        if index.generation != self._generation and self._restarts:
-            self._restarts -= 1
-            self._begin()
-        if self._entry < index.max_blocks:
-            index.count_sole(self._counted, self._entry, self._entry + ENTRIES_AT_ONCE, self._counts)
-            self._entry += ENTRIES_AT_ONCE
-        elif self._prefix < len(self._hot):
-            self._look_at_prefixes()
-        return self._entry >= index.max_blocks and self._prefix >= len(self._hot)
+class _Alone:
+    """The blocks that one of the `counted` holders has, and neither another one of them nor a vault."""
 
-    def costs(self) -> tuple[VictimCost, ...]:
-        """Cheapest first, of equals the one with fewest requests."""
-        seconds, hot_blocks = self._weigh()
-        found = []
-        for worker in self._asked:
-            if self._fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
-                continue  # it left meanwhile
-            if not self._model and len(self._fleet.ready(worker.model).workers) < 2:
-                continue  # no other one serves its model
-            holder = self._holders.get(worker.id)
-            requests = int(self._fleet.workloads.of(worker.column, self._fleet.workloads.now).requests)
-            cost, unique, hot = 0.0, 0, 0  # unknown for workers that the index has no room for
-            if holder is not None:
-                cost, unique, hot = round(float(seconds[holder]), 6), int(self._counts[holder]), int(hot_blocks[holder])
-            found.append(VictimCost(worker.id, cost, unique, hot, requests))
-        return tuple(sorted(found, key=lambda one: (one.seconds, one.requests, one.unique_blocks, one.worker)))
+    def __init__(self, index: PrefixIndex, counted: Hashes) -> None:
+        self._index, self._counted = index, counted
+        self.counts: Counts = np.zeros(64 * len(counted), dtype=np.int64)  # of each holder
+        self._hot: list[tuple[Counts, Floats, Floats]] = [(NONE_FOUND, np.zeros(0), np.zeros(0))]
 
-    def _begin(self) -> None:
-        index = self._indexer.index
-        at = {worker.id: self._indexer.holder_of(worker.id) for worker in self._staying}
-        self._generation = index.generation
-        self._holders = {name: holder for name, holder in at.items() if holder is not None}
-        self._counted = index.mask_of(self._holders.values())
-        self._counts: Counts = np.zeros(64 * len(self._counted), dtype=np.int64)
-        self._alone: list[tuple[Counts, Floats, Floats]] = [(NONE_FOUND, np.zeros(0), np.zeros(0))]
-        self._entry = self._prefix = 0
+    def count(self, prefixes: Sequence[tuple[SharedPrefix, float]]) -> Iterator[None]:
+        """All of them, and those of `prefixes` in demand; a piece of about a millisecond each time."""
+        for first in range(0, self._index.max_blocks, ENTRIES_AT_ONCE):
+            self._index.count_sole(self._counted, first, first + ENTRIES_AT_ONCE, self.counts)
+            yield
+        several: list[tuple[SharedPrefix, float]] = []
+        blocks = 0
+        for number, (prefix, heat) in enumerate(prefixes, 1):
+            several.append((prefix, heat))
+            blocks += len(prefix.hashes)
+            if blocks >= BLOCKS_AT_ONCE or number == len(prefixes):
+                self._look_at(several)
+                several, blocks = [], 0
+                yield
 
-    def _look_at_prefixes(self) -> None:
-        """Of some prefixes: entry and holder of each block that one has alone, its heat and tokens."""
-        first, blocks = self._prefix, 0
-        while blocks < BLOCKS_AT_ONCE and self._prefix < len(self._hot):
-            blocks += len(self._hot[self._prefix][0].hashes)
-            self._prefix += 1
-        several = self._hot[first : self._prefix]
+    def _look_at(self, several: Sequence[tuple[SharedPrefix, float]]) -> None:
+        """Note entry and holder of each block that one has alone, its heat and tokens."""
         hashes = np.concatenate([prefix.hashes for prefix, _ in several])
         lengths = [len(prefix.hashes) for prefix, _ in several]
         of_each = np.array([(heat, prefix.space.block_size) for prefix, heat in several], dtype=float)
         heat, tokens = np.repeat(of_each, lengths, axis=0).T
-        found = self._indexer.index.sole_holders(hashes, self._counted)
+        found = self._index.sole_holders(hashes, self._counted)
         alone = found[:, 1] >= 0
-        self._alone.append((found[alone], heat[alone], tokens[alone]))
+        self._hot.append((found[alone], heat[alone], tokens[alone]))
 
-    def _weigh(self) -> tuple[Floats, Counts]:
+    def weigh(self, rate: float) -> tuple[Floats, Counts]:
         """Of each holder, seconds to compute its unique blocks in demand again, and their number. A block of several
         prefixes counts once, with the heat of all."""
-        found, heats, tokens = (np.concatenate(several) for several in zip(*self._alone, strict=True))
+        found, heats, tokens = (np.concatenate(several) for several in zip(*self._hot, strict=True))
         entries, first, which = np.unique(found[:, 0], return_index=True, return_inverse=True)
         heat = np.bincount(which, weights=heats, minlength=len(entries))
         holders = found[first, 1]
-        rate = mean_rate(worker.rates for worker in self._asked) or UNMEASURED_RATE
         seconds = tokens[first] / rate * heat / (1 + heat)
-        of_each = np.zeros(len(self._counts))
+        of_each = np.zeros(len(self.counts))
         np.add.at(of_each, holders, seconds)
-        blocks: Counts = np.bincount(holders, minlength=len(self._counts))
+        blocks: Counts = np.bincount(holders, minlength=len(self.counts))
         return of_each, blocks

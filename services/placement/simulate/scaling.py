@@ -44,10 +44,8 @@ class Scaling:
 
     def _victim(self, staying: Collection[str], core: PlacementCore, now: float) -> str:
         if self.scale.victim is Victim.CHEAPEST:
-            survey = core.survey(self.model, now)
-            while not survey.step():
-                pass
-            found = [one.worker for one in survey.costs() if one.worker in staying]
+            *_, costs = core.survey(self.model, now)
+            found = [one.worker for one in costs if one.worker in staying]
             if found:
                 return found[0]
         return max(staying, key=lambda name: int(name[1:]))

@@ -95,10 +95,7 @@ def demand(rig: Rig, ids: tuple[int, ...], requests: int) -> None:
 
 def plan(rig: Rig, blocks: int = 10_000, *, max_bytes: int = 700_000, **fields: object) -> tuple[HotChain, ...]:
     ask = PreloadRequest("new", MODEL, "", BLOCK, blocks)
-    preload = rig.core.preload(replace(ask, **fields), max_bytes, rig.now)  # type: ignore[arg-type]
-    while not preload.step():
-        pass
-    found = preload.plan()
+    *_, found = rig.core.preload(replace(ask, **fields), max_bytes, rig.now)  # type: ignore[arg-type]
     assert codec.decode(PreloadPlan, codec.encode(PreloadPlan("p", found))).chains == found
     return found
 
@@ -219,12 +216,9 @@ def test_thousands_of_prefixes_are_looked_at_a_few_at_a_time() -> None:
         for _ in range(3):
             heat.add(end_of(a_prefix(number)), 0.0)
         heat.keep(end_of(a_prefix(number)), a_prefix(number), 0.0)
-    preload = rig.core.preload(PreloadRequest("new", MODEL, "", BLOCK, 10), 10_000, 0.0)
-    steps = 1
-    while not preload.step():
-        steps += 1
-    assert steps > 5
-    assert preload.plan() == ()
+    *steps, plan = rig.core.preload(PreloadRequest("new", MODEL, "", BLOCK, 10), 10_000, 0.0)
+    assert len(steps) > 5
+    assert plan == ()
 
 
 def test_a_worker_that_goes_is_told_what_only_it_has() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 from test_preload import demand
 
-from kvfleet.placement.advice.questions import Survey
 from kvfleet.placement.events import WorkerLeft
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
 from kvproto.messages import State, Tier, VictimCost
@@ -22,10 +21,8 @@ A, B, C = tokens(1, 1600), tokens(2, 800), tokens(3, 480)
 
 
 def survey(rig: Rig, model: str = "") -> tuple[VictimCost, ...]:
-    asked = rig.core.survey(model, rig.now)
-    while not asked.step():
-        pass
-    return asked.costs()
+    *_, costs = rig.core.survey(model, rig.now)
+    return costs
 
 
 def by_worker(rig: Rig, model: str = "") -> dict[str, VictimCost]:
@@ -128,20 +125,19 @@ def test_it_begins_again_when_somebody_comes_or_goes_meanwhile() -> None:
     rig.store("w0", A)
     rig.store("w1", A)
     asked = rig.core.survey("demo", rig.now)
-    assert not asked.step()
+    assert next(asked) == ()
     rig.tell(WorkerLeft("w1"))
-    while not asked.step():
-        pass
-    assert {one.worker: one.unique_blocks for one in asked.costs()} == {"w0": 100}, "who is gone is nobody's victim"
+    *_, costs = asked
+    assert {one.worker: one.unique_blocks for one in costs} == {"w0": 100}, "who is gone is nobody's victim"
 
 
 def test_somebody_who_comes_and_goes_for_ever_does_not_keep_it_from_ending() -> None:
     rig = Rig(blocks=400_000)
     rig.join_tiered("w0", restore=RESTORE)
-    asked: Survey = rig.core.survey("", rig.now)
+    asked = rig.core.survey("", rig.now)
     for _ in range(60):
         rig.join("w9", epoch="e1")
-        if asked.step():
+        if next(asked, None) is None:
             break
         rig.tell(WorkerLeft("w9"))
     else:
