@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvfleet.placement import events
 from kvfleet.placement.advice.autoscaler import Autoscaler
-from kvfleet.placement.advice.questions import Preload, survey
+from kvfleet.placement.advice.questions import preload, survey
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.decider import CANNOT_SERVE, Decider
 from kvfleet.placement.decide.region_summaries import RegionSummaries
@@ -255,7 +255,7 @@ class PlacementCore:
 
     def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Iterator[tuple[HotChain, ...]]:
         """What a worker about to be ready should load, in a message of about `max_bytes`."""
-        return Preload(ask, self.decider.heat.hottest(now), self.fleet, self.indexer, max_bytes).plan()
+        return preload(ask, self.decider.heat.hottest(now), self.fleet, self.indexer, max_bytes)
 
     def survey(self, model: str, now: float) -> Iterator[tuple[VictimCost, ...]]:
         return survey(model, self.decider.heat.hottest(now), self.fleet, self.indexer)

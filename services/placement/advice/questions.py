@@ -10,9 +10,9 @@ import numpy as np
 from kvfleet.placement.advice.autoscale import mean_rate
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Counts, Hashes, PrefixIndex
-from kvfleet.placement.workers.fleet import Fleet
+from kvfleet.placement.workers.fleet import Fleet, Worker
 from kvfleet.placement.workers.price_kernel import HOST, UNMEASURED_RATE
-from kvfleet.placement.workers.prompts import AddressSpace, SharedPrefix
+from kvfleet.placement.workers.prompts import SharedPrefix
 from kvfleet.placement.workers.workloads import Floats
 from kvproto.block_hash import ForkedRoot
 from kvproto.messages import HotChain, PreloadRequest, State, VictimCost
@@ -26,91 +26,74 @@ NONE_FOUND: Counts = np.zeros((0, 2), dtype=np.int64)
 RESTARTS = 3  # as workers come and go meanwhile
 
 
-class Preload:
+def preload(
+    ask: PreloadRequest,
+    prefixes: Sequence[tuple[SharedPrefix, float]],
+    fleet: Fleet,
+    indexer: KvIndexer,
+    max_bytes: int,
+) -> Iterator[tuple[HotChain, ...]]:
     """Blocks for a worker that is about to be ready: the hottest first of `prefixes`, each as far as a worker or vault
-    has it, up to `blocks` in all, a common start counted once, or `max_bytes`. For a worker that is about to go: those
-    that only it has."""
-
-    def __init__(
-        self,
-        ask: PreloadRequest,
-        prefixes: Sequence[tuple[SharedPrefix, float]],
-        fleet: Fleet,
-        indexer: KvIndexer,
-        max_bytes: int,
-    ) -> None:
-        self._ask = ask
-        workers = fleet.of_model(ask.model)
-        wanted = ask.model, ask.model_revision, ask.block_size
-        self._left = (
-            (one, heat)
-            for one, heat in prefixes
-            if (one.model, one.space.model_revision, one.space.block_size) == wanted
-        )
-        asker = next((worker for worker in workers if worker.id == ask.worker), None)
-        self._leaving = asker if ask.leaving else None
-        self._staying = tuple(w for w in workers if w is not asker and w.state in (State.READY, State.STARTING))
-        self._space = asker.space if asker is not None else None
-        # A worker that was just loaded has no format in its record yet; it refuses blocks that do not fit.
-        formats = {asker.kv_format} if asker is not None and asker.kv_format else {w.kv_format for w in workers} - {b""}
-        others = [w for w in workers if w.id != ask.worker and w.state in (State.READY, State.DRAINING)]
-        self._givers = [w for w in others if w.kv_format in formats]
-        self._names: dict[AddressSpace, tuple[str, ...]] = {}
-        self._indexer = indexer
-        self._workloads = fleet.workloads
-        self._blocks, self._bytes = ask.blocks, max_bytes
-        self._planned: set[bytes] = set()
-        self._chains: list[HotChain] = []
-
-    def plan(self) -> Iterator[tuple[HotChain, ...]]:
-        for number, hot in enumerate(self._left, 1):
-            if self._blocks <= 0 or self._bytes <= 0 or len(self._chains) >= MOST_CHAINS:
-                break
-            self._consider(*hot)
-            if number % PREFIXES_AT_ONCE == 0:
-                yield ()
-        yield tuple(self._chains)
-
-    def _consider(self, prefix: SharedPrefix, heat: float) -> None:
-        if self._space is not None and prefix.space != self._space:
-            return
-        source, depth = self._who_has(prefix) if not self._ask.leaving else self._only_there(prefix)
+    has it, up to `ask.blocks` in all, a common start counted once, or `max_bytes`. For a worker that is about to go:
+    those that only it has."""
+    workers = fleet.of_model(ask.model)
+    asker = next((worker for worker in workers if worker.id == ask.worker), None)
+    # A worker that was just loaded has no format in its record yet; it refuses blocks that do not fit.
+    formats = {asker.kv_format} if asker is not None and asker.kv_format else {w.kv_format for w in workers} - {b""}
+    others = [w for w in workers if w is not asker]
+    staying = [w for w in others if w.state in (State.READY, State.STARTING)]
+    giving = [w for w in others if w.state in (State.READY, State.DRAINING) and w.kv_format in formats]
+    givers = {space: [w for w in giving if w.space == space] for space in {w.space for w in giving}}
+    names = {space: tuple(w.id for w in alike) for space, alike in givers.items()}
+    wanted = ask.model, ask.model_revision, ask.block_size
+    left = (hot for hot in prefixes if (hot[0].model, hot[0].space.model_revision, hot[0].space.block_size) == wanted)
+    planned: set[bytes] = set()
+    chains: list[HotChain] = []
+    for number, (prefix, heat) in enumerate(left, 1):
+        if ask.blocks <= len(planned) or max_bytes <= 0 or len(chains) >= MOST_CHAINS:
+            break
+        source, depth = "", 0
+        if not ask.leaving and (asker is None or asker.space == prefix.space):
+            held = indexer.depths(prefix.hashes, names.get(prefix.space, ()))[HOST].tolist()
+            source, depth = _who_has(held, givers.get(prefix.space, []), fleet, indexer.index.pooled)
+        elif asker is not None and asker.space == prefix.space:
+            source, depth = _only_there(prefix, asker, staying, indexer)
         hashes = [one.tobytes() for one in prefix.hashes[:depth]]
-        known = next((at for at, one in enumerate(hashes) if one not in self._planned), depth)
-        depth = min(depth, known + self._blocks, max(self._bytes - CHAIN_BYTES, 0) // 16)
-        if depth <= known:
-            return
-        hashes = hashes[:depth]
-        self._planned.update(hashes)
-        self._blocks -= depth - known
-        self._bytes -= CHAIN_BYTES + 16 * depth
-        chain, root = b"".join(hashes), prefix.root
-        if isinstance(root, ForkedRoot):
-            self._chains.append(HotChain(chain, root.own, root.public, root.blocks, source, heat))
-        else:
-            self._chains.append(HotChain(chain, root, source=source, heat=heat))
+        known = next((at for at, one in enumerate(hashes) if one not in planned), depth)
+        depth = min(depth, known + ask.blocks - len(planned), max(max_bytes - CHAIN_BYTES, 0) // 16)
+        if depth > known:
+            planned.update(hashes[:depth])
+            max_bytes -= CHAIN_BYTES + 16 * depth
+            chain, root = b"".join(hashes[:depth]), prefix.root
+            if isinstance(root, ForkedRoot):
+                chains.append(HotChain(chain, root.own, root.public, root.blocks, source, heat))
+            else:
+                chains.append(HotChain(chain, root, source=source, heat=heat))
+        if number % PREFIXES_AT_ONCE == 0:
+            yield ()
+    yield tuple(chains)
 
-    def _who_has(self, prefix: SharedPrefix) -> tuple[str, int]:
-        """The worker with most of it, of equals with fewest requests, or "" where vaults have more; and its blocks."""
-        givers = [worker for worker in self._givers if worker.space == prefix.space]
-        names = self._names.setdefault(prefix.space, tuple(worker.id for worker in givers))
-        held = self._indexer.depths(prefix.hashes, names)[HOST].tolist()
-        most = max(held, default=0)
-        if self._indexer.index.pooled > most:
-            return "", self._indexer.index.pooled
-        if not most:
-            return "", 0
-        best = [worker for worker, depth in zip(givers, held, strict=True) if depth == most]
-        return min(best, key=lambda one: (self._workloads.of(one.column, 0.0).requests, one.id)).id, most
 
-    def _only_there(self, prefix: SharedPrefix) -> tuple[str, int]:
-        """The worker that is about to go and its blocks, if no other one has as many."""
-        if self._leaving is None:
-            return "", 0
-        others = [worker.id for worker in self._staying if worker.space == prefix.space]
-        held = self._indexer.depths(prefix.hashes, (self._leaving.id, *others))[HOST].tolist()
-        most = max([*held[1:], self._indexer.index.pooled])
-        return (self._leaving.id, held[0]) if held[0] > most else ("", 0)
+def _who_has(held: Sequence[int], givers: Sequence[Worker], fleet: Fleet, pooled: int) -> tuple[str, int]:
+    """The giver that `held` says has most of a prefix, of equals with fewest requests, or "" where vaults have more;
+    and its blocks."""
+    most = max(held, default=0)
+    if pooled > most:
+        return "", pooled
+    if not most:
+        return "", 0
+    best = [worker for worker, depth in zip(givers, held, strict=True) if depth == most]
+    return min(best, key=lambda one: (fleet.workloads.of(one.column, 0.0).requests, one.id)).id, most
+
+
+def _only_there(
+    prefix: SharedPrefix, leaving: Worker, staying: Sequence[Worker], indexer: KvIndexer
+) -> tuple[str, int]:
+    """The worker that is about to go and its blocks, if no other one has as many."""
+    others = [worker.id for worker in staying if worker.space == prefix.space]
+    held = indexer.depths(prefix.hashes, (leaving.id, *others))[HOST].tolist()
+    most = max([*held[1:], indexer.index.pooled])
+    return (leaving.id, held[0]) if held[0] > most else ("", 0)
 
 
 def survey(
