@@ -83,7 +83,8 @@ def _who_has(held: Sequence[int], givers: Sequence[Worker], fleet: Fleet, pooled
     if not most:
         return "", 0
     best = [worker for worker, depth in zip(givers, held, strict=True) if depth == most]
-    return min(best, key=lambda one: (fleet.workloads.of(one.column, 0.0).requests, one.id)).id, most
+    requests = fleet.workloads.requests_of(np.array([worker.column for worker in best]))
+    return best[int(requests.argmin())].id, most
 
 
 def _only_there(
@@ -123,18 +124,18 @@ def survey(
             break
     rate = mean_rate(worker.rates for worker in asked) or UNMEASURED_RATE
     seconds, hot_blocks = alone.weigh(rate)
+    requests = fleet.workloads.requests_of(np.array([worker.column for worker in asked], dtype=np.int64)).tolist()
     found = []
-    for worker in asked:
+    for worker, running in zip(asked, requests, strict=True):
         if fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
             continue  # it left meanwhile
         if not model and len(fleet.ready(worker.model).workers) < 2:
             continue  # no other one serves its model
-        requests = int(fleet.workloads.of(worker.column, fleet.workloads.now).requests)
         cost, unique, hot_ones = 0.0, 0, 0  # unknown for workers that the index has no room for
         if (holder := holders.get(worker.id)) is not None:
             cost, unique = round(float(seconds[holder]), 6), int(alone.counts[holder])
             hot_ones = int(hot_blocks[holder])
-        found.append(VictimCost(worker.id, cost, unique, hot_ones, requests))
+        found.append(VictimCost(worker.id, cost, unique, hot_ones, int(running)))
     yield tuple(sorted(found, key=lambda one: (one.seconds, one.requests, one.unique_blocks, one.worker)))
 
 

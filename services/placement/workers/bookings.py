@@ -117,7 +117,7 @@ class Bookings:
     def _make_room(self, tenant: str, share: _Share, column: int, now: float) -> list[Key]:
         gone: list[Key] = []
         if len(share.keys) > 1:
-            rate = self.workloads.of(column, now).prefill_tokens_per_s
+            rate = self.workloads.rate_of(column)
             seconds = self.limits.seconds * (1.0 if tenant in self.caught else TRUSTED)
             most = seconds * rate if rate > 0 else float("inf")
             while len(share.keys) > 1 and (len(share.keys) > self.limits.requests or share.tokens > most):

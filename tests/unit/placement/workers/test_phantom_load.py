@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from placement_build import a_core, an_acceptance, an_ask, load_of
+from placement_build import a_core, an_acceptance, an_ask, backlog_in, load_of
 from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.events import Answer, Fail, PlaceAsked, Tick
@@ -64,7 +64,7 @@ def test_who_only_asks_has_nobody_else_refused() -> None:
         for number in range(300):
             ask_for(rig, "loud", an_ask(f"r{round_}.{number}", prompt_ids=tokens(number, 8_000)))
         for worker in ("w0", "w1"):
-            backlog = rig.core.workloads.of(rig.core.fleet.workers[worker].column, rig.now).backlog_tokens
+            backlog = backlog_in(rig.core.workloads, rig.core.fleet.workers[worker].column)
             assert seconds * RATE / 2 < backlog <= seconds * RATE
         if not round_:
             rig.wait(BOOKING_LIMIT_S + 0.1)

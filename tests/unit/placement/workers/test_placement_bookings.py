@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from placement_build import a_beat, a_core, a_record, an_acceptance, an_ask, load_of
+from placement_build import a_beat, a_core, a_record, an_acceptance, an_ask, backlog_in, load_of, requests_in
 from placement_rig import Rig
 
 from kvfleet.placement.core import PlacementCore
@@ -101,11 +101,11 @@ def test_releasing_twice_changes_nothing() -> None:
     column = workloads.add(0, 16, 0.0)
     bookings = Bookings(workloads)
     bookings.book(Booked("t", "r", 0, "w", 10), column, 1.0)
-    assert workloads.of(column, 1.0).requests == 1
+    assert requests_in(workloads, column) == 1
     for _ in range(2):
         bookings.release(("t", "r"), 1.0)
         assert (len(bookings), bookings.requests_at("w")) == (0, 0)
-        assert workloads.of(column, 1.0).requests == 0
+        assert requests_in(workloads, column) == 0
     bookings.check_integrity()
     workloads.check_integrity()
 
@@ -121,7 +121,7 @@ def test_a_worker_that_is_quicker_than_the_word_of_a_booking_is_not_counted_twic
     assert (len(rig.core.bookings), rig.core.bookings.running) == (0, 1)
     rig.beat("w0", running=1)
     assert load_of(rig.core, "w0") == 1
-    assert rig.core.workloads.of(0, rig.now).backlog_tokens == 0
+    assert backlog_in(rig.core.workloads, 0) == 0
     rig.core.check_integrity()
 
 
@@ -132,7 +132,7 @@ def test_what_a_heartbeat_has_counted_is_not_corrected_again() -> None:
         rig.pass_("w0", f"r{number}", Passed.ACCEPTED)
     rig.beat("w0", queued=1000, waiting=10)  # it is a hundred each
     rig.pass_("w0", "r0", Passed.STARTED, prompt=100)
-    assert rig.core.workloads.of(0, rig.now).backlog_tokens == 1000
+    assert backlog_in(rig.core.workloads, 0) == 1000
 
 
 def test_there_are_never_more_than_so_many() -> None:
