@@ -7,12 +7,11 @@ caller's monotonic seconds and never goes back; chance is passed in.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvfleet.placement import events
 from kvfleet.placement.advice.autoscaler import Autoscaler
-from kvfleet.placement.advice.questions import preload, survey
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.decider import CANNOT_SERVE, Decider
 from kvfleet.placement.decide.region_summaries import RegionSummaries
@@ -43,14 +42,11 @@ from kvproto.errors import KvfleetError
 from kvproto.messages import (
     BookedBatch,
     Heartbeat,
-    HotChain,
     Milestones,
     Passed,
     Placement,
     PlacementStats,
-    PreloadRequest,
     State,
-    VictimCost,
     Watches,
 )
 
@@ -252,13 +248,6 @@ class PlacementCore:
             if not self.repeats.has_finished((one.tenant, one.request), one.attempt):
                 actions += self.forwarding.adopt(one, now)
         return actions
-
-    def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Iterator[tuple[HotChain, ...]]:
-        """What a worker about to be ready should load, in a message of about `max_bytes`."""
-        return preload(ask, self.decider.heat.hottest(now), self.fleet, self.indexer, max_bytes)
-
-    def survey(self, model: str, now: float) -> Iterator[tuple[VictimCost, ...]]:
-        return survey(model, self.decider.heat.hottest(now), self.fleet, self.indexer)
 
     def followers(self) -> dict[Follows, int]:
         counts = Counter(map(self.indexer.state_of, list(self.fleet.workers)))

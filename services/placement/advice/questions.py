@@ -12,7 +12,7 @@ from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Counts, Hashes, PrefixIndex
 from kvfleet.placement.workers.fleet import Fleet, Worker
 from kvfleet.placement.workers.price_kernel import HOST, UNMEASURED_RATE
-from kvfleet.placement.workers.prompts import SharedPrefix
+from kvfleet.placement.workers.prompts import Heat, SharedPrefix
 from kvfleet.placement.workers.workloads import Floats
 from kvproto.block_hash import ForkedRoot
 from kvproto.messages import HotChain, PreloadRequest, State, VictimCost
@@ -27,15 +27,11 @@ RESTARTS = 3  # as workers come and go meanwhile
 
 
 def preload(
-    ask: PreloadRequest,
-    prefixes: Sequence[tuple[SharedPrefix, float]],
-    fleet: Fleet,
-    indexer: KvIndexer,
-    max_bytes: int,
+    ask: PreloadRequest, heat: Heat, fleet: Fleet, indexer: KvIndexer, max_bytes: int, now: float
 ) -> Iterator[tuple[HotChain, ...]]:
-    """Blocks for a worker that is about to be ready: the hottest first of `prefixes`, each as far as a worker or vault
-    has it, up to `ask.blocks` in all, a common start counted once, or `max_bytes`. For a worker that is about to go:
-    those that only it has."""
+    """Blocks for a worker that is about to be ready: the hottest prefixes first, each as far as a worker or vault has
+    it, up to `ask.blocks` in all, a common start counted once, or in a message of about `max_bytes`. For a worker that
+    is about to go: those that only it has."""
     workers = fleet.of_model(ask.model)
     asker = next((worker for worker in workers if worker.id == ask.worker), None)
     # A worker that was just loaded has no format in its record yet; it refuses blocks that do not fit.
@@ -46,10 +42,11 @@ def preload(
     givers = {space: [w for w in giving if w.space == space] for space in {w.space for w in giving}}
     names = {space: tuple(w.id for w in alike) for space, alike in givers.items()}
     wanted = ask.model, ask.model_revision, ask.block_size
-    left = (hot for hot in prefixes if (hot[0].model, hot[0].space.model_revision, hot[0].space.block_size) == wanted)
+    hot = heat.hottest(now)
+    left = (one for one in hot if (one[0].model, one[0].space.model_revision, one[0].space.block_size) == wanted)
     planned: set[bytes] = set()
     chains: list[HotChain] = []
-    for number, (prefix, heat) in enumerate(left, 1):
+    for number, (prefix, warmth) in enumerate(left, 1):
         if ask.blocks <= len(planned) or max_bytes <= 0 or len(chains) >= MOST_CHAINS:
             break
         source, depth = "", 0
@@ -66,9 +63,9 @@ def preload(
             max_bytes -= CHAIN_BYTES + 16 * depth
             chain, root = b"".join(hashes[:depth]), prefix.root
             if isinstance(root, ForkedRoot):
-                chains.append(HotChain(chain, root.own, root.public, root.blocks, source, heat))
+                chains.append(HotChain(chain, root.own, root.public, root.blocks, source, warmth))
             else:
-                chains.append(HotChain(chain, root, source=source, heat=heat))
+                chains.append(HotChain(chain, root, source=source, heat=warmth))
         if number % PREFIXES_AT_ONCE == 0:
             yield ()
     yield tuple(chains)
@@ -97,9 +94,7 @@ def _only_there(
     return (leaving.id, held[0]) if held[0] > most else ("", 0)
 
 
-def survey(
-    model: str, prefixes: Sequence[tuple[SharedPrefix, float]], fleet: Fleet, indexer: KvIndexer
-) -> Iterator[tuple[VictimCost, ...]]:
+def survey(model: str, heat: Heat, fleet: Fleet, indexer: KvIndexer, now: float) -> Iterator[tuple[VictimCost, ...]]:
     """Which ready worker of `model`, or with "" of all models that have several, is the cheapest to lose: cheapest
     first, of equals the one with fewest requests.
 
@@ -110,7 +105,7 @@ def survey(
     workers = fleet.of_model("")
     asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
     staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
-    hot = [(prefix, heat) for prefix, heat in prefixes if model in ("", prefix.model)]
+    hot = [(prefix, warmth) for prefix, warmth in heat.hottest(now) if model in ("", prefix.model)]
     for restarts_left in range(RESTARTS, -1, -1):
         generation = indexer.index.generation
         at = {worker.id: indexer.holder_of(worker.id) for worker in staying}
@@ -124,9 +119,9 @@ def survey(
             break
     rate = mean_rate(worker.rates for worker in asked) or UNMEASURED_RATE
     seconds, hot_blocks = alone.weigh(rate)
-    requests = fleet.workloads.requests_of(np.array([worker.column for worker in asked], dtype=np.int64)).tolist()
+    counts = fleet.workloads.requests_of(np.array([worker.column for worker in asked], dtype=np.int64)).tolist()
     found = []
-    for worker, running in zip(asked, requests, strict=True):
+    for worker, requests in zip(asked, counts, strict=True):
         if fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
             continue  # it left meanwhile
         if not model and len(fleet.ready(worker.model).workers) < 2:
@@ -135,7 +130,7 @@ def survey(
         if (holder := holders.get(worker.id)) is not None:
             cost, unique = round(float(seconds[holder]), 6), int(alone.counts[holder])
             hot_ones = int(hot_blocks[holder])
-        found.append(VictimCost(worker.id, cost, unique, hot_ones, int(running)))
+        found.append(VictimCost(worker.id, cost, unique, hot_ones, int(requests)))
     yield tuple(sorted(found, key=lambda one: (one.seconds, one.requests, one.unique_blocks, one.worker)))
 
 

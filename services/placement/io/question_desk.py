@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvfleet.placement.advice.questions import preload, survey
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica
@@ -68,15 +69,17 @@ class QuestionDesk:
     async def on_preload(self, message: Message) -> None:
         if (ask := self._read(PreloadRequest, message, of_worker=True)) is None:
             return
-        max_bytes = int(self.replica.connection.max_payload * OF_A_MESSAGE)
-        chains = await _last(self.core.preload(ask, max_bytes, self.replica.now()))
+        core, max_bytes = self.core, int(self.replica.connection.max_payload * OF_A_MESSAGE)
+        plan = preload(ask, core.decider.heat, core.fleet, core.indexer, max_bytes, self.replica.now())
+        chains = await _last(plan)
         if await self._answer(message.reply, PreloadPlan(self.core.placement, chains)):
             self.preload_answers_total += 1
 
     async def on_victim(self, message: Message) -> None:
         if (ask := self._read(VictimRequest, message)) is None:
             return
-        costs = await _last(self.core.survey(ask.model, self.replica.now()))
+        core = self.core
+        costs = await _last(survey(ask.model, core.decider.heat, core.fleet, core.indexer, self.replica.now()))
         if await self._answer(message.reply, VictimReport(self.core.placement, costs)):
             self.victim_answers_total += 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvfleet.placement.advice.questions import survey
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.simulate.figures import Moment, Scaled
 from kvfleet.placement.simulate.fleet_shape import Autoscale, Victim
@@ -44,7 +45,7 @@ class Scaling:
 
     def _victim(self, staying: Collection[str], core: PlacementCore, now: float) -> str:
         if self.scale.victim is Victim.CHEAPEST:
-            *_, costs = core.survey(self.model, now)
+            *_, costs = survey(self.model, core.decider.heat, core.fleet, core.indexer, now)
             found = [one.worker for one in costs if one.worker in staying]
             if found:
                 return found[0]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
+from kvfleet.placement.advice.questions import preload, survey
 from kvfleet.placement.events import (
     Action,
     Answer,
@@ -134,8 +135,9 @@ class Placement(RuleBasedStateMachine):
 
     @rule(model=st.sampled_from(["", "demo", "nope"]))
     def long_questions(self, model: str) -> None:
-        *_, costs = self.core.survey(model, self.now)
-        *_, _plan = self.core.preload(PreloadRequest("w1", model, "", 16, 10), 1000, self.now)
+        known = self.core.decider.heat, self.core.fleet, self.core.indexer
+        *_, costs = survey(model, *known, self.now)
+        *_, _plan = preload(PreloadRequest("w1", model, "", 16, 10), *known, 1000, self.now)
         ready = {w.id for w in self.core.fleet.ready("demo").workers}
         least = {"": 2, "demo": 1, "nope": 100}[model]
         assert {one.worker for one in costs} == (ready if len(ready) >= least else set())

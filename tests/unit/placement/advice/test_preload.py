@@ -9,6 +9,7 @@ import pytest
 from placement_build import MODEL, a_record
 from placement_rig import Rig, tokens
 
+from kvfleet.placement.advice.questions import preload
 from kvfleet.placement.events import WorkerRegistered
 from kvfleet.placement.index.prefix_index import pack
 from kvfleet.placement.workers.prompts import AddressSpace, Heat, SharedPrefix
@@ -95,7 +96,8 @@ def demand(rig: Rig, ids: tuple[int, ...], requests: int) -> None:
 
 def plan(rig: Rig, blocks: int = 10_000, *, max_bytes: int = 700_000, **fields: object) -> tuple[HotChain, ...]:
     ask = PreloadRequest("new", MODEL, "", BLOCK, blocks)
-    *_, found = rig.core.preload(replace(ask, **fields), max_bytes, rig.now)  # type: ignore[arg-type]
+    ask, core = replace(ask, **fields), rig.core  # type: ignore[arg-type]
+    *_, found = preload(ask, core.decider.heat, core.fleet, core.indexer, max_bytes, rig.now)
     assert codec.decode(PreloadPlan, codec.encode(PreloadPlan("p", found))).chains == found
     return found
 
@@ -216,7 +218,8 @@ def test_thousands_of_prefixes_are_looked_at_a_few_at_a_time() -> None:
         for _ in range(3):
             heat.add(end_of(a_prefix(number)), 0.0)
         heat.keep(end_of(a_prefix(number)), a_prefix(number), 0.0)
-    *steps, plan = rig.core.preload(PreloadRequest("new", MODEL, "", BLOCK, 10), 10_000, 0.0)
+    ask = PreloadRequest("new", MODEL, "", BLOCK, 10)
+    *steps, plan = preload(ask, heat, rig.core.fleet, rig.core.indexer, 10_000, 0.0)
     assert len(steps) > 5
     assert plan == ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 from test_preload import demand
 
+from kvfleet.placement.advice import questions
 from kvfleet.placement.events import WorkerLeft
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
 from kvproto.messages import State, Tier, VictimCost
@@ -20,8 +22,12 @@ RESTORE = {"peer": 2e9, "vault": 2e9}
 A, B, C = tokens(1, 1600), tokens(2, 800), tokens(3, 480)
 
 
+def begin(rig: Rig, model: str = "") -> Iterator[tuple[VictimCost, ...]]:
+    return questions.survey(model, rig.core.decider.heat, rig.core.fleet, rig.core.indexer, rig.now)
+
+
 def survey(rig: Rig, model: str = "") -> tuple[VictimCost, ...]:
-    *_, costs = rig.core.survey(model, rig.now)
+    *_, costs = begin(rig, model)
     return costs
 
 
@@ -124,7 +130,7 @@ def test_it_begins_again_when_somebody_comes_or_goes_meanwhile() -> None:
     rig.join_tiered("w0", "w1", restore=RESTORE)
     rig.store("w0", A)
     rig.store("w1", A)
-    asked = rig.core.survey("demo", rig.now)
+    asked = begin(rig, "demo")
     assert next(asked) == ()
     rig.tell(WorkerLeft("w1"))
     *_, costs = asked
@@ -134,7 +140,7 @@ def test_it_begins_again_when_somebody_comes_or_goes_meanwhile() -> None:
 def test_somebody_who_comes_and_goes_for_ever_does_not_keep_it_from_ending() -> None:
     rig = Rig(blocks=400_000)
     rig.join_tiered("w0", restore=RESTORE)
-    asked = rig.core.survey("", rig.now)
+    asked = begin(rig)
     for _ in range(60):
         rig.join("w9", epoch="e1")
         if next(asked, None) is None:
