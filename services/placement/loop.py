@@ -94,7 +94,7 @@ class PlacementLoop(Replica):
         members = Members(connection, subjects, on_heartbeat=lambda beat: self.executor.tell(beat))
         traces = DecisionTraces(parts.tracer, self.core.ledger)
         self.executor = Executor(self, self.core, members, traces, parts.ledger_file, fleet_key)
-        self.subscriptions = Subscriptions(self, members, self.executor.tell, self.core.indexer, parts.system)
+        self.subscriptions = Subscriptions(self, members, self.executor.tell, self.core, parts.system)
         self.desk = PlaceDesk(self, self.executor, traces, fleet_key or b"", config.max_producer_priority)
         self.producer_desk = ProducerDesk(self, self.executor, traces)
         self.question_desk = QuestionDesk(self, self.core)

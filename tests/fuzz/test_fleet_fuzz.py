@@ -118,7 +118,7 @@ class Placement:
         self.numbers = itertools.count(1)
         connection: Any = SimpleNamespace(on_disconnect=[], on_reconnect=[], is_connected=True, inbox_prefix="_plc.p1")
         members = Members(connection, SUBJECTS, on_heartbeat=self.tell)
-        self.subscriptions = Subscriptions(Replica(connection, SUBJECTS), members, self.tell, self.core.indexer, None)
+        self.subscriptions = Subscriptions(Replica(connection, SUBJECTS), members, self.tell, self.core, None)
         self.refused = 0
         members._tell = self._tell  # type: ignore[method-assign]
 

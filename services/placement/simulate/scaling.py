@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvfleet.placement.advice.questions import survey
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.simulate.fleet_shape import Autoscale, Victim
 from kvfleet.placement.simulate.sim_cache import LruCache
@@ -55,10 +56,8 @@ class Scaling:
 
     def _victim(self, staying: Collection[str], core: PlacementCore, now: float) -> str:
         if self.scale.victim is Victim.CHEAPEST:
-            survey = core.survey(self.model, now)
-            while not survey.step():
-                pass
-            found = [one.worker for one in survey.costs() if one.worker in staying]
+            *_, costs = survey(self.model, core.decider.heat, core.fleet, core.indexer, now)
+            found = [one.worker for one in costs if one.worker in staying]
             if found:
                 return found[0]
         return max(staying, key=lambda name: int(name[1:]))
