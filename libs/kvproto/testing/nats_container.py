@@ -20,8 +20,7 @@ from typing import Any
 
 from kvproto.testing import docker_daemon
 from kvproto.testing.docker_daemon import LABEL, owner
-from kvproto.testing.nats_process import find_nats_server
-from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
+from kvproto.testing.nats_process import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity, find_nats_server
 
 CLIENT_PORT = 4222
 START_TIMEOUT_S = 20.0
@@ -33,7 +32,7 @@ class NatsContainer:
     """One server in one container. `start` is the only way to make one."""
 
     _container: Any
-    kind: str
+    kind: str  # `container` and its network
     url: str
     _undo: contextlib.ExitStack
 

@@ -20,8 +20,7 @@ from kvproto.errors import Unavailable
 from kvproto.subjects import Subjects
 from kvproto.testing import docker_daemon, nats_container
 from kvproto.testing.fixtures import ConfiguredNats, ProcessFactory, ServerSource
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerFailed, ServerSpec, check_identity, greeting
+from kvproto.testing.nats_process import NatsProcess, ServerFailed, ServerSpec, check_identity, greeting
 from tests.support.waiting import LIMIT_S
 
 

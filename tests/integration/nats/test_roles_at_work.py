@@ -21,8 +21,7 @@ from kvproto.ids import new_epoch
 from kvproto.members import Lease, Members
 from kvproto.messages import MemberRecord, Role, State, WorkerRecord
 from kvproto.subjects import Subjects
-from kvproto.testing.fixtures import ConfiguredNats
-from kvproto.testing.nats_server import NatsServer
+from kvproto.testing.fixtures import ConfiguredNats, NatsServer
 from tests.support.waiting import LIMIT_S, until
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"

@@ -17,7 +17,7 @@ from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvproto.testing.fixtures import ProcessFactory
-from kvproto.testing.nats_server import PLAIN_CONFIG
+from kvproto.testing.nats_process import PLAIN_CONFIG
 from tests.support.trouble import Fleet, fleet_over
 from tests.support.waiting import LIMIT_S, until
 
