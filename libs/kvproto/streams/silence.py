@@ -17,6 +17,7 @@ While a `PlacementBreaker` is open, requests go by the ring without a wait of 50
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from kvproto.fleet_view import RECONNECT_GRACE_S
@@ -95,29 +96,25 @@ def judge(
     return Verdict.ASK if now - probed_at >= pause_s else Verdict.WAIT
 
 
+@dataclass(eq=False, slots=True)
 class PlacementBreaker:
     """One client's; `now` never goes back."""
 
-    def __init__(self) -> None:
-        self._unanswered = 0  # in a row
-        self._ask_at: float | None = None  # when the next one may, while open
-
-    @property
-    def is_open(self) -> bool:
-        return self._ask_at is not None
+    _unanswered: int = 0  # in a row
+    ask_at: float | None = None  # when the next one may, while open
 
     def may_ask(self, now: float) -> bool:
         """While open, one request per ASK_AGAIN_S may ask."""
-        if self._ask_at is not None:
-            if now < self._ask_at:
+        if self.ask_at is not None:
+            if now < self.ask_at:
                 return False
-            self._ask_at = now + ASK_AGAIN_S
+            self.ask_at = now + ASK_AGAIN_S
         return True
 
     def answered(self) -> None:
-        self._unanswered, self._ask_at = 0, None
+        self._unanswered, self.ask_at = 0, None
 
     def unanswered(self, now: float) -> None:
         self._unanswered += 1
-        if self._unanswered >= SILENT_ENOUGH and self._ask_at is None:
-            self._ask_at = now + ASK_AGAIN_S
+        if self._unanswered >= SILENT_ENOUGH and self.ask_at is None:
+            self.ask_at = now + ASK_AGAIN_S

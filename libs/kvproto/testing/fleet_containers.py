@@ -180,10 +180,6 @@ class FleetContainers:
         self.containers.append(made)
         return made
 
-    def wait_healthy(self, *containers: FleetContainer, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Raises FleetNotStarted with the log of one that is late."""
-        self._await("healthy", time.monotonic() + timeout_s, *containers)
-
     def stop(self) -> None:
         self._undo.close()
         self.containers.clear()
