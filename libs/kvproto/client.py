@@ -198,7 +198,7 @@ class Client:
                         stream.fail(LimitExceeded(f"the client did not read for {PAUSED_LIMIT_S:.0f} s"))
                         stream.signal(Signal.CANCELLED)
                     continue
-                verdict = self._judge(stream, now) if now - stream.last_frame_at > LEAST_S else Verdict.WAIT
+                verdict = self._judge(stream, now) if now - stream.hearing.heard_at > LEAST_S else Verdict.WAIT
                 if verdict is Verdict.ASK:
                     stream.signal(Signal.SILENT)
                 elif verdict is not Verdict.WAIT:
@@ -207,7 +207,7 @@ class Client:
                 elif (
                     stream.gap_since is not None
                     and now - stream.gap_since > GAP_S
-                    and now - stream.last_probe_at > 10 * GAP_S
+                    and now - stream.hearing.probed_at > 10 * GAP_S
                 ):
                     stream.signal(Signal.GAP)
 
@@ -217,11 +217,8 @@ class Client:
         return judge(
             now,
             self._ear,
-            heard_at=stream.last_frame_at,
-            asked_at=stream.asked_at,
-            probed_at=stream.last_probe_at,
-            answers=stream.answers,
-            step_age_s=stream.step_age_s,
+            stream.hearing,
+            stream.assembly.tokens,
             step_s=beat.rates.step_s if beat is not None else 0.0,
             beat_at=view.heartbeat_at if view is not None else -1e9,
             server_at=self.connection.heard_at,
@@ -238,7 +235,7 @@ class Client:
         self._ear.tick(self.now(), listens=False)
         for stream in list(self._streams.values()):
             if stream.accepted:
-                stream.last_frame_at = self.now()
+                stream.hearing.heard_at = self.now()
                 stream.signal(Signal.SILENT)
 
     async def admin(self, worker: str, request: AdminRequest, timeout_s: float = 5.0) -> bytes:
