@@ -1,5 +1,5 @@
-"""A test's NATS server: what it is made of, its identity, and the server as a child process, whose executable is found
-here. Tests may kill, hang and restart it: port and store stay.
+"""A test's NATS server: what it is made of, its port and identity, and the server as a child process. Tests may kill,
+hang and restart it: port and store stay.
 
 started ──kill/stop──▶ down ──start──▶ started (same port, same JetStream store)
    └──hang──▶ hung ──wake──▶ started
@@ -7,8 +7,10 @@ started ──kill/stop──▶ down ──start──▶ started (same port, s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,11 +24,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvproto.testing.free_ports import free_port
-
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 RETIRE_TIMEOUT_S = 30.0
+# Below the kernel's ephemeral ports: while a server is down, no other process gets its port by chance.
+_PORTS = range(10_000, 32_000)
+_chance = random.SystemRandom()  # processes that run side by side choose differently, whatever a test seeds
 # Short pings, as in deploy/nats: else clients of a stopped server notice it after two minutes.
 PLAIN_CONFIG = 'ping_interval: "2s"\nping_max: 2\njetstream: enabled\n'
 
@@ -201,3 +204,19 @@ def check_identity(url: str, name: str) -> None:
     found = greeting(url).get("server_name")
     if found != name:
         raise ServerFailed(f"the server at {url} is {found!r}, not {name!r}")
+
+
+def free_port() -> int:
+    """For any server whose port is known in advance, or that restarts on the same one."""
+    while True:
+        port = _chance.choice(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def free_ports(count: int) -> list[int]:
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)

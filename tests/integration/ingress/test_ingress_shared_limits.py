@@ -19,7 +19,7 @@ from kvfleet.ingress.limits.limiter import Account
 from kvproto.connection import Connection
 from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
-from kvproto.testing.free_ports import free_ports
+from kvproto.testing.nats_process import free_ports
 from tests.support.nats_proxy import NatsProxy
 from tests.support.waiting import LIMIT_S
 
