@@ -18,7 +18,7 @@ from typing import Any
 
 from kvproto import codec
 from kvproto.block_hash import pack_ids
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, is_no_responders
 from kvproto.errors import (
     CodecError,
     InvalidRequest,
@@ -45,7 +45,6 @@ from kvproto.messages import (
     Role,
     Sampling,
 )
-from kvproto.nats_message import Message, is_no_responders
 from kvproto.schema import read_map, to_map
 from kvproto.streams.generation import ClientCounters, Generation, seed_of
 from kvproto.streams.request_driver import RequestDriver

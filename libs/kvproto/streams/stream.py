@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription, is_no_responders
 from kvproto.errors import Cancelled, CodecError, KvfleetError
 from kvproto.messages import (
     Accepted,
@@ -28,7 +28,6 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
-from kvproto.nats_message import Message, Subscription, is_no_responders
 from kvproto.regions import split
 from kvproto.streams.silence import Hearing
 from kvproto.streams.stream_assembly import StreamAssembly

@@ -19,6 +19,7 @@ from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica
 from kvproto import codec
 from kvproto.client import EXPLAIN_TIMEOUT_S, MAX_NEWEST
+from kvproto.connection import Message
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
     ExplainRequest,
@@ -29,7 +30,6 @@ from kvproto.messages import (
     VictimReport,
     VictimRequest,
 )
-from kvproto.nats_message import Message
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from kvfleet.worker.serve import request_desk
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
 from kvproto.client import Client, Generation
+from kvproto.connection import Message
 from kvproto.messages import (
     Accepted,
     AdminCommand,
@@ -37,7 +38,6 @@ from kvproto.messages import (
     Tokens,
     WorkerStats,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.kv_events import decode_events

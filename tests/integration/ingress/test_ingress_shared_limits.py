@@ -16,8 +16,7 @@ from test_ingress_limits_http import BODY, COMPLETION, ask, keys_of
 
 from kvfleet.ingress.limits import shared_usage
 from kvfleet.ingress.limits.limiter import Account
-from kvproto.connection import Connection
-from kvproto.nats_message import Message
+from kvproto.connection import Connection, Message
 from kvproto.subjects import Subjects
 from kvproto.testing.nats_process import free_ports
 from tests.support.nats_proxy import NatsProxy

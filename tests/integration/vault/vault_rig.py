@@ -13,12 +13,11 @@ from pathlib import Path
 
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.keys import KeyRing, ensure_key, follow_keys
 from kvproto.messages import Heartbeat, KvEvents, MemberRecord, Snapshot, SnapshotRequest
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from kvservice import launch
 from tests.support.kv_blocks import ROOT, Block, hashes
