@@ -41,10 +41,9 @@ from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Subscription
 from kvproto.members import Fenced, Lease, Members
 from kvproto.messages import MemberRecord
-from kvproto.nats_message import Subscription
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
 from kvservice import tracing

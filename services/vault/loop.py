@@ -25,12 +25,11 @@ from typing import Any
 from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, StoredChange, net, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.errors import CodecError, KvfleetError, Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Heartbeat, Load, MemberRecord, SnapshotRequest, State, Tier, TierLoad
-from kvproto.nats_message import Message, Subscription
 from kvproto.subjects import Subjects, is_inbox
 from kvproto.tasks import end
 from kvservice.event_log import IDLE_PERIOD_S, EventLog

@@ -27,11 +27,10 @@ from kvfleet.cli.operator.drain import costs, tell
 from kvfleet.cli.operator.operator_login import Login
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, is_no_responders
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.ids import new_process_id
 from kvproto.messages import PlacementStats, Role
-from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import Subjects
 
 POLL_S = 1.0

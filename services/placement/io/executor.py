@@ -17,6 +17,7 @@ from kvfleet.placement.io.timing import StallTimer
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
+from kvproto.connection import JSON_HEADER
 from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch, WorkerLost
 from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.members import Members
@@ -37,7 +38,6 @@ from kvproto.messages import (
     Watches,
     WentAbroad,
 )
-from kvproto.nats_message import JSON_HEADER
 from kvproto.regions import qualify, seal
 from kvproto.trace_context import headers_of
 

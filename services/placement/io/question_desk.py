@@ -19,6 +19,8 @@ from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica
 from kvproto import codec
+from kvproto.client import EXPLAIN_TIMEOUT_S, MAX_NEWEST
+from kvproto.connection import Message
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
     ExplainRequest,
@@ -29,8 +31,6 @@ from kvproto.messages import (
     VictimReport,
     VictimRequest,
 )
-from kvproto.nats_message import Message
-from kvproto.questions import EXPLAIN_TIMEOUT_S, MAX_NEWEST
 
 log = logging.getLogger(__name__)
 

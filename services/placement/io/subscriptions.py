@@ -14,13 +14,12 @@ from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica, let_go
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription, is_no_responders
 from kvproto.errors import CodecError
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.ids import is_token
 from kvproto.members import Members
 from kvproto.messages import BookedBatch, MemberRecord, Milestones, Role, Snapshot, WorkerRecord
-from kvproto.nats_message import Message, Subscription, is_no_responders
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from kvproto.dataplane.block import RUN_BLOCKS
 
 class BlockName(NamedTuple):
     """A full block's content address. `ids`: u32 little-endian, b"" if unknown. `root`: of a forked chain the public
-    one for its first blocks. `run`: the first hash of the block's aligned run (`runs_of`), by which vaults share
+    one for its first blocks. `run`: the first hash of the block's aligned run (`RUN_BLOCKS`), by which vaults share
     blocks; b"": its own."""
 
     root: bytes

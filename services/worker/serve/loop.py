@@ -21,9 +21,9 @@ from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
+from kvproto.connection import Subscription
 from kvproto.errors import DeadlineExceeded, KvfleetError
 from kvproto.messages import Frame, Heartbeat, State, WorkerStats
-from kvproto.nats_message import Subscription
 from kvproto.subjects import receipt_inboxes
 from kvproto.tasks import end
 

@@ -23,10 +23,10 @@ from kvfleet.worker.streams import request_trace
 from kvfleet.worker.streams.records import AttemptRecord, Reader, failure
 from kvproto import codec
 from kvproto.block_hash import Root
+from kvproto.connection import Message, is_no_responders
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
 from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.messages import Accepted, CancelRequest, GenerateRequest, PauseRequest, ResendRequest, State
-from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.trace_context import in_headers, sampled
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvproto import codec
 from kvproto.client import Client, Generation
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import (
     Accepted,
     CancelRequest,
@@ -31,7 +31,6 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S, until

@@ -12,7 +12,7 @@ from kvfleet.cli.embedded.processes import Child
 from kvfleet.cli.operator.operator_login import Login
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
 from kvproto.messages import (
@@ -25,7 +25,6 @@ from kvproto.messages import (
     VictimCost,
     VictimReport,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
 

@@ -14,10 +14,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from kvproto.client import Client, Generation
-from kvproto.connection import Connection
+from kvproto.connection import JSON_HEADER, Connection, Message
 from kvproto.errors import KvfleetError, ModelNotFound
 from kvproto.messages import Finished, Sampling, Started, Tokens
-from kvproto.nats_message import JSON_HEADER, Message
 from tests.integration.regions.conftest import Region, TwoRegions
 from tests.support.waiting import LIMIT_S, until
 
