@@ -23,12 +23,12 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.base import host_memory
+from kvfleet.worker.network.lending import PeerStore
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.block_codec import BlockShape, warm_up
 from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.lending import PeerStore
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers

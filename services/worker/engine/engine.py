@@ -26,8 +26,7 @@ from kvfleet.worker.schedule.step_plan import Drawn, StepPlan
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.tiers import Tiers
-from kvfleet.worker.tiers.verifier import Verifier
+from kvfleet.worker.tiers.tiers import Tiers, Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
 

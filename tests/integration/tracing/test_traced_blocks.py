@@ -16,7 +16,7 @@ from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.tiers.exchange import RemoteSettings
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.dataplane import handshake_bytes, link, wire
 from kvproto.dataplane.client import DataPlaneClient

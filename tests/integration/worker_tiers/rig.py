@@ -15,7 +15,7 @@ import numpy as np
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
 from kvfleet.worker.tiers.block_codec import BlockShape
 from kvfleet.worker.tiers.exchange import RemoteSettings
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvproto.block_hash import Root, chain, pack_ids, parent_of
