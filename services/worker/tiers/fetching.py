@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvfleet.worker.blocks.block_codec import decode, encoded_bytes
 from kvfleet.worker.blocks.chain_location import BlockName, RingShare
-from kvfleet.worker.tiers.block_codec import decode, encoded_bytes
-from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
 from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
 from kvfleet.worker.tiers.looking import asking
 from kvfleet.worker.tiers.source import Source
-from kvfleet.worker.tiers.transfer_threads import GONE, ConnectionJob, Deadlines
+from kvfleet.worker.tiers.transfers import GONE, ConnectionJob, Deadlines, RemoteCounts, RemoteSettings
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus
 from kvproto.dataplane.wire import MAX_BLOCKS

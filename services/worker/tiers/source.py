@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter
-from kvfleet.worker.tiers.transfer_threads import Connect, ConnectionJob, ConnectionThread
+from kvfleet.worker.tiers.transfers import Connect, ConnectionJob, ConnectionThread
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
