@@ -56,7 +56,7 @@ class Engine:
         self.tiers = tiers
         self._times = times = scheduler.pacer.times
         scheduler.claims = lambda sequence, match, spare: tiers.claims(sequence, match, spare, times.prompt_seconds)
-        scheduler.on_preempt = tiers.preempted
+        scheduler.on_preempt = tiers.offloader.save
         self._verifier = Verifier(runner, tiers)
         self.counters = EngineCounters()
         self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs)
@@ -206,7 +206,7 @@ class Engine:
             else:
                 sequence.computed = end
             if token is not None and count > 1:
-                self.tiers.prefilled(sequence, self._times.prefill_tokens_per_s)
+                self.tiers.offloader.offer(sequence, self._times.prefill_tokens_per_s)
             if isinstance(token, int):
                 self._advance(sequence, token, None)
             elif token is not None:

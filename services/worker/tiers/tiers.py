@@ -20,7 +20,7 @@ from kvfleet.worker.tiers.host import Copier, HostTier
 from kvfleet.worker.tiers.offloader import Offloader, ReuseWatch
 from kvfleet.worker.tiers.protection import Protector
 from kvfleet.worker.tiers.restorer import Restorer, RestoreSample
-from kvproto.block_hash import ForkedRoot, Root, in_tier, own_root, root_at
+from kvproto.block_hash import ForkedRoot, Root, own_root, root_at
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Tier, TierLoad
 
@@ -80,9 +80,6 @@ class Tiers:
     def started(self, sequence: EngineSequence) -> None:
         self.reuse.ask(own_root(sequence.root), sequence.hashes)
 
-    def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
-        self.offloader.offer(sequence, prefill_tokens_per_s)
-
     def leaves(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
         self.restorer.drop(sequence)
         if sequence.filled:
@@ -97,10 +94,6 @@ class Tiers:
         self.restorer.drop(sequence)
         if sequence.filled:
             self.offloader.offer(sequence, 0.0, reused=True)
-
-    def preempted(self, sequence: EngineSequence) -> None:
-        if sequence.filled:
-            self.offloader.save(sequence)
 
     def claims(
         self, sequence: EngineSequence, match: Match, spare: int, compute_s: Callable[[int, int], float]
@@ -157,13 +150,6 @@ class Tiers:
         lent = [(pool, chain[-1]) for held in self.lent.values() for pool, chain in held]
         ends = [pool.index[last].hash for pool, last in lent if last in pool.index]
         return [end for end in ends if end] + self.offloader.carried() + self.restorer.carried()
-
-    @property
-    def digest(self) -> int:
-        return in_tier(self.host.pool.digest, Tier.HOST.number)
-
-    def holdings(self) -> dict[Tier, list[bytes]]:
-        return {Tier.HOST: self.host.pool.index.hashes()} if self.host.blocks else {}
 
     def rates(self) -> dict[str, float]:
         found = {Tier.HOST: self.copier.speed_in.bytes_per_s}
