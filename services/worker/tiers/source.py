@@ -145,15 +145,12 @@ class Source:
             client.echo(0, now + PROBE_LIMIT_S)
 
     def fetch(self, job: ConnectionJob, nbytes: int) -> bool:
-        """Unless this is False, the caller calls `ended` in any case."""
+        """False: it will not run. The caller calls `ended` in any case."""
         self.start()
         fetches = self._fetches
         with self._lock:
             self._waiting_bytes += nbytes
-        if fetches is not None and fetches.submit(job):
-            return True
-        self.ended(nbytes)
-        return False
+        return fetches is not None and fetches.submit(job)
 
     def ended(self, nbytes: int) -> None:
         with self._lock:
