@@ -11,8 +11,8 @@ from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import DeviceWatch
 from kvfleet.worker.schedule.tenants import TenantAccount
 from kvfleet.worker.serve.loop import WorkerLoop
-from kvfleet.worker.tiers.exchange import RemoteCounts
 from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.transfers import RemoteCounts
 from kvproto.connection import Connection
 from kvproto.dataplane.server import DataPlaneCounters
 from kvproto.messages import Tier, TierLoad

@@ -18,13 +18,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from kvfleet.worker.blocks.block_codec import SNR_GATE_DB, BlockShape, decode, encode, encoded_bytes, warm_up
 from kvfleet.worker.model.assembly import build_runner
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.loader import load_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.step_plan import Slice
-from kvfleet.worker.tiers.block_codec import SNR_GATE_DB, BlockShape, decode, encode, encoded_bytes, warm_up
 from kvproto.dataplane.block import BlockCodec
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "shakespeare.txt"

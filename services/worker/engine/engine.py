@@ -26,8 +26,7 @@ from kvfleet.worker.schedule.step_plan import Drawn, StepPlan
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.tiers import Tiers
-from kvfleet.worker.tiers.verifier import Verifier
+from kvfleet.worker.tiers.tiers import Tiers, Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import ChoiceFinished, FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
 
@@ -57,7 +56,7 @@ class Engine:
         self.tiers = tiers
         self._times = times = scheduler.pacer.times
         scheduler.claims = lambda sequence, match, spare: tiers.claims(sequence, match, spare, times.prompt_seconds)
-        scheduler.on_preempt = tiers.preempted
+        scheduler.on_preempt = tiers.offloader.save
         self._verifier = Verifier(runner, tiers)
         self.counters = EngineCounters()
         self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs)
@@ -207,7 +206,7 @@ class Engine:
             else:
                 sequence.computed = end
             if token is not None and count > 1:
-                self.tiers.prefilled(sequence, self._times.prefill_tokens_per_s)
+                self.tiers.offloader.offer(sequence, self._times.prefill_tokens_per_s)
             if isinstance(token, int):
                 self._advance(sequence, token, None)
             elif token is not None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import REGION_COMMANDS, AdminDesk
@@ -25,7 +24,7 @@ from kvproto.connection import Subscription
 from kvproto.errors import DeadlineExceeded, KvfleetError
 from kvproto.messages import Frame, Heartbeat, State, WorkerStats
 from kvproto.subjects import receipt_inboxes
-from kvproto.tasks import end
+from kvproto.tasks import VitalTasks, end
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +44,10 @@ class WorkerLoop:
         self._on_fatal = on_fatal
         self._on_drain = on_drain
         self._subscriptions: list[Subscription] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = VitalTasks(on_fatal)
         self._state = State.READY
         self.hand_over = HandOver(parts)
-        self.requests = RequestDesk(parts, lambda: self._state, self._spawn)
+        self.requests = RequestDesk(parts, lambda: self._state, self.tasks.spawn)
         self.admin = AdminDesk(parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain)
 
     async def start(self) -> None:
@@ -77,21 +76,9 @@ class WorkerLoop:
             self._subscriptions.append(await self.parts.connection.subscribe(subject, callback))
         await self.parts.connection.synced()
         await self.parts.lease.set(replace(self.record, state=State.READY))
-        self._spawn(self.parts.lease.run(lambda error: self._on_fatal(str(error))))
-        self._spawn(self.outbox.run())
-        self._spawn(self._beat())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """A failed task ends the process: a worker without its heartbeat only looks alive."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the worker failed", exc_info=error)
-            self._on_fatal(f"{type(error).__name__}: {error}")
+        self.tasks.spawn(self.parts.lease.run(lambda error: self._on_fatal(str(error))), "lease")
+        self.tasks.spawn(self.outbox.run(), "outbox")
+        self.tasks.spawn(self._beat(), "heartbeat")
 
     def _asked_to_drain(self) -> None:
         self.begin_drain()
@@ -100,7 +87,7 @@ class WorkerLoop:
     def begin_drain(self) -> None:
         if self._state is not State.DRAINING:
             self._state = State.DRAINING
-            self._spawn(self._announce_drain())
+            self.tasks.spawn(self._announce_drain(), "draining")
 
     async def _announce_drain(self) -> None:
         await self._publish_heartbeat()
@@ -123,7 +110,7 @@ class WorkerLoop:
         if self.milestones:  # not drained before
             self.parts.broadcast.flush()
             await self.outbox.drain()
-        tasks = list(self._tasks)
+        tasks = list(self.tasks.running)
         for task in tasks:
             task.cancel()
         self.requests.close()
@@ -139,7 +126,7 @@ class WorkerLoop:
         """A step or `on_results` raised: engine or streams are in an unknown state, so the process ends. Its requests
         go on elsewhere."""
         log.critical("the engine failed", exc_info=error)
-        self._spawn(self._end_after_crash(error))
+        self.tasks.spawn(self._end_after_crash(error), "crash")
 
     async def _end_after_crash(self, error: BaseException) -> None:
         self.parts.broadcast.flush()

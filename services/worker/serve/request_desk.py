@@ -36,7 +36,7 @@ INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
 INLINE_IDS = 4096  # of hashing
 
 T = TypeVar("T", CancelRequest, PauseRequest, ResendRequest)
-Spawn = Callable[[Coroutine[object, object, None]], None]
+Spawn = Callable[[Coroutine[object, object, None], str], object]
 
 
 class Asked(NamedTuple):
@@ -92,7 +92,7 @@ class RequestDesk:
             known = len(request.prompt_ids) + _generated(request)
             if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
                 self._preparing.add(asked.key)  # so that a cancel finds it
-                self.spawn(self._prepare_aside(asked, meeting))
+                self.spawn(self._prepare_aside(asked, meeting), "preparing")
                 return
             ids = request.prompt_ids or tuple(self.parts.encode_prompt(request.prompt or ""))
             self._take(asked, ids, self.parts.roots.of(tenant, ids), give_way, {})

@@ -366,9 +366,9 @@ async def test_a_cancel_right_after_a_long_text_ends_it(worker: FakeWorker, read
     desk = worker.loop.requests
     body = GenerateRequest("r1", 0, "demo", SAMPLING, reader.inbox, prompt="a " * 4000, encoding=Encoding.FRAMES)
     cancel = CancelRequest("r1", 0, reader.inbox)
-    before = set(worker.loop._tasks)
+    before = set(worker.loop.tasks.running)
     await desk.on_generate(SimpleNamespace(subject="x.public", reply="", data=codec.encode(body), headers=None))
-    spawned = worker.loop._tasks - before
+    spawned = worker.loop.tasks.running - before
     await desk.on_cancel(SimpleNamespace(subject="x", reply="", data=codec.encode(cancel), headers=None))
     await asyncio.wait(spawned, timeout=LIMIT_S)
     assert desk.requests_total == 0

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvfleet.worker.blocks.block_codec import BlockShape
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
-from kvfleet.worker.tiers.block_codec import BlockShape
-from kvfleet.worker.tiers.exchange import RemoteSettings
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
+from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto.block_hash import Root, chain, pack_ids, parent_of
 from kvproto.dataplane.block import RUN_BLOCKS, BlockCodec, BlockHeader, kv_format
 from kvproto.dataplane.keys import KeyRing

@@ -13,7 +13,7 @@ from memory_remote import Faults
 from tier_rig import SIZE, TieredRig
 
 from kvfleet.worker.blocks.chain_location import names_of
-from kvfleet.worker.tiers.lending import PeerStore
+from kvfleet.worker.network.lending import PeerStore
 from kvproto.block_hash import ForkedRoot, chain
 from kvproto.messages import Sampling, Tier
 from tests.support.waiting import LIMIT_S

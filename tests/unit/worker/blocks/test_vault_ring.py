@@ -7,8 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
+from kvfleet.worker.blocks.chain_location import BlockName, VaultRing, by_root
 from kvproto.block_hash import chain, pack_ids, parent_of
 from kvproto.dataplane.block import RUN_BLOCKS
 from kvproto.hash_ring import HashRing
