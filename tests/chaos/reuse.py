@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 from kvproto.messages import Tier
+from kvproto.tasks import end
 from tests.chaos.fleet import Fleet
 
 PERIOD_S = 0.5
@@ -21,8 +22,7 @@ class ReuseWatch:
 
     async def stop(self) -> dict[str, int]:
         """`tokens from device`, ... as they were counted."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end([self._task])
         self._read()
         total: Counter[str] = Counter()
         for counts in self._seen.values():

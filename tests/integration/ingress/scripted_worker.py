@@ -48,6 +48,7 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
+from kvproto.tasks import end
 
 DEMO = Path(kvfleet.worker.__path__[0]) / "model" / "demo_model"
 PART_BYTES = 20_000  # small, so that a bundle takes several parts
@@ -141,9 +142,7 @@ class ScriptedWorker:
         return self
 
     async def stop(self) -> None:
-        for task in [*self._tasks, *self.running.values()]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self.running.values(), return_exceptions=True)
+        await end([*self._tasks, *self.running.values()])
         await self._lease.release()
         await self.connection.close()
 

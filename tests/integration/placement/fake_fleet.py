@@ -40,6 +40,7 @@ from kvproto.messages import (
     WorkerRecord,
 )
 from kvproto.subjects import PLACEMENT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
+from kvproto.tasks import end
 from tests.support.waiting import LIMIT_S
 
 MODEL = "demo"
@@ -126,10 +127,7 @@ class FakeWorker:
 
     async def kill(self) -> None:
         """As SIGKILL would: the socket closes, nothing is said."""
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end(self._tasks)
         await self.connection.close()
 
     async def stop(self) -> None:

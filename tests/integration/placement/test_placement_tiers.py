@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -52,6 +51,7 @@ from kvproto.messages import (
 )
 from kvproto.streams.generation import Generation
 from kvproto.subjects import VAULT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
+from kvproto.tasks import end
 from tests.support.waiting import LIMIT_S, until
 
 KEY = b"secret"
@@ -134,9 +134,7 @@ class Holder:
 
     async def stop(self) -> None:
         if self._beating is not None:
-            self._beating.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._beating
+            await end([self._beating])
             self._beating = None
             await self.lease.release()
             await self.connection.close()
@@ -198,12 +196,12 @@ async def test_a_vaults_record_that_runs_out_ends_it_and_a_later_life_replaces_o
     await until(lambda: index.vaults() == (1, 60))
     later = Holder(fleet.url, fleet.subjects, "v0", Tier.VAULT)
     assert fleet.vault._beating is not None
-    fleet.vault._beating.cancel()
+    await end([fleet.vault._beating])
     await later.start()
     try:
         await until(lambda: index.vaults() == (1, 0))
         assert later._beating is not None
-        later._beating.cancel()
+        await end([later._beating])
         await until(lambda: fleet.loop.core.vaults == {})
     finally:
         later._beating = None
