@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceFinished
-from kvfleet.worker.model import train_demo_model as recipe
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.loader import load_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
@@ -24,6 +23,7 @@ from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.block_hash import root
 from kvproto.messages import FinishReason, Sampling
+from scripts import train_demo_model as recipe
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "shakespeare.txt"
 

@@ -19,7 +19,7 @@ from kvcpu.vector.cells import copy_bytes, prefetch, read_float, read_int, row_f
 from kvcpu.vector.emit import CACHE_LINE
 from kvcpu.vector.numbers import ITEM_BYTES, LANES
 from kvcpu.vector.products import MOST_ROWS, dots, pair_dots, pair_weigh, tiled, weigh
-from kvcpu.vector.rows import row_cap, row_scale
+from kvcpu.vector.rows import row_scale
 
 multiply = tiled((8, 2), (4, 4), (2, 4), (1, 4))
 
@@ -53,10 +53,7 @@ def decode(p, item, scratch):
     scores = queries + 4 * rows * padded
     buffer = scores + 4 * rows * DECODE_CHUNK
     softmax.clear_rows(record, rows, padded)
-    if p[c.PAIRS]:
-        softmax.copy_rows(p, flat, head, rows, rows, queries)
-    else:
-        softmax.begin_rows(p, flat, head, rows, rows, queries)
+    softmax.take_rows(p, flat, head, rows, rows, queries)
 
     for at in range(low // LANES * LANES, high, DECODE_CHUNK):
         end = min(at + DECODE_CHUNK, high)
@@ -69,16 +66,9 @@ def decode(p, item, scratch):
                 score_tile(p, table, head + h, token, first, last, query, score, buffer, ahead)
         count = (end - at + LANES - 1) // LANES * LANES
         for row in range(rows):
-            where = scores + 4 * row * DECODE_CHUNK
-            if cap > 0:
-                row_scale(where, count, factor)
-                row_cap(where, count, cap)
-            if low > at:
-                row_fill(where, low - at, MINUS_INFINITY)
-            row_fill(where + 4 * (end - at), count - (end - at), MINUS_INFINITY)
-            once = ONE if cap > 0 else factor
-            top, total, sums = tops + 4 * row, totals + 4 * row, out + row * 4 * padded
-            softmax.fold(where, count, once, top, total, sums, padded, p[c.PAIRS])
+            where, top, total = scores + 4 * row * DECODE_CHUNK, tops + 4 * row, totals + 4 * row
+            sums = out + row * 4 * padded
+            softmax.fold(where, count, low - at, end - at, factor, cap, top, total, sums, padded, p[c.PAIRS])
         for token in range(at, end, LANES):
             for h in range(heads):
                 ahead = ahead_of(p, table, head + h, token + DECODE_CHUNK, 0) if token + DECODE_CHUNK < high else 0

@@ -11,12 +11,11 @@ from kvcpu.attention import attention_call as c
 from kvcpu.attention import softmax
 from kvcpu.attention.attention_call import PREFILL_CHUNK
 from kvcpu.attention.pool_rows import row_of, stage, tile_of
-from kvcpu.attention.softmax import MINUS_INFINITY, ONE
+from kvcpu.attention.softmax import ONE
 from kvcpu.vector.cells import prefetch, read_float, read_int, row_fill
 from kvcpu.vector.conversion import interleave
 from kvcpu.vector.numbers import LANES
 from kvcpu.vector.products import pair_product, tiled, transpose
-from kvcpu.vector.rows import row_cap, row_scale
 
 LINE = 4 * PREFILL_CHUNK  # bytes of a row's scores, or of a row of transposed keys
 
@@ -37,7 +36,7 @@ def prefill(p, item, scratch):
     high = position + last - first
     low = max(0, position + 1 - window) if window > 0 else 0
     scaling, cap = read_float(p[c.FLOATS]), read_float(p[c.FLOATS] + 4)
-    factor = ONE if not pairs or cap > 0 else scaling  # of what `fold` is given
+    factor = scaling if pairs else ONE  # queries are scaled beforehand otherwise
 
     rows = (last - first) * group
     whole = (rows + 3) // 4 * 4  # pairs go by four rows; what is computed beyond `rows` is not used
@@ -50,9 +49,7 @@ def prefill(p, item, scratch):
     softmax.clear_rows(scratch, rows, padded)
     if pairs:
         row_fill(queries, whole * padded // 2, np.float32(0.0))
-        softmax.copy_rows(p, flat, head, group, rows, queries)
-    else:
-        softmax.begin_rows(p, flat, head, group, rows, queries)
+    softmax.take_rows(p, flat, head, group, rows, queries)
 
     for at in range(low // LANES * LANES, high, PREFILL_CHUNK):
         end = min(at + PREFILL_CHUNK, high)
@@ -64,28 +61,19 @@ def prefill(p, item, scratch):
             unseen = unseen // 4 * 4
         score, sums = scores + unseen * LINE, out + unseen * 4 * padded
         seeing = queries + unseen * size * padded
+        _stage_keys(p, table, head, at, low, end, keys, values)
         if pairs:
-            _stage_key_pairs(p, table, head, at, end, keys)
             columns = (vectors + 1) // 2 * 2
             _score_pairs(whole - unseen, columns, seeing, 2 * padded, keys, LINE, padded // 2, score, LINE)
         else:
-            _stage_keys(p, table, head, at, low, end, keys, values)
             columns = (vectors + 3) // 4 * 4
             _score(rows - unseen, columns, seeing, 4 * padded, keys, LINE, p[c.HEAD_DIM], score, LINE)
         for row in range(unseen, rows):
-            where = scores + row * LINE
-            if cap > 0:
-                if pairs:
-                    row_scale(where, count, scaling)
-                row_cap(where, count, cap)
             own = position + row // group
             hidden = max(begin, own + 1 - window) - at if window > 0 else begin - at
             seen = max(0, min(end, own + 1) - at)
-            if hidden > 0:
-                row_fill(where, min(hidden, count), MINUS_INFINITY)
-            if seen < count:
-                row_fill(where + 4 * seen, count - seen, MINUS_INFINITY)
-            softmax.fold(where, count, factor, tops + 4 * row, totals + 4 * row, out + row * 4 * padded, padded, pairs)
+            where, top, total = scores + row * LINE, tops + 4 * row, totals + 4 * row
+            softmax.fold(where, count, hidden, seen, factor, cap, top, total, out + row * 4 * padded, padded, pairs)
         line = 4 * padded
         if pairs:
             _stage_value_pairs(p, table, head, at, low, end, high, values)
@@ -100,21 +88,18 @@ def prefill(p, item, scratch):
 
 @njit(nogil=True, error_model="numpy")
 def _stage_keys(p, table, head, at, low, end, keys, buffer):
-    """Keys of a chunk as floats, transposed: `[head_dim][PREFILL_CHUNK]`; what lies outside is anything."""
-    padded = p[c.PADDED]
+    """Keys of a chunk, transposed: `[head_dim][PREFILL_CHUNK]` floats, or `[head_dim / 2][PREFILL_CHUNK]` pairs along
+    the head; what lies outside is anything."""
+    pairs = p[c.PAIRS]
+    row_bytes = (2 if pairs else 4) * p[c.PADDED]
     for token in range(at, end, LANES):
-        tile = tile_of(p, table, head, token, max(token, low), min(token + LANES, end), 0, buffer)
-        transpose(tile, 4 * padded, keys + 4 * (token - at), LINE, padded)
-
-
-@njit(nogil=True, error_model="numpy")
-def _stage_key_pairs(p, table, head, at, end, keys):
-    """Keys of a chunk, transposed, in pairs along the head: `[head_dim / 2][PREFILL_CHUNK]`."""
-    dim = p[c.HEAD_DIM]
-    for token in range(at, end, LANES):
-        tile = row_of(p, table, head, token, 0)
-        transpose(tile, 2 * dim, keys + 4 * (token - at), LINE, dim // 2)
-        prefetch(row_of(p, table, head, token, 1), LANES * 2 * dim)
+        if pairs:
+            tile = row_of(p, table, head, token, 0)
+        else:
+            tile = tile_of(p, table, head, token, max(token, low), min(token + LANES, end), 0, buffer)
+        transpose(tile, row_bytes, keys + 4 * (token - at), LINE, row_bytes // 4)
+        if pairs:
+            prefetch(row_of(p, table, head, token, 1), LANES * row_bytes)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -11,7 +11,7 @@ from kvcpu.attention.attention_call import whole_lines
 from kvcpu.vector.cells import copy_bytes, read_float, row_fill, write_float
 from kvcpu.vector.conversion import narrow, to_floats
 from kvcpu.vector.numbers import ITEM_BYTES
-from kvcpu.vector.rows import row_exp, row_exp_halves, row_max, row_scale, row_sum
+from kvcpu.vector.rows import row_cap, row_exp, row_exp_halves, row_max, row_scale, row_sum
 
 MINUS_INFINITY = np.float32(-math.inf)
 ONE = np.float32(1.0)
@@ -43,9 +43,19 @@ def clear_rows(record, rows, padded):
 
 
 @njit(nogil=True, error_model="numpy")
-def fold(scores, count, factor, top, total, out, size, halves):
-    """Online softmax: a row's new `count` scores, times `factor`, become weights; the sums so far are scaled to match.
-    With `halves`, weights become bfloat16, in the first half of the row's memory."""
+def fold(scores, count, hidden, seen, factor, cap, top, total, out, size, halves):
+    """Online softmax: a row's new `count` scores, times `factor` and capped, become weights; the sums so far are scaled
+    to match. The first `hidden` scores and those from `seen` on have no weight. With `halves`, weights become bfloat16,
+    in the first half of the row's memory."""
+    if cap > 0:
+        if factor != ONE:
+            row_scale(scores, count, factor)
+        row_cap(scores, count, cap)
+        factor = ONE
+    if hidden > 0:
+        row_fill(scores, min(hidden, count), MINUS_INFINITY)
+    if seen < count:
+        row_fill(scores + 4 * seen, count - seen, MINUS_INFINITY)
     before = read_float(top)
     largest = max(before, row_max(scores, count) * factor)
     if largest == MINUS_INFINITY:
@@ -72,20 +82,15 @@ def query_of(p, flat, head, width, row):
 
 
 @njit(nogil=True, error_model="numpy")
-def begin_rows(p, flat, head, width, rows, queries):
-    """Scaled queries as floats, rows as in `query_of`."""
-    scaling = read_float(p[c.FLOATS])
+def take_rows(p, flat, head, width, rows, queries):
+    """Queries, rows as in `query_of`: in pairs as they are, else as scaled floats."""
+    kind, dim, scaling = p[c.QUERY_KIND], p[c.HEAD_DIM], read_float(p[c.FLOATS])
     for row in range(rows):
         source = query_of(p, flat, head, width, row)
-        to_floats(p[c.QUERY_KIND], source, queries + row * 4 * p[c.PADDED], p[c.HEAD_DIM], scaling)
-
-
-@njit(nogil=True, error_model="numpy")
-def copy_rows(p, flat, head, width, rows, queries):
-    """Queries as they are, rows as in `query_of`."""
-    size = ITEM_BYTES[p[c.QUERY_KIND]] * p[c.HEAD_DIM]
-    for row in range(rows):
-        copy_bytes(query_of(p, flat, head, width, row), queries + row * size, size)
+        if p[c.PAIRS]:
+            copy_bytes(source, queries + row * 2 * dim, 2 * dim)
+        else:
+            to_floats(kind, source, queries + row * 4 * p[c.PADDED], dim, scaling)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -25,32 +25,27 @@ def add_floats(b, total, factor, part):
     return b.fma(factor, part, total)
 
 
-def _dots(b, query, keys, key_bytes, vectors, scores, kind, add):
-    """Emits scores[i] = query . keys[i] for LANES keys that are so many vectors of `kind` long."""
-    vector = ir.VectorType(kind, LANES)
-    rows = b.rows_of(keys, key_bytes, LANES)
-    totals, most = [], _most_sums()
-    for first in range(0, LANES, most):
-        some = rows[first : first + most]
+def _dots(kind, add, numbers):
+    @instruction(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
+    def dots(b, query, keys, key_bytes, size, scores):
+        rows, vectors = b.rows_of(keys, key_bytes, LANES), b.sdiv(size, ir.Constant(I64, numbers))
+        totals, most = [], _most_sums()
+        for first in range(0, LANES, most):
+            some = rows[first : first + most]
 
-        def body(i, values, some=some):
-            part, *keys_at = (b.load(b.vector_at(row, i), vector) for row in (query, *some))
-            return [add(b, value, key, part) for key, value in zip(keys_at, values, strict=True)]
+            def body(i, values, some=some):
+                part, *keys_at = (b.load(b.vector_at(row, i), ir.VectorType(kind, LANES)) for row in (query, *some))
+                return [add(b, value, key, part) for key, value in zip(keys_at, values, strict=True)]
 
-        totals += b.loop(vectors, [constant(0.0)] * len(some), body)
-    b.store(b.lane_sums(totals), scores)
+            totals += b.loop(vectors, [constant(0.0)] * len(some), body)
+        b.store(b.lane_sums(totals), scores)
 
-
-@instruction(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
-def dots(b, query, keys, key_bytes, size, scores):
-    """scores[i] = query . keys[i] for LANES keys, rows `key_bytes` apart, `size` long, a multiple of LANES."""
-    _dots(b, query, keys, key_bytes, b.sdiv(size, ir.Constant(I64, LANES)), scores, F32, add_floats)
+    return dots
 
 
-@instruction(ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS)
-def pair_dots(b, query, keys, key_bytes, size, scores):
-    """As `dots`, of bfloat16; `size` is a multiple of 2 LANES."""
-    _dots(b, query, keys, key_bytes, b.sdiv(size, ir.Constant(I64, 2 * LANES)), scores, I32, add_pairs)
+# scores[i] = query . keys[i] for LANES keys, rows `key_bytes` apart, `size` long: a multiple of LANES floats, or of
+# 2 LANES bfloat16.
+dots, pair_dots = _dots(F32, add_floats, LANES), _dots(I32, add_pairs, 2 * LANES)
 
 
 def accumulate(b, rows, columns, overwrite, arguments, kind, add, meanwhile=None):

@@ -6,7 +6,7 @@ import math
 from llvmlite import ir
 
 from kvcpu.vector.conversion import to_halves
-from kvcpu.vector.emit import ADDRESS, COUNT, FLOAT, I64, LITERAL, constant, instruction
+from kvcpu.vector.emit import ADDRESS, COUNT, FLOAT, I64, LITERAL, Emitter, constant, instruction
 
 
 def _change(b, row, count, changed, *others):
@@ -88,28 +88,24 @@ def row_cap(b, row, count, cap):
     _change(b, row, count, capped)
 
 
-def _exp_row(b, row, count, factor, largest, write):
-    """Emits e**(factor * it - largest) of each of `count` floats, for `write(i, power)`; returns their sum."""
-    factors, tops = b.splat(factor), b.splat(b.fneg(largest))
+def _row_exp(store, size):
+    @instruction(ADDRESS, COUNT, FLOAT, FLOAT, returns=FLOAT)
+    def row_exp(b, row, count, factor, largest):
+        factors, tops = b.splat(factor), b.splat(b.fneg(largest))
 
-    def body(i, totals):
-        power = b.exp(b.fma(b.load(b.vector_at(row, i)), factors, tops))
-        write(i, power)
-        return [b.fadd(totals[0], power)]
+        def body(i, totals):
+            power = b.exp(b.fma(b.load(b.vector_at(row, i)), factors, tops))
+            store(b, power, b.vector_at(row, i, size))
+            return [b.fadd(totals[0], power)]
 
-    return b.lane_sum(b.strips(count, [constant(0.0)], body)[0])
+        return b.lane_sum(b.strips(count, [constant(0.0)], body)[0])
 
-
-@instruction(ADDRESS, COUNT, FLOAT, FLOAT, returns=FLOAT)
-def row_exp(b, row, count, factor, largest):
-    """Each of `count` floats becomes e**(factor * it - largest); returns their sum. None may exceed `largest`."""
-    return _exp_row(b, row, count, factor, largest, lambda i, power: b.store(power, b.vector_at(row, i)))
+    return row_exp
 
 
-@instruction(ADDRESS, COUNT, FLOAT, FLOAT, returns=FLOAT)
-def row_exp_halves(b, row, count, factor, largest):
-    """As `row_exp`, but the powers become bfloat16, from `row` on; the sum is of what they were before."""
-    return _exp_row(b, row, count, factor, largest, lambda i, power: to_halves(b, power, b.vector_at(row, i, 2)))
+# Each of `count` floats becomes e**(factor * it - largest), as a float or, from `row` on, as bfloat16; returns the sum
+# of the floats. None may exceed `largest`.
+row_exp, row_exp_halves = _row_exp(Emitter.store, 4), _row_exp(to_halves, 2)
 
 
 def _activated(b, g, tanh):

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kvcpu.vector.numbers import SCALE_BYTES
-from kvfleet.worker.model import sampler
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.model.sampling import sampler
 from kvfleet.worker.model.support import name_of, trial_positions
 from kvfleet.worker.schedule.step_plan import Draw, Slice
 from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel

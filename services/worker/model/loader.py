@@ -46,22 +46,20 @@ def load_model(
     load_format: LoadFormat = "auto",
     dtype: Dtype = "auto",
     device: Device = "auto",
-    max_context: int | None = None,
-    revision: str | None = None,
 ) -> LoadedModel:
-    """`dummy` takes random weights and needs `config.json` only. `max_context` may shorten the model's context.
+    """`dummy` takes random weights and needs `config.json` only.
 
     Raises UnsupportedModel naming feature and model, InvalidRequest if there is no such model or device.
     """
-    config = read_config(source, revision)
-    context_length = supported_context(config, max_context)
+    config = read_config(source)
+    context_length = supported_context(config)
     where = device_of(device)
     what = dtype_of(dtype, config, where)
 
     def loaded() -> tuple[Any, GenerationConfig | None]:
         if load_format == "dummy":
-            return _random_model(config, what, where), _generation_config(source, revision)
-        model = _trained_model(source, revision, what, where)
+            return _random_model(config, what, where), _generation_config(source)
+        model = _trained_model(source, what, where)
         return model, model.generation_config
 
     try:
@@ -98,10 +96,10 @@ def adopt_model(
     )
 
 
-def read_config(source: str | Path, revision: str | None = None, wanted: str = "model can be loaded") -> Any:
+def read_config(source: str | Path, wanted: str = "model can be loaded") -> Any:
     """Raises InvalidRequest if there is none."""
     try:
-        return AutoConfig.from_pretrained(str(source), revision=revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"no {wanted} from {str(source)!r}: {_first_line(error)}", field="model") from error
 
@@ -134,10 +132,10 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
         raise UnsupportedModel(f"{name_of(config)}: {_first_line(error)}", field="model") from error
 
 
-def _trained_model(source: str | Path, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
+def _trained_model(source: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
     safe = {"use_safetensors": True, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(source), revision=revision, dtype=dtype, **safe)
+        model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **safe)
     except ValueError as error:
         raise UnsupportedModel(f"{source}: {_first_line(error)}", field="model") from error
     except OSError as error:
@@ -146,9 +144,9 @@ def _trained_model(source: str | Path, revision: str | None, dtype: torch.dtype,
     return model.to(device)
 
 
-def _generation_config(source: str | Path, revision: str | None) -> GenerationConfig | None:
+def _generation_config(source: str | Path) -> GenerationConfig | None:
     try:
-        return GenerationConfig.from_pretrained(str(source), revision=revision)
+        return GenerationConfig.from_pretrained(str(source))
     except OSError:
         return None
 

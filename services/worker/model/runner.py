@@ -14,7 +14,7 @@ from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, is_out_of_memory, stream_of
 from kvfleet.worker.model.loader import LoadedModel
-from kvfleet.worker.model.sampler import sample
+from kvfleet.worker.model.sampling.sampler import sample
 from kvfleet.worker.schedule.step_plan import Drawn, Slice
 from kvproto.errors import OutOfMemory
 

@@ -47,10 +47,6 @@ class _Names:
     out: str
     mlp: str = "mlp"
 
-    @property
-    def parts(self) -> set[str]:
-        return {self.attention, self.first_norm, self.second_norm, self.mlp}
-
 
 KNOWN = (
     _Names("self_attn", "input_layernorm", "post_attention_layernorm", ("q_proj", "k_proj", "v_proj"), "o_proj"),
@@ -167,7 +163,7 @@ def _names(layer: nn.Module) -> _Names | None:
     """None if the layer has other parts, or its attention more than products (and dropout)."""
     children = dict(layer.named_children())
     for names in KNOWN:
-        if set(children) == names.parts:
+        if set(children) == {names.attention, names.first_norm, names.second_norm, names.mlp}:
             attention = children[names.attention]
             inside = {at for at, child in attention.named_children() if not isinstance(child, nn.Dropout | nn.Identity)}
             if inside == {*names.attending, names.out} and isinstance(getattr(attention, "head_dim", None), int):

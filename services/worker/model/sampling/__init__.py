@@ -1,1 +1,1 @@
-"""How a row of logits becomes a token: `sampler.py` next door puts the parts together."""
+"""How a row of logits becomes a token: `sampler` puts the parts together."""

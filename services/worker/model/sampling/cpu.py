@@ -16,7 +16,6 @@ from kvfleet.worker.model.sampling.portable import NATURAL, DrawSettings, weight
 
 Fields: TypeAlias = dict[int, npt.NDArray[Any] | int]
 UNDONE = np.int64(-1)  # neither a token nor a sum of weights
-ROWS_AT_ONCE = 16  # bounds the float32 copies of large vocabularies
 
 
 def greedy(logits: Tensor) -> tuple[list[int], list[float]]:

@@ -39,7 +39,6 @@ Ints = npt.NDArray[np.int64]
 
 NATURAL = 1 / math.log(2)  # the scale of temperature 1
 LEAST_TEMPERATURE = 1e-300  # below, only the largest logits have weight anyway
-ROWS_AT_ONCE = 16  # bounds the float64 copies of large vocabularies
 
 
 def weight_bits(vocab: int) -> int:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfleet.worker.model.sampler import sample
 from kvfleet.worker.model.sampling.changes import LogitChanges, apply
+from kvfleet.worker.model.sampling.sampler import sample
 from kvfleet.worker.schedule.step_plan import Draw, Scored
 from kvproto.errors import EngineFailure, InvalidRequest
 from kvproto.messages import Sampling

@@ -25,9 +25,9 @@ from transformers.generation.logits_process import (
 )
 
 from kvcpu.vector.compiled import entry
-from kvfleet.worker.model.sampler import sample, warm_up
 from kvfleet.worker.model.sampling import cpu, portable
 from kvfleet.worker.model.sampling.portable import DrawSettings, weight_bits
+from kvfleet.worker.model.sampling.sampler import sample, warm_up
 from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.messages import Sampling
 
@@ -161,7 +161,7 @@ import resource
 import torch
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
-from kvfleet.worker.model.sampler import sample, warm_up
+from kvfleet.worker.model.sampling.sampler import sample, warm_up
 from kvfleet.worker.schedule.step_plan import Draw
 
 torch.set_num_threads(1)

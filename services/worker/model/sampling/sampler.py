@@ -26,11 +26,11 @@ from kvproto.messages import Sampling, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
+ROWS_AT_ONCE = 16  # bounds the copies of large vocabularies, float32 or float64
+
 
 class _Way(Protocol):
     """A module that draws on a device: `sampling.cpu` or `sampling.portable`. Logits are float32."""
-
-    ROWS_AT_ONCE: int
 
     def greedy(self, logits: Tensor) -> tuple[list[int], list[float]]: ...
 
@@ -62,12 +62,12 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     changed: list[int] = []
     for row, draw in enumerate(draws):
         (changed if wants_changes(draw) else plain).append(row)
-    for rows, some in _parts(plain, draws, way):
+    for rows, some in _parts(plain, draws):
         _put(drawn, rows, _draw(way, _rows(logits, rows), some, "the model computed logits that are not finite"))
-    for rows, some in _parts(changed, draws, way):
+    for rows, some in _parts(changed, draws):
         _put(drawn, rows, _draw_changed(way, _rows(logits, rows), some))
     scored = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
-    for rows, some in _parts([row for row in scored if isinstance(drawn[row], int)], draws, way):
+    for rows, some in _parts([row for row in scored if isinstance(drawn[row], int)], draws):
         tokens = [drawn[row] for row in rows]
         _put(drawn, rows, _score(way, _rows(logits, rows), tokens, [one.sampling.logprobs or 0 for one in some]))
     return drawn
@@ -133,10 +133,10 @@ def _failure(error: Exception) -> KvfleetError:
     return EngineFailure(f"sampling failed: {type(error).__name__}: {error}")
 
 
-def _parts(rows: Sequence[int], draws: Sequence[Draw], way: _Way) -> Iterator[tuple[Sequence[int], list[Draw]]]:
-    """Some rows at a time, each with its draw: bounds the copies of large vocabularies."""
-    for at in range(0, len(rows), way.ROWS_AT_ONCE):
-        some = rows[at : at + way.ROWS_AT_ONCE]
+def _parts(rows: Sequence[int], draws: Sequence[Draw]) -> Iterator[tuple[Sequence[int], list[Draw]]]:
+    """Some rows at a time, each with its draw."""
+    for at in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[at : at + ROWS_AT_ONCE]
         yield some, [draws[row] for row in some]
 
 
