@@ -23,11 +23,12 @@ from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.model.sampling.sampler import sample
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.messages import Sampling, Tokens
+from kvsampling.draw import Drawn
+from kvsampling.sampler import sample
 from tests.support.id_detokenizer import IdDetokenizer
 
 TOLERANCE = 1e-4

@@ -21,7 +21,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kvfleet.worker": (
         ("eviction", "settings", "text"), ("blocks",), ("schedule",), ("model",), ("tiers",), ("engine",),
-        ("network", "streams"), ("serve",),
+        ("network", "streams", "vllm"), ("serve",),
     ),
     "kvfleet.vault": (("settings", "store"), ("disk",)),
     "kvfleet.cli": (

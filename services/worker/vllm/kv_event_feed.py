@@ -54,10 +54,10 @@ class KvEventFeed:
 
     async def run(self) -> None:
         """Until cancelled."""
-        with self._context.socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt_string(zmq.SUBSCRIBE, self.topic)
+        with self._context.socket(zmq.SocketType.SUB) as socket:
+            socket.setsockopt(zmq.SocketOption.RCVHWM, HIGH_WATER)
+            socket.setsockopt(zmq.SocketOption.LINGER, 0)
+            socket.setsockopt_string(zmq.SocketOption.SUBSCRIBE, self.topic)
             (socket.bind if self.binds else socket.connect)(self.endpoint)
             try:
                 while True:
@@ -98,8 +98,8 @@ class KvEventFeed:
     async def _replay(self, until: int) -> None:
         """Take the batches from the next one up to `until`, which is not taken. What is not there is gone."""
         self.replays_total += 1
-        with self._context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
+        with self._context.socket(zmq.SocketType.DEALER) as socket:
+            socket.setsockopt(zmq.SocketOption.LINGER, 0)
             socket.connect(self.replay_endpoint)
             await socket.send_multipart([b"", struct.pack(">Q", self._next)])
             with contextlib.suppress(TimeoutError):

@@ -22,7 +22,7 @@ MAX_ERROR = 1000  # characters of a foreign message that are repeated
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NextTokens:
     """Some next tokens of a sequence. `finish`: it ends with them, by `stop`, the id, if that is the reason."""
 
     ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class PromptUsage:
     """Comes last, if at all: how many of the prompt's tokens were cached."""
 
     prompt_tokens: int
@@ -53,7 +53,7 @@ class TokenRoutes:
     async def close(self) -> None:
         await self._session.close()
 
-    async def generate(self, body: Mapping[str, Any], alternatives: int = 0) -> AsyncIterator[Part | Usage]:
+    async def generate(self, body: Mapping[str, Any], alternatives: int = 0) -> AsyncIterator[NextTokens | PromptUsage]:
         """Stream one sequence. Leaving the iteration closes the connection, which aborts it.
 
         Log probabilities have so many `alternatives`: a body that asks for them has to ask for one more, as vLLM counts
@@ -100,25 +100,25 @@ class TokenRoutes:
         return found
 
 
-def _parts(data: bytes, alternatives: int) -> list[Part | Usage]:
+def _parts(data: bytes, alternatives: int) -> list[NextTokens | PromptUsage]:
     """What one chunk tells. Raises EngineFailure if it is no chunk, or tells of an error."""
     try:
         chunk = orjson.loads(data)
         if "error" in chunk:
             raise EngineFailure(f"vLLM failed: {_message(chunk)}")
-        found: list[Part | Usage] = [_part(choice, alternatives) for choice in chunk["choices"]]
+        found: list[NextTokens | PromptUsage] = [_part(choice, alternatives) for choice in chunk["choices"]]
         if usage := chunk.get("usage"):
             details = usage.get("prompt_tokens_details") or {}
-            found.append(Usage(usage["prompt_tokens"], details.get("cached_tokens") or 0))
+            found.append(PromptUsage(usage["prompt_tokens"], details.get("cached_tokens") or 0))
         return found
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise EngineFailure(f"vLLM sent a chunk that is none: {type(error).__name__}: {data[:80]!r}") from error
 
 
-def _part(choice: Mapping[str, Any], alternatives: int) -> Part:
+def _part(choice: Mapping[str, Any], alternatives: int) -> NextTokens:
     scored = (choice.get("logprobs") or {}).get("content") or ()
     logprobs = tuple(_logprobs(one, alternatives) for one in scored)
-    return Part(tuple(choice["token_ids"] or ()), logprobs, choice["finish_reason"], choice.get("stop_reason"))
+    return NextTokens(tuple(choice["token_ids"] or ()), logprobs, choice["finish_reason"], choice.get("stop_reason"))
 
 
 def _logprobs(scored: Mapping[str, Any], alternatives: int) -> TokenLogprobs:

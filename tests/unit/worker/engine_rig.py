@@ -13,10 +13,11 @@ from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, Sequ
 from kvfleet.worker.model.fake import FakeRunner, _value
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.schedule.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.errors import KvfleetError
 from kvproto.messages import FinishReason, Overflow, Sampling, TokenLogprobs, Tokens
+from kvsampling.draw import Draw
 from tests.support.id_detokenizer import IdDetokenizer
 
 ROOT = b"tenant root 16 b"

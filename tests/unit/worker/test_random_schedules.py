@@ -17,9 +17,10 @@ from engine_rig import ROOT, Clock, Transcript, WindowedRunner, expected_tokens,
 from kvfleet.worker.engine.outputs import StepResult
 from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import Cancelled, ContextLengthExceeded, DeadlineExceeded, KvfleetError, OutOfMemory
 from kvproto.messages import FinishReason, Overflow, Sampling, Tier
+from kvsampling.draw import Drawn
 
 SCHEDULES = 2000
 MOST_STEPS = 3000

@@ -12,8 +12,9 @@ import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
 from kvfleet.worker.model.fake import FakePace, FakeRunner
-from kvfleet.worker.schedule.step_plan import Draw, Scored, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.messages import Sampling
+from kvsampling.draw import Draw, Scored
 
 GREEDY = Draw(Sampling(1, temperature=0.0), 0, 0)
 

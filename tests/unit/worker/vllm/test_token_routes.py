@@ -10,7 +10,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from kvfleet.worker.vllm.token_routes import ABORT, GENERATE, Part, TokenRoutes, Usage
+from kvfleet.worker.vllm.token_routes import ABORT, GENERATE, NextTokens, PromptUsage, TokenRoutes
 from kvproto.errors import ContextLengthExceeded, EngineFailure, InvalidRequest, KvfleetError, ModelNotFound
 from kvproto.messages import TokenLogprobs
 
@@ -92,7 +92,7 @@ async def test_a_stream(server: Server, routes: TokenRoutes) -> None:
     server.streams(chunk(5), chunk(6, 7), chunk(8, finish="stop", stop=8), USAGE, "[DONE]")
     body = {"request_id": "a", "token_ids": [1, 2], "sampling_params": {"max_tokens": 4}}
     assert [one async for one in routes.generate(body)] == [
-        Part((5,)), Part((6, 7)), Part((8,), (), "stop", 8), Usage(100, 96),
+        NextTokens((5,)), NextTokens((6, 7)), NextTokens((8,), (), "stop", 8), PromptUsage(100, 96),
     ]  # fmt: skip
     assert server.asked == [(GENERATE, body)]
 
@@ -105,7 +105,7 @@ async def test_log_probabilities(server: Server, routes: TokenRoutes) -> None:
     second = best[0] | {"top_logprobs": [*best, {"token_id": 2, "logprob": -1.0, "rank": 2}]}
     server.streams(chunk(22, 3, logprobs={"content": [first, second]}), chunk(finish="length"), "[DONE]")
     parts = [one async for one in routes.generate({}, 2)]
-    assert parts[0] == Part(
+    assert parts[0] == NextTokens(
         (22, 3), (TokenLogprobs(-3.5, (3, 4), (-0.5, -1.0)), TokenLogprobs(-0.5, (3, 2), (-0.5, -1.0)))
     )
 
@@ -161,7 +161,7 @@ async def test_a_server_that_dies_in_the_middle(server: Server, routes: TokenRou
     with pytest.raises(EngineFailure, match=r"is gone|before its end"):
         async for one in routes.generate({}):
             seen.append(one)
-    assert seen in ([], [Part((5,))])
+    assert seen in ([], [NextTokens((5,))])
 
 
 async def test_nobody_is_there() -> None:
