@@ -19,7 +19,7 @@ import pytest
 from tests.unit.floors import ABOVE, FLOORS, PAGE, drawn
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"kvproto", "kvservice", "kvcpu", "kvsampling"}
+LIBRARIES = {"kvproto", "kvservice", "kvcpu", "kvsampling", "kvfleet_vllm"}
 SERVICES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
 
 IMPURE = {
@@ -47,7 +47,7 @@ PURE = {
 EXCEPTIONS = {"kvproto.ids": {"os", "time"}}
 
 NATS_DOORS = ("kvproto.connection", "kvproto.buckets", "kvproto.testing")
-TORCH_ROOM = ("kvcpu", "kvsampling", "kvfleet.worker.model", "kvfleet.worker.engine.engine_factory")
+TORCH_ROOM = ("kvcpu", "kvsampling", "kvfleet_vllm", "kvfleet.worker.model", "kvfleet.worker.engine.engine_factory")
 
 # What each floor may use beside the standard library and its own. kvproto's is the bare install of a producer.
 THIRD_PARTY = {
@@ -58,6 +58,7 @@ THIRD_PARTY = {
                   "setproctitle", "opentelemetry"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
     "kvsampling": {"torch", "numpy"},
+    "kvfleet_vllm": {"torch", "vllm", "msgpack"},
     "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_core", "pydantic_settings", "prometheus_client", "jwt", "httpx"},
     "kvfleet.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
@@ -189,6 +190,7 @@ def test_floors() -> None:
         "kvservice": {"kvproto", "kvservice"},
         "kvcpu": {"kvservice", "kvcpu"},
         "kvsampling": {"kvproto", "kvcpu", "kvsampling"},
+        "kvfleet_vllm": {"kvproto", "kvsampling", "kvfleet_vllm"},
         "kvfleet": set[str](),
     }
     for module in SOURCES:
