@@ -20,13 +20,13 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.harness.yardstick_machine import Machine
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceStarted, StepResult
 from kvfleet.worker.model.assembly import KvDtype, build_runner, with_kv_dtype
 from kvfleet.worker.model.loader import Dtype, LoadFormat, load_model
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
-from kvproto.messages import Sampling, Tokens
+from kvproto.messages import ChoiceFinished, Sampling, Tokens
 from tests.support.id_detokenizer import IdDetokenizer
 
 BLOCK = 16
@@ -169,7 +169,7 @@ class Ours:
                 elif isinstance(output, Tokens):
                     run.ttft_s[index] = run.ttft_s[index] or now
                     run.tokens[index] += output.ids
-                elif isinstance(output, SequenceFinished):
+                elif isinstance(output, ChoiceFinished):
                     left -= 1
         run.seconds = run.steps[-1].ended
         assert all(len(tokens) == max_tokens for tokens in run.tokens)

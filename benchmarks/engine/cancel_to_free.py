@@ -18,10 +18,10 @@ from benchmarks.engine._engine import CORES, ROOT, Ours, fresh_prompts
 from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvproto.errors import Cancelled
-from kvproto.messages import Sampling, Tokens
+from kvproto.messages import ChoiceFinished, Sampling, Tokens
 
 CHUNK, STREAMS, PROMPT, OUTPUT = 2_048, 8, 128, 3_900
 EARLIEST, LATEST = 0.1, 0.5
@@ -49,7 +49,7 @@ class Desk:
             for output in result.outputs:
                 if isinstance(output, Tokens):
                     self.tokens[output.request] = self.tokens.get(output.request, 0) + len(output.ids)
-                elif isinstance(output, SequenceFinished | SequenceFailed):
+                elif isinstance(output, ChoiceFinished | SequenceFailed):
                     if isinstance(output, SequenceFailed) and not isinstance(output.error, Cancelled):
                         raise output.error
                     self.ended.add(output.request)

@@ -17,8 +17,7 @@ from statistics import median, quantiles
 from benchmarks.engine._engine import CORES, Ours, fresh_prompts
 from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
-from kvfleet.worker.engine.outputs import SequenceFinished
-from kvproto.messages import Tokens
+from kvproto.messages import ChoiceFinished, Tokens
 
 STREAMS, PROMPT, ARRIVING = 8, 128, 4_000
 OUTPUT = 3_900  # more than are decoded here
@@ -50,7 +49,7 @@ class Streams:
                 if found is not None:
                     found.append(now - self._last[output.request])
                 self._last[output.request] = now
-        return {output.request for output in outputs if isinstance(output, SequenceFinished)}
+        return {output.request for output in outputs if isinstance(output, ChoiceFinished)}
 
 
 def main() -> None:

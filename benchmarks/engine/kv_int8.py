@@ -26,7 +26,7 @@ from kvfleet.worker.schedule.step_plan import Slice
 NAME, UNIT, FLOOR = "kv_int8", "percent of perplexity, at most", 0.5
 PEER = "the same model with its KV in fp32"
 TEXT = Path(__file__).resolve().parents[3] / "shared" / "data" / "shakespeare.txt"
-HELD_OUT = 0.1  # of the text, its end: see scripts.train_demo_model
+HELD_OUT = 0.1  # of the text, its end: see kvfleet.worker.model.train_demo_model
 WINDOW, CHUNK, BOS = 2_048, 512, 0
 
 

@@ -25,8 +25,7 @@ from kvproto.client import Client
 from kvproto.messages import Sampling, Started, Tokens
 from kvproto.streams.generation import Generation
 from kvproto.testing.nats_cluster import SYSTEM_PASSWORD, SYSTEM_USER, NatsCluster
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerSpec
+from kvproto.testing.nats_process import NatsProcess, ServerSpec
 from tests.support.processes import KVFLEET, Deployment, Service
 from tests.support.unfailed import unfailed
 

@@ -33,7 +33,7 @@ import uvloop
 
 from benchmarks.harness.http import Connection
 from kvfleet.cli.embedded import embedded_nats
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 
 PLACE, GENERATE, TOKENS = "yardstick.place", "yardstick.generate", "yardstick.tokens"
 RELAYED = "yardstick.relayed"

@@ -17,10 +17,9 @@ from pathlib import Path
 import uvloop
 
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError
 from kvproto.messages import Tokens
-from kvproto.nats_message import Message
 
 
 async def main(url: str, inbox: str, file: Path) -> None:

@@ -18,7 +18,7 @@ from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.members import Lease
 from kvproto.messages import (
     Accepted,
@@ -34,7 +34,6 @@ from kvproto.messages import (
     State,
     Tokens,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
 
 STEPS_IN_FLIGHT = 32

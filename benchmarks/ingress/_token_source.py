@@ -21,7 +21,7 @@ from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.members import LEASE_PERIOD_S
 from kvproto.messages import (
     Accepted,
@@ -38,7 +38,6 @@ from kvproto.messages import (
     Tokens,
     WorkerRecord,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix, member_key
 
 MESSAGES_IN_FLIGHT = 512

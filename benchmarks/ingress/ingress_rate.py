@@ -32,7 +32,7 @@ from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.embedded.processes import Process
 from kvfleet.cli.operator.init import create_buckets
 from kvfleet.cli.operator.operator_login import Login
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from kvservice import launch
 
 STREAMS, TOKENS, FLOOR = 64, 2000, 20.0  # 50,000 tokens/s where the plain loop did 2.2 million would be 45

@@ -39,7 +39,7 @@ from benchmarks.ingress.ingress_rate import MARK, wait_ready
 from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.operator.init import create_buckets
 from kvfleet.cli.operator.operator_login import Login
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from kvservice import launch
 
 FLOOR = (

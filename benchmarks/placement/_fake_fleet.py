@@ -31,7 +31,7 @@ from benchmarks.placement import _fleet_prompts as prompts
 from benchmarks.placement._fake_data_plane import FakeDataPlane
 from kvproto import codec
 from kvproto.block_hash import digest_term
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.ids import new_epoch
 from kvproto.messages import (
     BlockRun,
@@ -48,7 +48,6 @@ from kvproto.messages import (
     TierEvents,
     WorkerRecord,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix, member_key
 
 TICK_S, RECORD_S, BEAT_S, MILESTONES_S = 0.005, 1.0, 0.5, 0.02

@@ -11,7 +11,7 @@ from random import Random
 from benchmarks.harness.report import progress
 from benchmarks.placement._index_load import BLOCKS, HEARD_BETWEEN, WORKERS, Event, Load, Prompt
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Tick, WorkerJoined
+from kvfleet.placement.events import Tick, WorkerRegistered
 from kvfleet.placement.index.changes import TIERS, read_changes
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.placement.workers.warm_up import warm_up
@@ -79,7 +79,7 @@ class FullCore:
         self._seq = [0] * WORKERS
         self._digest = [0] * WORKERS
         for name in NAMES:
-            self.core.handle(WorkerJoined(worker_record(name), None), self.now)
+            self.core.handle(WorkerRegistered(worker_record(name), None), self.now)
         for event in load.fill():
             self.hear(event)
         self.beat()

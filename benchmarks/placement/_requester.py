@@ -21,9 +21,8 @@ import msgpack
 
 from benchmarks.placement import _fleet_prompts as prompts
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import PlaceRequest
-from kvproto.nats_message import Message
 from kvproto.subjects import INGRESS_INBOX, Subjects, inbox_prefix
 
 INBOX = inbox_prefix(INGRESS_INBOX, "bench")

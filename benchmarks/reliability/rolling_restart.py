@@ -36,13 +36,12 @@ from benchmarks.harness.live_fleet import (
 from benchmarks.harness.report import finish, parser, progress
 from kvproto import codec
 from kvproto.client import Client
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError
 from kvproto.ids import new_request_id
 from kvproto.messages import Started
-from kvproto.nats_message import Message
-from kvproto.testing.free_ports import free_port
 from kvproto.testing.nats_cluster import NatsCluster
+from kvproto.testing.nats_process import free_port
 
 TOKENS, RATE = 150, 200  # of a request; a second and worker
 CLIENTS, HTTP, PRODUCERS = 12, 8, 4

@@ -14,22 +14,22 @@ from pathlib import Path
 
 from benchmarks.engine._engine import BLOCK, CORES, NO_HURRY, ROOT, OurRun, Ours, Step
 from benchmarks.tiers._vault import Vault
+from kvfleet.worker.blocks.block_codec import BlockShape, warm_up
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceStarted, StepResult
 from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.model.loader import Dtype, LoadFormat
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.tiers.block_codec import BlockShape, warm_up
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
-from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
+from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto.block_hash import chain
 from kvproto.dataplane.block import BlockCodec
-from kvproto.messages import Sampling, Tier, Tokens
+from kvproto.messages import ChoiceFinished, Sampling, Tier, Tokens
 
 
 class TieredOurs(Ours):
@@ -137,7 +137,7 @@ class TieredOurs(Ours):
                 elif isinstance(output, Tokens):
                     run.ttft_s[index] = run.ttft_s[index] or now
                     run.tokens[index] += output.ids
-                elif isinstance(output, SequenceFinished):
+                elif isinstance(output, ChoiceFinished):
                     left -= 1
         run.seconds = time.perf_counter() - began
         return run

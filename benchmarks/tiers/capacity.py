@@ -23,8 +23,8 @@ from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
 from benchmarks.tiers._tiered import TieredOurs
 from benchmarks.tiers._vault import Vault
-from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted
-from kvproto.messages import Tokens
+from kvfleet.worker.engine.outputs import SequenceStarted
+from kvproto.messages import ChoiceFinished, Tokens
 
 SESSIONS, AT_ONCE = 16, 4
 BEGIN, NEW, OUT = 960, 64, 16
@@ -69,7 +69,7 @@ def converse(ours: TieredOurs, turns: int, seed: int) -> Served:
                 served.found.update(below)
                 served.found["device"] += output.cached_tokens - sum(below.values())
                 served.prompt_tokens += output.prompt_tokens
-            elif isinstance(output, SequenceFinished):
+            elif isinstance(output, ChoiceFinished):
                 del running[output.request]
     served.seconds = time.perf_counter() - began
     served.tokens += served.prompt_tokens

@@ -25,10 +25,10 @@ from benchmarks.engine._versus import SHORT
 from benchmarks.engine.kv_int8 import CHUNK, TEXT, windows_of
 from benchmarks.harness.report import finish, parser, progress, spread
 from benchmarks.harness.yardstick_machine import measure_machine
+from kvfleet.worker.blocks.block_codec import SNR_GATE_DB, BlockShape, choose, decode, encode, encoded_bytes, warm_up
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.schedule.step_plan import Slice
-from kvfleet.worker.tiers.block_codec import SNR_GATE_DB, BlockShape, choose, decode, encode, encoded_bytes, warm_up
 from kvproto.dataplane.block import BlockCodec
 
 NAME, UNIT = "codec", "GB/s of unquantised bytes"

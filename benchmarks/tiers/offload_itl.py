@@ -21,10 +21,9 @@ from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
 from benchmarks.tiers._tiered import TieredOurs
 from benchmarks.tiers._vault import Vault
-from kvfleet.worker.engine.outputs import SequenceFinished
 from kvfleet.worker.tiers.offloader import Chain
 from kvproto.block_hash import chain
-from kvproto.messages import Tier
+from kvproto.messages import ChoiceFinished, Tier
 from tests.support.slow_proxy import SlowProxy
 
 STREAMS, PROMPT, CACHED, CHAINS = 8, 128, 1_024, 4
@@ -56,7 +55,7 @@ class Streams:
             if result is not None and result.sequences == STREAMS and not result.prefill_tokens:
                 taken.append(time.perf_counter() - began)
             outputs = result.outputs if result is not None else ()
-            assert not any(isinstance(output, SequenceFinished) for output in outputs)
+            assert not any(isinstance(output, ChoiceFinished) for output in outputs)
         return taken
 
 

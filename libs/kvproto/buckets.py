@@ -83,10 +83,6 @@ class Bucket:
                 return Entry(key, None, error.entry.revision if error.entry else 0)
         return Entry(key, entry.value or None, entry.revision, not entry.value and entry.operation == "PURGE")
 
-    async def put(self, key: str, value: bytes) -> int:
-        with _jetstream("write", key):
-            return int(await self._kv.put(key, value))
-
     async def update(self, key: str, value: bytes, revision: int) -> int:
         """Compare-and-set: write if the key's last revision (value or marker; 0: never written) is `revision`."""
         with _jetstream("write", key, revision):

@@ -3,6 +3,9 @@
 async with await Client.open("nats://127.0.0.1:4222") as client:
     async with client.generate(Generation("demo", Sampling(max_tokens=50), prompt="O Romeo")) as stream:
         async for event in stream: ...
+
+A question to a worker, or its answer, that exceeds one message travels in parts. A long history's token ids go first,
+each message answered empty; the last message is the question itself (`AdminRequest.question`).
 """
 
 from __future__ import annotations
@@ -15,22 +18,33 @@ from typing import Any
 
 from kvproto import codec
 from kvproto.block_hash import pack_ids
-from kvproto.connection import Connection
-from kvproto.errors import InvalidRequest, KvfleetError, LimitExceeded, NotFound, PermissionDenied
+from kvproto.connection import Connection, Message, is_no_responders
+from kvproto.errors import (
+    CodecError,
+    InvalidRequest,
+    KvfleetError,
+    LimitExceeded,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+    from_code,
+)
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.ids import DEFAULT_NAMESPACE, DEFAULT_TENANT, is_token, new_process_id, new_request_id
 from kvproto.members import Members
 from kvproto.messages import (
     MAX_NAME_CHARS,
     AdminCommand,
+    AdminReply,
     AdminRequest,
     Bundle,
     Continuation,
     Decision,
     ExplainRequest,
+    Explanation,
+    Role,
     Sampling,
 )
-from kvproto.questions import MAX_NEWEST, ask_placements, ask_worker
 from kvproto.schema import read_map, to_map
 from kvproto.streams.generation import ClientCounters, Generation, seed_of
 from kvproto.streams.request_driver import RequestDriver
@@ -43,6 +57,11 @@ GAP_S = 0.02
 WATCH_PERIOD_S = 0.05
 PAUSED_LIMIT_S = 60.0
 BUFFER_TOKENS = 4096
+EXPLAIN_TIMEOUT_S = 0.5  # of every client: a replica drops a question that is older
+MAX_NEWEST = 200
+HEADROOM_BYTES = 4096  # of a message, for all fields but ids
+ID_BYTES = 4
+STRAY_BYTES = 32  # besides its ids
 
 
 class Client:
@@ -178,7 +197,7 @@ class Client:
                         stream.fail(LimitExceeded(f"the client did not read for {PAUSED_LIMIT_S:.0f} s"))
                         stream.signal(Signal.CANCELLED)
                     continue
-                verdict = self._judge(stream, now) if now - stream.last_frame_at > LEAST_S else Verdict.WAIT
+                verdict = self._judge(stream, now) if now - stream.hearing.heard_at > LEAST_S else Verdict.WAIT
                 if verdict is Verdict.ASK:
                     stream.signal(Signal.SILENT)
                 elif verdict is not Verdict.WAIT:
@@ -187,7 +206,7 @@ class Client:
                 elif (
                     stream.gap_since is not None
                     and now - stream.gap_since > GAP_S
-                    and now - stream.last_probe_at > 10 * GAP_S
+                    and now - stream.hearing.probed_at > 10 * GAP_S
                 ):
                     stream.signal(Signal.GAP)
 
@@ -197,11 +216,8 @@ class Client:
         return judge(
             now,
             self._ear,
-            heard_at=stream.last_frame_at,
-            asked_at=stream.asked_at,
-            probed_at=stream.last_probe_at,
-            answers=stream.answers,
-            step_age_s=stream.step_age_s,
+            stream.hearing,
+            stream.assembly.tokens,
             step_s=beat.rates.step_s if beat is not None else 0.0,
             beat_at=view.heartbeat_at if view is not None else -1e9,
             server_at=self.connection.heard_at,
@@ -218,12 +234,39 @@ class Client:
         self._ear.tick(self.now(), listens=False)
         for stream in list(self._streams.values()):
             if stream.accepted:
-                stream.last_frame_at = self.now()
+                stream.hearing.heard_at = self.now()
                 stream.signal(Signal.SILENT)
 
     async def admin(self, worker: str, request: AdminRequest, timeout_s: float = 5.0) -> bytes:
-        """The joined parts of a worker's answer. Raises its error, WorkerLost, TimeoutError, Unavailable."""
-        return await ask_worker(self.connection, self.subjects, worker, request, timeout_s)
+        """The joined parts of a worker's answer, each within `timeout_s`. Raises its error, WorkerLost, TimeoutError,
+        Unavailable."""
+
+        async def exchange(question: AdminRequest) -> AdminReply:
+            subject = self.subjects.worker_admin(worker)
+            message = await self.connection.request(subject, codec.encode(question), timeout_s)
+            reply = codec.decode(AdminReply, message.data)
+            if reply.code is not None:
+                raise from_code(reply.code, reply.message)
+            return reply
+
+        strays = sum(len(one.ids) * ID_BYTES + STRAY_BYTES for one in request.strays)
+        room = (min(self.connection.max_payload, codec.MAX_MESSAGE_BYTES) - HEADROOM_BYTES - strays) // ID_BYTES
+        ids = request.ids
+        if len(ids) > room:
+            request = replace(request, question=new_request_id())
+            for start in range(0, len(ids), room):
+                some = replace(request, ids=ids[start : start + room], ids_before=start, more_ids=True, strays=())
+                await exchange(some)
+            request = replace(request, ids=(), ids_before=len(ids))
+        parts: list[bytes] = []
+        total, digest = 1, ""
+        while len(parts) < total:
+            reply = await exchange(replace(request, part=len(parts)))
+            if parts and (reply.parts, reply.digest) != (total, digest):
+                raise Unavailable(f"the answer of worker {worker} changed while it was fetched", retry_after_s=0.0)
+            total, digest = reply.parts, reply.digest
+            parts.append(reply.data)
+        return b"".join(parts)
 
     async def bundle(self, worker: str) -> Bundle:
         """Tokenizer, template and defaults of the model this worker serves."""
@@ -258,7 +301,40 @@ class Client:
         return tuple(sorted(decisions, key=lambda one: (one.unix_ms, one.attempt), reverse=True)[:limit])
 
     async def _decisions(self, question: ExplainRequest) -> list[Decision]:
-        return await ask_placements(self.connection, self.subjects, self.members.view, question)
+        """Of all replicas, as each remembers only its own. Ends with the last known replica, or after 0.5 s. Raises
+        Unavailable if none answers."""
+        found: dict[str, list[Decision]] = {}
+        done: set[str] = set()
+        complete = asyncio.Event()
+
+        async def hear(message: Message) -> None:
+            if is_no_responders(message):
+                complete.set()
+                return
+            try:
+                answer = codec.decode(Explanation, message.data)
+            except CodecError:
+                return  # of a newer version, perhaps
+            found.setdefault(answer.placement, []).extend(answer.decisions)
+            if not answer.more:
+                done.add(answer.placement)
+                if {member for role, member in self.members.view.members if role is Role.PLACEMENT} <= done:
+                    complete.set()
+
+        inbox = f"{self.connection.inbox_prefix}.x.{new_process_id()}"
+        subscription = await self.connection.subscribe(inbox, hear)
+        try:
+            await self.connection.publish(self.subjects.placement_explain(), codec.encode(question), reply=inbox)
+            async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
+                await complete.wait()
+        except TimeoutError:
+            pass  # a replica that vanished stays a member for some seconds
+        finally:
+            with contextlib.suppress(Exception):  # the connection may be closing
+                await subscription.unsubscribe()
+        if not found:
+            raise Unavailable("no placement replica answers", retry_after_s=1.0)
+        return [decision for of_one in found.values() for decision in of_one]
 
     async def miss(self, model: str) -> None:
         """Report a request for a model without a known worker. Raises NoWorkers if it is one of this fleet's."""

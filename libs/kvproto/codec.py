@@ -24,7 +24,7 @@ import msgpack
 
 from kvproto import messages as m
 from kvproto.errors import CodecError, VersionMismatch
-from kvproto.schema import enum_reader, read_map, schema_of, to_map, type_error
+from kvproto.schema import read_map, schema_of, to_map, type_error
 
 VERSION = 1
 MIN_VERSION = max(1, VERSION - 1)
@@ -277,24 +277,3 @@ def open_events(data: bytes) -> tuple[str, int, list[Any]]:
     if type(epoch) is not str or type(seq) is not int or seq < 0 or type(changes) is not list:
         raise CodecError("wrong type", field="events.seq")
     return epoch, seq, changes
-
-
-def decode_events(data: bytes) -> m.KvEvents:
-    """Inverse of `encode_events`. Raises CodecError."""
-    epoch, seq, changes = open_events(data)
-    try:
-        out = []
-        for tier, removed, runs in changes:
-            if type(removed) is not bool:
-                raise CodecError("wrong type", field="events.removed")
-            read = tuple(m.BlockRun(parent, tuple(hashes)) for parent, hashes in runs)
-            for run in read:
-                if type(run.parent) is not bytes or any(type(h) is not bytes or len(h) != 16 for h in run.hashes):
-                    raise CodecError("hashes are 16 bytes", field="events.hashes")
-            out.append(m.TierEvents(_TIER(tier, "events.tier"), removed, read))
-    except (TypeError, ValueError, KeyError):
-        raise CodecError("wrong shape", field="events") from None
-    return m.KvEvents(epoch, seq, tuple(out))
-
-
-_TIER = enum_reader(m.Tier)

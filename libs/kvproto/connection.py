@@ -11,14 +11,13 @@ import contextlib
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import nats
 import nats.errors
 from nats.aio.client import Client as NatsClient
 
 from kvproto.errors import AuthenticationFailed, Unavailable, WorkerLost
-from kvproto.nats_message import Message, Subscription
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +27,41 @@ PENDING_LIMIT = 8 * 1024 * 1024  # bytes of messages that wait during an outage
 PROBE_AFTER_S = 0.6  # without a message, the server is pinged
 SILENT_S = 1.5  # without a message, the server counts as silent
 
+NO_RESPONDERS = "503"
+JSON_HEADER = {"Content-Type": "application/json"}
+
+
+class Message(Protocol):
+    @property
+    def subject(self) -> str: ...
+    @property
+    def reply(self) -> str: ...
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def headers(self) -> dict[str, str] | None: ...
+
+
+class Subscription(Protocol):
+    async def unsubscribe(self) -> None:
+        """Discards queued messages."""
+
+    async def drain(self) -> None:
+        """Delivers queued messages first."""
+
 
 Callback = Callable[[Message], Awaitable[None]]
+
+
+def is_no_responders(message: Message) -> bool:
+    return not message.data and bool(message.headers) and (message.headers or {}).get("Status") == NO_RESPONDERS
+
+
+def is_json(message: Message) -> bool:
+    headers = message.headers or {}
+    return any(
+        k.lower() == "content-type" and v.split(";")[0].strip() == "application/json" for k, v in headers.items()
+    )
 
 
 class _Client(NatsClient):  # type: ignore[misc]

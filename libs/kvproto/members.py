@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 
 from kvproto import codec
 from kvproto.buckets import Bucket, BucketFollower, BucketWatch, Entry, StaleRevision
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.errors import CodecError, KvfleetError, Unavailable
 from kvproto.fleet_view import Change, FleetView, WorkerView
 from kvproto.hash_ring import HashRing
 from kvproto.ids import new_process_id
 from kvproto.messages import Heartbeat, MemberRecord, Role, WorkerRecord
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects, member_key
 from kvproto.tasks import end
 

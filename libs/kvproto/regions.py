@@ -74,9 +74,6 @@ class Regions:
         """As of the last time that silent ones were forgotten."""
         return len(self._heard)
 
-    def names(self, now: float) -> list[str]:
-        return sorted({region for region, _ in self._fresh(now)})
-
     def ready(self, model: str, now: float, excluded: Sequence[str] = ()) -> dict[str, float]:
         """Regions with a ready worker, and seconds until one would begin a request, as the slowest replica says."""
         found: dict[str, float] = {}

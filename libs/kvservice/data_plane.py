@@ -15,7 +15,7 @@ from kvproto.dataplane.serving import OnTraced, ServingLimits, TracedRequest
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Tier
 from kvservice.lifecycle import Lifecycle
-from kvservice.own_folder import make_own_folder, remove_own_folder
+from kvservice.private_files import make_own_folder, remove_own_folder
 from kvservice.settings import ServiceSettings
 from kvservice.tls import FollowingContext
 from kvservice.tracing import Tracer

@@ -60,14 +60,10 @@ class EventLog:
             self._known.popitem(last=False)
         return KvEvents(self.epoch, self.seq, changes)
 
-    def seq_of(self, digest: int) -> int:
-        """The event that led to `digest`: a snapshot under it is complete up to there. 0 for a digest long gone, so
-        that a listener takes every event after it."""
-        return self._known.get(digest, (0, 0))[0]
-
     def snapshot(self, held: Mapping[Tier, Sequence[bytes]], digest: int, asked: Tier | None = None) -> list[Snapshot]:
         """What was `held` under `digest`, of all tiers or the `asked` one, in parts numbered across tiers. Parts of one
-        tier have no digest of all tiers. Nothing held is one empty part, so that the listener learns of it."""
+        tier have no digest of all tiers. Nothing held is one empty part, so that the listener learns of it. Complete up
+        to `seq`, the event that led to `digest`; 0 for a digest long gone: the listener takes every event after it."""
         seq, plain = self._known.get(digest, (0, 0))
         chunks = [
             (tier, b"".join(hashes[start : start + HASHES_PER_PART]))

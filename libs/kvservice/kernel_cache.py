@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvservice.own_folder import make_own_folder
+from kvservice.private_files import make_own_folder, write_private
 
 DIGEST_BYTES = 16
 
@@ -49,10 +49,7 @@ def keep(path: Path, data: bytes) -> None:
     """The file appears whole, or not at all if there is no room."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=path.parent)
-        with open(number, "wb") as file:
-            file.write(_digest(data) + data)
-        os.replace(name, path)
+        write_private(path, _digest(data) + data)
 
 
 def read_kept(path: Path) -> bytes | None:

@@ -13,13 +13,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import uvloop
 
 from kvproto.errors import KvfleetError
+from kvproto.tasks import VitalTasks, end
 from kvservice import logs
 from kvservice.settings import ServiceSettings, load
 
@@ -39,7 +40,8 @@ class Lifecycle:
         self.stopping = asyncio.Event()
         self.exit_code = 0
         self._closers: list[tuple[str, Closer, float]] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.tasks = VitalTasks(self.fatal)
+        self.spawn = self.tasks.spawn
         self._beat_at = time.monotonic()
 
     @property
@@ -54,19 +56,6 @@ class Lifecycle:
 
     def closing(self, name: str, closer: Closer, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self._closers.append((name, closer, timeout_s))
-
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """A task whose failure ends the process: a service without one of its loops only looks alive."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)
-            self.fatal(f"{task.get_name()} failed: {error}")
 
     def stop(self) -> None:
         self.stopping.set()
@@ -85,11 +74,7 @@ class Lifecycle:
                 await asyncio.wait_for(closer(), timeout_s)
             except Exception as error:  # noqa: BLE001 - a loop's top: the other closers must still run
                 log.warning("closing %s: %s %s", name, type(error).__name__, error)
-        for task in list(self._tasks):
-            task.cancel()
-        for task in list(self._tasks):
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+        await end(self.tasks.running)
 
     async def watch_parent(self, parent: int) -> None:
         """End with the process that started this one, even if that was killed."""

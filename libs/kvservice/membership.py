@@ -74,7 +74,7 @@ def tls_context(settings: ServiceSettings) -> ssl.SSLContext | None:
     return FollowingContext.of("the TLS files for NATS", build, files)
 
 
-def member_record(role: Role, member: str, *, address: str = "", inbox: str = "") -> MemberRecord:
+def member_record(role: Role, member: str, *, address: str = "") -> MemberRecord:
     """A new life of a process that is no worker."""
     return MemberRecord(
         id=member,
@@ -86,6 +86,5 @@ def member_record(role: Role, member: str, *, address: str = "", inbox: str = ""
         pid=os.getpid(),
         versions=codec.supported_versions(),
         address=address,
-        inbox=inbox,
         started_unix_ms=int(time.time() * 1000),
     )

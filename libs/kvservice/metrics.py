@@ -1,4 +1,4 @@
-"""Metrics and probes of a process, and the port that shows them.
+"""Metrics and probes of a process, those that all processes have, and the port that shows them.
 
 Counters are plain integers where the work is done; a collector reads them when it is scraped, so they cost the hot path
 nothing, and every series exists from the start at 0. The port is open from the start, for orchestrators:
@@ -16,6 +16,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -25,6 +28,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvservice.lifecycle import Lifecycle
 from kvservice.settings import ServiceSettings
@@ -85,6 +89,51 @@ def _family(reading: Reading) -> Any:
     return kind(reading.name.removesuffix("_total"), reading.help, labels=reading.labels)
 
 
+def common_readings(role: str, connection: Connection, certificates: Mapping[str, str | Path | None]) -> list[Reading]:
+    """`certificates`: PEM files by their use."""
+    there = {use: Path(path) for use, path in certificates.items() if path is not None}
+    return [
+        Reading(
+            "kvfleet_build_info",
+            "1; its labels say what runs",
+            labels=("version", "role"),
+            read_labelled=lambda: {(build_version(), role): 1.0},
+        ),
+        Reading(
+            "kvfleet_nats_connections",
+            "connections to NATS that stand: 1, or 0 in an outage",
+            lambda: connection.is_connected,
+        ),
+        Reading("kvfleet_nats_reconnects_total", "reconnects to NATS", lambda: connection.reconnects_total),
+        Reading("kvfleet_nats_errors_total", "errors of NATS or its client", lambda: connection.errors_total),
+        Reading(
+            "kvfleet_certificate_expiry_seconds",
+            "when this process's own certificate ends, in Unix time",
+            labels=("certificate",),
+            read_labelled=lambda: {(use,): end for use, path in there.items() if (end := _ends_at(path)) is not None},
+        ),
+    ]
+
+
+@cache
+def build_version() -> str:
+    try:
+        return version("kvfleet")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"
+
+
+def _ends_at(path: Path) -> float | None:
+    """Read at each scrape, as certificates are renewed while a process runs."""
+    from cryptography import x509  # only a process with certificates loads it
+
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()
+    except (OSError, ValueError) as error:
+        log.debug("certificate %s cannot be read: %s", path, error)
+        return None
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     """A thread per connection, so that a silent one does not block probes."""
 
@@ -142,11 +191,10 @@ class Probes:
 
     def __init__(self, settings: ServiceSettings, life: Lifecycle) -> None:
         """Raises Unavailable for a port that is taken."""
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        self._registry = registry
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._ready = False
-        self.port = open_port(settings, life, registry, lambda: self._ready)
+        self.port = open_port(settings, life, self._registry, lambda: self._ready)
 
     def ready(self, readings: Iterable[Reading]) -> None:
         """From now on requests are served, and these are shown."""

@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_process_id
-from kvservice.secret_file import read_secret
+from kvservice.private_files import read_secret
 
 T = TypeVar("T", bound="ServiceSettings")
 

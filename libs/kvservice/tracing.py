@@ -75,11 +75,7 @@ class Tracer:
 NULL = Tracer()
 
 _current: ContextVar[SpanIds | None] = ContextVar("kvfleet_span", default=None)
-
-
-def current() -> SpanIds | None:
-    """The span that this task works for; logs show it."""
-    return _current.get()
+current = _current.get  # the span that this task works for; logs show it
 
 
 def work_for(span: Span | None) -> None:
@@ -98,6 +94,20 @@ def within(span: Span | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def by_nats(
+    operation: str, kind: Literal["send", "process"], model: Value, tenant: Value, request: Value
+) -> dict[str, Value]:
+    """The attributes of a message about a request."""
+    return {
+        "messaging.system": "nats",
+        "messaging.operation.name": operation,
+        "messaging.operation.type": kind,
+        "gen_ai.request.model": model,
+        "kvfleet.tenant": tenant,
+        "kvfleet.request.id": request,
+    }
 
 
 def unix_ns(monotonic_s: float) -> int:

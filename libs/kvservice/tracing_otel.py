@@ -26,6 +26,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 from opentelemetry.trace import Span as OtelSpan
+from opentelemetry.trace import Tracer as ApiTracer
 
 from kvproto.trace_context import TraceContext, parse
 from kvservice.tracing import Attributes, Kind, SpanIds, Tracer
@@ -82,17 +83,10 @@ class OtelTracer(Tracer):
         if context is None:
             if not root or random.random() >= self._ratio:
                 return None
-            return self.below(None, name, attributes, kind, at)
+            return RecordedSpan(self._tracer, None, name, attributes, kind, at)
         if not context.sampled:
             return None
-        return self.below(_remote(context), name, attributes, kind, at)
-
-    def below(
-        self, parent: OtelSpan | None, name: str, attributes: Attributes | None, kind: Kind, at: int | None
-    ) -> RecordedSpan:
-        context = None if parent is None else set_span_in_context(parent)
-        span = self._tracer.start_span(name, context, kind=SpanKind[kind.upper()], attributes=attributes, start_time=at)
-        return RecordedSpan(self, span)
+        return RecordedSpan(self._tracer, _remote(context), name, attributes, kind, at)
 
     def close(self, timeout_s: float) -> None:
         self._quiet.closing = True
@@ -105,11 +99,20 @@ class OtelTracer(Tracer):
 class RecordedSpan:
     __slots__ = ("_context", "_span", "_tracer")
 
-    def __init__(self, tracer: OtelTracer, span: OtelSpan) -> None:
+    def __init__(
+        self,
+        tracer: ApiTracer,
+        parent: OtelSpan | None,
+        name: str,
+        attributes: Attributes | None,
+        kind: Kind,
+        at: int | None,
+    ) -> None:
         self._tracer = tracer
-        self._span = span
-        context = span.get_span_context()
-        self._context = TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}", True)
+        above = None if parent is None else set_span_in_context(parent)
+        self._span = tracer.start_span(name, above, kind=SpanKind[kind.upper()], attributes=attributes, start_time=at)
+        own = self._span.get_span_context()
+        self._context = TraceContext(f"{own.trace_id:032x}", f"{own.span_id:016x}", True)
 
     @property
     def ids(self) -> SpanIds:
@@ -122,7 +125,7 @@ class RecordedSpan:
     def child(
         self, name: str, attributes: Attributes | None = None, *, kind: Kind = "internal", at: int | None = None
     ) -> RecordedSpan:
-        return self._tracer.below(self._span, name, attributes, kind, at)
+        return RecordedSpan(self._tracer, self._span, name, attributes, kind, at)
 
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(attributes)

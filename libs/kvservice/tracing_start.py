@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import threading
+from functools import partial
 
 from kvproto.errors import InvalidRequest
-from kvservice.lifecycle import Lifecycle
+from kvservice.lifecycle import Lifecycle, in_daemon_thread
 from kvservice.settings import ServiceSettings
 from kvservice.tracing import NULL, Tracer
 
@@ -40,13 +39,7 @@ def open_tracer(settings: ServiceSettings, role: str, life: Lifecycle) -> Tracer
         endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
     )
-
-    async def close() -> None:
-        closing = threading.Thread(target=tracer.close, args=(CLOSE_S,), name="tracing-close", daemon=True)
-        closing.start()
-        while closing.is_alive():  # a thread of our own: the loop's executor would be waited for at the end
-            await asyncio.sleep(0.01)
-
-    life.closing("tracing", close, CLOSE_S + 0.5)
+    # The loop's executor would be waited for at the end.
+    life.closing("tracing", partial(in_daemon_thread, partial(tracer.close, CLOSE_S)), CLOSE_S + 0.5)
     log.info("spans go to %s", endpoint.rsplit("@", 1)[-1])
     return tracer

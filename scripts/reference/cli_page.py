@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 
 from kvfleet.cli.commands import app
-from kvfleet.cli.process_commands import PROCESS_COMMANDS
+from kvfleet.cli.main import PROCESS_COMMANDS
 from kvfleet.placement.simulate.main import flags
 from scripts.reference.markdown import code, head, table, written
 

@@ -9,9 +9,9 @@ import typer
 from kvfleet import __version__
 from kvfleet.cli.clients import chat, explain, generate, top
 from kvfleet.cli.embedded import up
+from kvfleet.cli.main import PROCESS_COMMANDS, become
 from kvfleet.cli.operator import drain, init
 from kvfleet.cli.planning import kv_size, plan
-from kvfleet.cli.process_commands import PROCESS_COMMANDS, become
 from kvfleet.cli.secrets import key, secrets_command
 
 app = typer.Typer(

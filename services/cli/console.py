@@ -16,6 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+USAGE = 2  # exit code for wrong flags
 INSTEAD = "\N{REPLACEMENT CHARACTER}"
 # Rich drops carriage returns and makes spaces of tabs. A lone surrogate, which JSON can hold, cannot be written.
 COMMANDS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 from kvfleet import __version__
 from kvfleet.cli.embedded.forks import begin
-from kvfleet.cli.process_commands import PROCESS_COMMANDS, become
 from kvservice import launch
 
+
+class ProcessCommand(NamedTuple):
+    """A command that becomes a process of a service."""
+
+    module: str
+    told: str
+
+
+PROCESS_COMMANDS = {
+    **{
+        service: ProcessCommand(f"kvfleet.{service}.main", f"Run one {service} process (settings: --help).")
+        for service in ("worker", "ingress", "placement", "vault")
+    },
+    "simulate": ProcessCommand(
+        "kvfleet.placement.simulate.main", "Replay a trace or a ledger with other policies (flags: --help)."
+    ),
+}
 EXTRAS = {"up": "all", "plan": "cli,worker", "kv-size": "cli,worker"}  # of commands that need more than their own
+
+
+def become(command: str, flags: Sequence[str]) -> NoReturn:
+    """The service's own settings class parses the flags: they cannot drift from what it reads."""
+    os.execv(sys.executable, launch.command(PROCESS_COMMANDS[command].module, *flags))
 
 
 def main() -> None:

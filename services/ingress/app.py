@@ -109,7 +109,7 @@ class Endpoint:
             failure = error
             exchange.outcome = error.code
             if exchange.started:
-                self.metrics.tally.stream_errors += 1
+                self.metrics.tally.stream_errors_total += 1
             if not exchange.gone:
                 await exchange.refuse(error)
         except Exception:  # the task's top: an internal fault is one 500, or one cut stream

@@ -27,13 +27,12 @@ from kvfleet.ingress.request_flow import RequestFlow
 from kvfleet.ingress.request_reader import RequestReader
 from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks
-from kvfleet.ingress.sessions.session_index import SessionIndex
+from kvfleet.ingress.sessions.session_index import HEADS, SessionIndex
 from kvfleet.ingress.sessions.sessions import Sessions
-from kvfleet.ingress.sessions.turns import SessionBooks
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
-from kvproto.buckets import Bucket
+from kvproto.buckets import Bucket, BucketFollower
 from kvproto.client import Client
 from kvproto.ids import new_epoch
 from kvproto.messages import Role
@@ -88,6 +87,7 @@ READINGS = (  # name, help, and where an `Ingress` has it
     ("replayed_requests_total", "Repeats of finished requests.", "runs.replayed_total"),
     ("sessions", "Sessions of all tenants.", "session_index.table.total"),
     ("running_turns", "Session turns running here.", "sessions.running"),
+    ("session_turns_total", "Turns committed to sessions.", "sessions.turns_total"),
     ("ready_workers", "Workers that take new work.", "ready_workers"),
 )
 
@@ -109,7 +109,6 @@ class Ingress:
         self.client = client
         self._executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[Any]] = []
-        self.unready = False  # set before a drain: load balancers look elsewhere, requests are still served
         self.admission = Admission(config.max_concurrent, time.time)
         self.usage = SharedUsage(self.admission.limiter, config.id, new_epoch(), client.now())
         self.usage_exchange = UsageExchange(
@@ -128,19 +127,18 @@ class Ingress:
             bucket,
             config.id,
             config.sessions,
-            unix_ms,
+            lambda: int(time.time() * 1000),
             lambda ingress: ingress == config.id or (Role.INGRESS, ingress) in client.members.view.members,
             forget=self.session_blocks.forget,
         )
-        self.session_index = SessionIndex(bucket, self.sessions, config.sessions, unix_ms)
+        self.session_index = SessionIndex(self.sessions)
+        self._follower = BucketFollower(client.connection, bucket.name, HEADS, "sessions", self.session_index.read)
         self.runs = Runs(config.runs, client.now)
-        books = SessionBooks(self.sessions, self.session_index, self.metrics.tally)
-        parts = IngressParts(client, config, tenancy, self.admission, self.models, books, self.metrics, self.runs)
+        index = self.session_index
+        parts = IngressParts(client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs)
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
         self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
-        self.routes = FleetRoutes(
-            parts, self.session_blocks, self.regions, lambda: self.unready or self.admission.draining
-        )
+        self.routes = FleetRoutes(parts, self.session_blocks, self.regions)
         registry.register(LiveCollector((*self._readings(), *readings)))
 
     @property
@@ -151,7 +149,8 @@ class Ingress:
         await self.regions.start()
         await self.usage_exchange.start()
         self.client.members.listeners.append(self.models.on_member)
-        self.client.connection.on_reconnect.append(self.session_index.rewatch)
+        self.client.connection.on_reconnect.append(self._follower.begin)
+        await self._follower.begin()
         self.models.start()
         for name, part in (
             ("session-leases", self.sessions),
@@ -173,8 +172,7 @@ class Ingress:
         """The client stays open."""
         with contextlib.suppress(ValueError):
             self.client.members.listeners.remove(self.models.on_member)
-        with contextlib.suppress(ValueError):
-            self.client.connection.on_reconnect.remove(self.session_index.rewatch)
+        await self._follower.stop()
         await end(self._tasks)
         self._tasks.clear()
         await self.usage_exchange.stop()
@@ -188,7 +186,3 @@ class Ingress:
         return [
             Reading(f"kvfleet_ingress_{name}", help_, partial(attrgetter(path), self)) for name, help_, path in READINGS
         ]
-
-
-def unix_ms() -> int:
-    return int(time.time() * 1000)

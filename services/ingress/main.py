@@ -28,8 +28,7 @@ from kvproto.subjects import INGRESS_INBOX
 from kvservice import lifecycle
 from kvservice.lifecycle import Lifecycle
 from kvservice.membership import join, member_record
-from kvservice.metrics import LiveCollector, open_port
-from kvservice.process_metrics import common_readings
+from kvservice.metrics import LiveCollector, common_readings, open_port
 from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ async def _listen(settings: IngressSettings, ingress: Ingress, access: Access, l
     serving = life.spawn(server.serve(sockets), "http")
 
     async def close() -> None:
-        ingress.unready = True
+        ingress.routes.unready = True
         await asyncio.sleep(settings.unready_s)
         if not await ingress.drain(settings.drain_s):
             ingress.client.fail_streams(

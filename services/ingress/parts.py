@@ -8,7 +8,7 @@ from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.prompts.models import Models
 from kvfleet.ingress.runs.runs import Runs
-from kvfleet.ingress.sessions.turns import SessionBooks
+from kvfleet.ingress.sessions.session_index import SessionIndex
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.client import Client
@@ -23,6 +23,6 @@ class IngressParts:
     tenancy: Tenancy
     admission: Admission
     models: Models
-    books: SessionBooks
+    index: SessionIndex  # with the sessions
     metrics: IngressMetrics
     runs: Runs

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body, cached_tokens
+from kvfleet.ingress.answers.openai_answers import cached_tokens
 from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
@@ -87,16 +87,16 @@ class RequestFlow:
         model = await self.parts.models.get(ask.model)
         session = None
         with contextlib.suppress(Unavailable):
-            session = await self.parts.books.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
+            session = await self.parts.index.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
         prompt = await self.prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
-        self.parts.metrics.tally.spliced_tokens += prompt.spliced
+        self.parts.metrics.tally.spliced_tokens_total += prompt.spliced
         sampling = self._sampling(call, model, len(prompt.ids), "messages")
         conversation = session.key if session is not None else conversation_of(ask.messages)
         kept = None
-        if session is not None and self.parts.books.sessions.fits(len(prompt.ids) + sampling.max_tokens):
-            kept = SessionTurn(self.parts.books, tenant, session, model.name, call.name.request, prompt.ids, None)
+        if session is not None and self.parts.index.sessions.fits(len(prompt.ids) + sampling.max_tokens):
+            kept = SessionTurn(self.parts.index, tenant, session, model.name, call.name.request, prompt.ids, None)
         turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
         form = _openai_form(call, model, sampling, prompt.ids)
         return self._job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
@@ -124,8 +124,8 @@ class RequestFlow:
         tail = await self.prompts.plain(model, ask.prompt, begins=not session.ids, must_fit=must_fit)
         ids = session.ids + tail
         sampling = self._sampling(call, model, len(ids), "prompt", default=DEFAULT_MAX_TOKENS)
-        self.parts.books.sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
-        turn = SessionTurn(self.parts.books, tenant, session, model.name, request, ids, history=len(session.ids))
+        self.parts.index.sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
+        turn = SessionTurn(self.parts.index, tenant, session, model.name, request, ids, history=len(session.ids))
         form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling), prompt_digest(ids))
         return self._job(call, model, ids, sampling, form, turn, session.key)
 
@@ -175,8 +175,8 @@ class RequestFlow:
         """If this turn was committed last, the session as it was before."""
         tenant, name, seq_id = call.caller.tenant, call.name, call.ask.seq_id
         if seq_id is None and not name.named:
-            return self.parts.books.sessions.fresh(tenant, auto_seq_id(name.request))
-        session = await self.parts.books.sessions.read(tenant, seq_id or auto_seq_id(name.request))
+            return self.parts.index.sessions.fresh(tenant, auto_seq_id(name.request))
+        session = await self.parts.index.sessions.read(tenant, seq_id or auto_seq_id(name.request))
         if session.is_last(name.request):
             return session.before_last()
         if name.at != START and session.has_moved_on(name.request):
@@ -220,24 +220,16 @@ class RequestFlow:
             await complete(exchange, run.transcript, last)
         else:
             assert isinstance(run.form, OpenAiForm)
-            answer = answer_body(run.form.head, run.transcript)
+            answer = run.form.body(run.transcript)
             await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
 
     async def _carry(self, exchange: Exchange, call: Call[Ask], run: Run, *, streams: bool) -> list[bytes]:
         """All but the end; returns the last events."""
-        assert run.usage is not None
-        on_tokens = partial(_count_tokens, self.parts.metrics.tally, run.usage)
         if not streams:
-            await gather(exchange, run, on_tokens=on_tokens)
+            await gather(exchange, run)
             return []
-        return await relay(
-            exchange,
-            run,
-            call.name.at,
-            id_lines=call.name.named or wants_lines(exchange.header(b"accept")),
-            keepalive_s=self.parts.config.keepalive_s,
-            on_tokens=on_tokens,
-        )
+        id_lines = call.name.named or wants_lines(exchange.header(b"accept"))
+        return await relay(exchange, run, call.name.at, id_lines=id_lines, keepalive_s=self.parts.config.keepalive_s)
 
     def _start(
         self, trace: RequestTrace | None, usage: RunUsage, generation: Generation, before: Sequence[Continuation]
@@ -264,6 +256,7 @@ class RequestFlow:
                 prepare = trace.tokenising(prepare)
             name, memory = call.name, self.parts.runs.memory
             run = Run(caller.tenant, name.request, call.digest, name.keyed, prepare, start, memory, usage=usage)
+            run.on_tokens = partial(_count_tokens, self.parts.metrics.tally, usage)
             run.traceparent = trace.span.traceparent if trace is not None else None
             self.parts.runs.add(run)
         elif call.trace is not None:
@@ -298,15 +291,15 @@ class RequestFlow:
                 level.judge(self.parts.metrics.levels.targets, ttft_s, itl_s, tokens, finished=run.finished)
         if transcript.finished is not None:
             tally = self.parts.metrics.tally
-            tally.prompt_tokens += transcript.finished.prompt_tokens
-            tally.cached_tokens += cached_tokens(transcript)
+            tally.prompt_tokens_total += transcript.finished.prompt_tokens
+            tally.cached_tokens_total += cached_tokens(transcript)
         if run.usage is not None:
             run.usage.cached_tokens = cached_tokens(transcript)
 
 
 def _count_tokens(tally: RequestTally, usage: RunUsage, count: int) -> None:
     """The hot path: once for each read of the stream."""
-    tally.generated_tokens += count
+    tally.generated_tokens_total += count
     usage.generated(count)
 
 
@@ -317,10 +310,17 @@ def _costs(ask: GenerateAsk | ChatAsk | CompletionAsk) -> TokenCosts:
 def _openai_form(
     call: Call[ChatAsk] | Call[CompletionAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...]
 ) -> OpenAiForm:
-    request, begun_at = call.name.request, int(time.time())
-    spelling, digest, chat = _spelling(model, sampling), prompt_digest(ids), isinstance(call.ask, ChatAsk)
-    head = AnswerHead(request, model.name, begun_at, model.fingerprint, chat, sampling.n, spelling, digest)
-    return OpenAiForm(head, call.ask.include_usage)
+    return OpenAiForm(
+        call.name.request,
+        model.name,
+        int(time.time()),
+        model.fingerprint,
+        isinstance(call.ask, ChatAsk),
+        sampling.n,
+        _spelling(model, sampling),
+        prompt_digest(ids),
+        call.ask.include_usage,
+    )
 
 
 def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:

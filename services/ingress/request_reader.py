@@ -14,7 +14,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from kvfleet.ingress.auth.tenancy import identify
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits.callers import Caller, priority_of, require_policy
@@ -77,7 +76,7 @@ class RequestReader:
         """Its place is free when this returns: the caller must admit it in the same step of the event loop. Raises what
         `Exchange.read_body` and `read` do."""
         arrived_at, trace = now(), request_trace.begin(self.tracer, exchange, route)
-        caller, admission = await identify(self.parts.tenancy, exchange), self.parts.admission
+        caller, admission = await self.parts.tenancy.identify(exchange), self.parts.admission
         exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
         name = name_request(
             caller.tenant,

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from kvfleet.placement import events
 from kvfleet.placement.advice.autoscaler import Autoscaler
-from kvfleet.placement.advice.questions import Preload, Survey
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.decide.decider import CANNOT_SERVE, Decider
 from kvfleet.placement.decide.region_summaries import RegionSummaries
@@ -47,10 +46,8 @@ from kvproto.messages import (
     Passed,
     Placement,
     PlacementStats,
-    PreloadRequest,
     State,
     Watches,
-    WorkerRecord,
 )
 
 SILENCE_LIMIT_S = 3.0  # no heartbeat, no record, no answer: dead, though its connection may stand
@@ -121,9 +118,6 @@ class PlacementCore:
                 return self.forwarding.carry_on(capsule, reply, now)
             case events.WatchesHeard(watches, reply):
                 return [*([TakenOver(reply)] if reply else []), *self._adopt(watches, now)]
-            case events.BlocksChanged(worker, changes):
-                self.indexer.on_changes(worker, changes, now)
-                return []
             case Milestones():
                 return self._hear(event, now)
             case Heartbeat() as beat:
@@ -144,21 +138,17 @@ class PlacementCore:
                 return []
             case events.Tick(disconnected):
                 return self._tick(now, disconnected=disconnected)
-            case events.WorkerJoined(record, heartbeat):
+            case events.WorkerRegistered(record, heartbeat):
+                before = self.fleet.workers.get(record.id)
+                if not self.fleet.register(record, heartbeat, now):
+                    return []
                 self._forget(record.id)
-                self.fleet.join(record, heartbeat, now)
-                self._follow(record)
-                return self.in_flight.on_joined(record.id, record.epoch, now)
-            case events.WorkerUpdated(record):
-                if self.fleet.update(record, now):
-                    self._forget(record.id)
-                    self._follow(record)
-                return []
-            case events.WorkerNewEpoch(record):
-                self._forget(record.id)
-                self.fleet.join(record, None, now)
-                self._follow(record)
-                self.in_flight.on_new_epoch(record.id, record.epoch, now)
+                self.vaults.pop(record.id, None)  # a worker has that name now
+                self.indexer.join(record.id, record.epoch)
+                if before is None:
+                    return self.in_flight.on_joined(record.id, record.epoch, now)
+                if before.epoch != record.epoch:
+                    self.in_flight.on_new_epoch(record.id, record.epoch, now)
                 return []
             case events.WorkerLeft(worker):
                 known = self.fleet.workers.get(worker)
@@ -167,15 +157,6 @@ class PlacementCore:
                 self.fleet.leave(worker)
                 self.indexer.leave(worker)
                 return self.forwarding.on_left(worker, known.heard_at if known is not None else now, now)
-            case events.VaultJoined(vault, epoch):
-                if vault not in self.fleet.workers:  # events name their author by its id alone
-                    self.vaults[vault] = epoch
-                    self.indexer.join(vault, epoch, vault=True)
-                return []
-            case events.VaultLeft(vault):
-                if self.vaults.pop(vault, None) is not None:
-                    self.indexer.leave(vault)
-                return []
             case events.WorkerDisconnected(worker):
                 return [PingWorker(worker)] if worker in self.fleet.workers else []
             case events.PingUnanswered(worker, nobody_listens):
@@ -198,9 +179,15 @@ class PlacementCore:
         pings = [PingWorker(one.id) for one in self.fleet.workers.values() if self.fleet.claim_ping(one, now)]
         return [*self.indexer.tick(now), *pings, *self.forwarding.tick(now, disconnected=disconnected)]
 
-    def _follow(self, record: WorkerRecord) -> None:
-        self.vaults.pop(record.id, None)  # a worker has that name now
-        self.indexer.join(record.id, record.epoch)
+    def join_vault(self, vault: str, epoch: str) -> None:
+        """A repetition for the same `epoch` changes nothing."""
+        if vault not in self.fleet.workers:  # block events name their author by its id alone
+            self.vaults[vault] = epoch
+            self.indexer.join(vault, epoch, vault=True)
+
+    def leave_vault(self, vault: str) -> None:
+        if self.vaults.pop(vault, None) is not None:
+            self.indexer.leave(vault)
 
     def _forget(self, worker: str) -> None:
         """Drop what a former life of the worker was given."""
@@ -261,13 +248,6 @@ class PlacementCore:
             if not self.repeats.has_finished((one.tenant, one.request), one.attempt):
                 actions += self.forwarding.adopt(one, now)
         return actions
-
-    def preload(self, ask: PreloadRequest, max_bytes: int, now: float) -> Preload:
-        """What a worker about to be ready should load, in a message of about `max_bytes`."""
-        return Preload(ask, self.decider.heat.hottest(now), self.fleet, self.indexer, max_bytes)
-
-    def survey(self, model: str, now: float) -> Survey:
-        return Survey(model, self.decider.heat.hottest(now), self.fleet, self.indexer)
 
     def followers(self) -> dict[Follows, int]:
         counts = Counter(map(self.indexer.state_of, list(self.fleet.workers)))

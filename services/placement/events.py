@@ -3,13 +3,13 @@ clock.
 
 requesters ──PlaceAsked, GenerateAsked──▶ ┐
 workers ──Worker…, Milestones───────────▶ │
-workers, vaults ──Vault…, Heartbeat,      │
-          BlocksChanged──────────────────▶├─▶ PlacementCore.handle(event, now) ─▶ actions
+workers, vaults ──Heartbeat─────────────▶ ├─▶ PlacementCore.handle(event, now) ─▶ actions
 draining ones ──CapsuleHeard────────────▶ │
 replicas ──BookedBatch, WatchesHeard────▶ │
 the clock ──Tick──▶                       ┘
 
-A Heartbeat, Milestones and a BookedBatch are events as they come. A Capsule and a BookedBatch are actions too: as this
+Blocks, snapshots and vaults that come and go call for no action: the loop tells the core's index of them directly. A
+Heartbeat, Milestones and a BookedBatch are events as they come. A Capsule and a BookedBatch are actions too: as this
 replica goes another one looks for a successor; the others hear what was booked, refused and referred to other regions.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvfleet.placement.index.changes import Changes
 from kvfleet.placement.index.kv_indexer import PullSnapshot
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
@@ -64,25 +63,12 @@ class GenerateAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerJoined:
-    """`record.state` is the state as known now."""
+class WorkerRegistered:
+    """A worker wrote its record: it joined, restarted under its id, or is still alive, maybe in a new state.
+    `record.state` is the state as known now; `heartbeat` is the last one heard, for a worker that joins."""
 
     record: WorkerRecord
     heartbeat: Heartbeat | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerUpdated:
-    """A living worker wrote its record again: a sign of life, maybe a new state."""
-
-    record: WorkerRecord
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerNewEpoch:
-    """A worker restarted under its id: what its former life was doing is lost."""
-
-    record: WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +108,6 @@ class NobodyListens:
 
 
 @dataclass(frozen=True, slots=True)
-class VaultJoined:
-    """A repetition for the same `epoch` changes nothing."""
-
-    vault: str
-    epoch: str
-
-
-@dataclass(frozen=True, slots=True)
-class VaultLeft:
-    vault: str
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksChanged:
-    worker: str
-    changes: Changes
-
-
-@dataclass(frozen=True, slots=True)
 class CapsuleHeard:
     """A draining worker lets go of a bare producer's request, and waits at `reply` until a replica takes it."""
 
@@ -164,9 +131,8 @@ class Tick:
 
 
 Event = (
-    PlaceAsked | GenerateAsked | WorkerJoined | WorkerUpdated | WorkerNewEpoch | WorkerLeft | WorkerDisconnected
-    | PingUnanswered | WorkerAnswered | NobodyListens | VaultJoined | VaultLeft | BlocksChanged | CapsuleHeard
-    | WatchesHeard | Heartbeat | Milestones | BookedBatch | Tick
+    PlaceAsked | GenerateAsked | WorkerRegistered | WorkerLeft | WorkerDisconnected | PingUnanswered | WorkerAnswered
+    | NobodyListens | CapsuleHeard | WatchesHeard | Heartbeat | Milestones | BookedBatch | Tick
 )  # fmt: skip
 
 

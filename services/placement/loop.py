@@ -41,10 +41,9 @@ from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.placement.workers.warm_up import warm_up
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Subscription
 from kvproto.members import Fenced, Lease, Members
 from kvproto.messages import MemberRecord
-from kvproto.nats_message import Subscription
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
 from kvservice import tracing
@@ -94,7 +93,7 @@ class PlacementLoop(Replica):
         members = Members(connection, subjects, on_heartbeat=lambda beat: self.executor.tell(beat))
         traces = DecisionTraces(parts.tracer, self.core.ledger)
         self.executor = Executor(self, self.core, members, traces, parts.ledger_file, fleet_key)
-        self.subscriptions = Subscriptions(self, members, self.executor.tell, self.core.indexer, parts.system)
+        self.subscriptions = Subscriptions(self, members, self.executor.tell, self.core, parts.system)
         self.desk = PlaceDesk(self, self.executor, traces, fleet_key or b"", config.max_producer_priority)
         self.producer_desk = ProducerDesk(self, self.executor, traces)
         self.question_desk = QuestionDesk(self, self.core)

@@ -12,16 +12,13 @@ from operator import attrgetter
 from pathlib import Path
 
 from kvfleet.placement.advice.autoscale import PARTS
-from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.workers.feedback import Belief
 from kvfleet.placement.workers.fleet import Worker, metrics_of
 from kvproto.connection import Connection
-from kvservice.metrics import Reading
-from kvservice.process_metrics import common_readings
+from kvservice.metrics import Reading, common_readings
 
 PREFIX = "kvfleet_placement_"  # of all names but those of workers and models
-PER_WORKER, PER_MODEL = ("worker",), ("model",)
 
 Labelled = Mapping[tuple[str, ...], float]
 
@@ -106,18 +103,35 @@ def readings(
     loop: PlacementLoop, connection: Connection, certificates: Mapping[str, str | Path | None] = {}
 ) -> list[Reading]:
     core = loop.core
+
+    def workers() -> list[Worker]:
+        return list(core.fleet.workers.values())
+
+    def loads() -> Iterable[tuple[str, object]]:
+        return [(one.id, metrics_of(one, core.bookings.requests_at(one.id))) for one in workers()]
+
+    def beliefs() -> Labelled:
+        now = {one.id: one.experience.belief for one in workers()}
+        return {(worker, each.value): float(each is held) for worker, held in now.items() for each in Belief}
+
+    def needs() -> Labelled:
+        return {(one.model, part): one.parts.get(part, 0.0) for one in core.autoscaler.signals() for part in PARTS}
+
+    def followers() -> Labelled:
+        return {(state.value,): count for state, count in core.followers().items()}
+
+    belief = "1 for how far a worker's index is believed now"
+    need = "workers that would just be busy, by what is to be done; the largest part counts"
+    followed = "workers by how exactly their blocks are known"
     return [
         *_counted(loop),
-        *_per_worker(core, lambda worker: metrics_of(worker, core.bookings.requests_at(worker.id)), OF_LOAD),
-        *_of_feedback(core),
+        *_of_each("worker", OF_LOAD, loads),
+        *_of_each("worker", OF_FEEDBACK, lambda: [(one.id, one.experience) for one in workers()]),
+        Reading(f"{PREFIX}belief", belief, labels=("worker", "belief"), read_labelled=beliefs),
         *common_readings("placement", connection, certificates),
-        *_of_models(core),
-        Reading(
-            f"{PREFIX}followed_workers",
-            "workers by how exactly their blocks are known",
-            labels=("state",),
-            read_labelled=lambda: {(state.value,): count for state, count in core.followers().items()},
-        ),
+        *_of_each("model", OF_MODEL, lambda: [(one.model, one) for one in core.autoscaler.signals()]),
+        Reading("kvfleet_model_needed_replicas", need, labels=("model", "part"), read_labelled=needs),
+        Reading(f"{PREFIX}followed_workers", followed, labels=("state",), read_labelled=followers),
     ]
 
 
@@ -136,42 +150,13 @@ def _counted(loop: PlacementLoop) -> Iterable[Reading]:
         yield Reading(PREFIX + name, help_, read)
 
 
-def _per_worker(
-    core: PlacementCore, of: Callable[[Worker], object], rows: Iterable[tuple[str, str, str]]
+def _of_each(
+    label: str, rows: Iterable[tuple[str, str, str]], each: Callable[[], Iterable[tuple[str, object]]]
 ) -> Iterable[Reading]:
+    """Each metric of a table, of each worker or model: `each` gives its name and what has the attributes."""
+
     def read(attribute: str) -> Labelled:
-        return {(worker.id,): getattr(of(worker), attribute) for worker in list(core.fleet.workers.values())}
+        return {(name,): getattr(one, attribute) for name, one in each()}
 
-    for name, attribute, help_ in rows:
-        yield Reading(name, help_, labels=PER_WORKER, read_labelled=partial(read, attribute))
-
-
-def _of_feedback(core: PlacementCore) -> Iterable[Reading]:
-    def beliefs() -> Labelled:
-        now = {worker.id: worker.experience.belief for worker in list(core.fleet.workers.values())}
-        return {(worker, each.value): float(each is held) for worker, held in now.items() for each in Belief}
-
-    yield from _per_worker(core, lambda worker: worker.experience, OF_FEEDBACK)
-    yield Reading(
-        f"{PREFIX}belief",
-        "1 for how far a worker's index is believed now",
-        labels=(*PER_WORKER, "belief"),
-        read_labelled=beliefs,
-    )
-
-
-def _of_models(core: PlacementCore) -> Iterable[Reading]:
-    def read(attribute: str) -> Labelled:
-        return {(one.model,): getattr(one, attribute) for one in core.autoscaler.signals()}
-
-    def parts() -> Labelled:
-        return {(one.model, part): one.parts.get(part, 0.0) for one in core.autoscaler.signals() for part in PARTS}
-
-    for name, attribute, help_ in OF_MODEL:
-        yield Reading(name, help_, labels=PER_MODEL, read_labelled=partial(read, attribute))
-    yield Reading(
-        "kvfleet_model_needed_replicas",
-        "workers that would just be busy, by what is to be done; the largest part counts",
-        labels=("model", "part"),
-        read_labelled=parts,
-    )
+    for metric, attribute, help_ in rows:
+        yield Reading(metric, help_, labels=(label,), read_labelled=partial(read, attribute))

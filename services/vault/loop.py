@@ -18,21 +18,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, StoredChange, net, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.errors import CodecError, KvfleetError, Unavailable
 from kvproto.members import Lease
 from kvproto.messages import Heartbeat, Load, MemberRecord, SnapshotRequest, State, Tier, TierLoad
-from kvproto.nats_message import Message, Subscription
 from kvproto.subjects import Subjects, is_inbox
-from kvproto.tasks import end
+from kvproto.tasks import VitalTasks, end
 from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 log = logging.getLogger(__name__)
@@ -59,12 +57,12 @@ class VaultLoop:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _telling: asyncio.Lock = field(default_factory=asyncio.Lock)  # events leave in the order of their numbers
     _subscription: Subscription | None = None
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         assert isinstance(self.lease.record, MemberRecord)
         self.record = self.lease.record
         self.log = EventLog(self.record.epoch)
+        self._tasks = VitalTasks(self.on_fatal)
 
     async def start(self) -> None:
         """Listen, subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable."""
@@ -82,8 +80,9 @@ class VaultLoop:
         self._subscription = await self.connection.subscribe(blocks, self._on_snapshot)
         await self.connection.synced()
         await self.lease.set(self.record)
-        for work in (self.lease.run(lambda error: self.on_fatal(str(error))), self._tell(), self._beat()):
-            self._spawn(work)
+        self._tasks.spawn(self.lease.run(lambda error: self.on_fatal(str(error))), "lease")
+        self._tasks.spawn(self._tell(), "events")
+        self._tasks.spawn(self._beat(), "heartbeat")
 
     async def stop(self) -> None:
         self._state = State.DRAINING
@@ -93,7 +92,7 @@ class VaultLoop:
         except (KvfleetError, TimeoutError) as error:
             log.warning("the record does not say draining: %s", error)
         await self.close_data_plane()
-        tasks = list(self._tasks)
+        tasks = list(self._tasks.running)
         for task in tasks:
             task.cancel()
         await self.lease.release()
@@ -107,18 +106,6 @@ class VaultLoop:
     async def close_data_plane(self) -> None:
         """May be called again."""
         await asyncio.get_running_loop().run_in_executor(None, self.server.close, CLOSE_S)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task that fails ends the process: a vault without its heartbeat only looks alive."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the vault failed", exc_info=error)
-            self.on_fatal(f"{type(error).__name__}: {error}")
 
     async def _tell(self) -> None:
         """The first change leaves at once, those of the next 50 ms together."""
@@ -149,7 +136,7 @@ class VaultLoop:
             self.malformed_total += 1
             log.debug("snapshot: %s", error)
             return
-        self._spawn(self._snapshot(message.reply, asked))
+        self._tasks.spawn(self._snapshot(message.reply, asked), "snapshot")
 
     async def _snapshot(self, reply: str, asked: Tier | None) -> None:
         async with self._telling:

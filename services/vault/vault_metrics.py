@@ -10,8 +10,7 @@ from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.loop import VaultLoop
 from kvproto.connection import Connection
 from kvservice.data_plane import HANDSHAKE_REFUSALS
-from kvservice.metrics import Reader, Reading
-from kvservice.process_metrics import common_readings
+from kvservice.metrics import Reader, Reading, common_readings
 
 # Metrics, behind `kvfleet_vault_`, their help, and the counter that they show, as a path from the loop or the disk.
 _VAULT = (

@@ -18,8 +18,8 @@ from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import watch_device
 from kvfleet.worker.model.model_folder import resolve_model, served_name
-from kvfleet.worker.network.preloading import preload
 from kvfleet.worker.network.tier_network import TierNetwork
+from kvfleet.worker.serve.demand import preload
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.settings import WorkerSettings
@@ -40,8 +40,6 @@ from kvservice.tracing import Tracer
 from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)
-
-PRELOADED_SHARE = 2  # at most one in so many of the device's blocks
 
 
 def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
@@ -115,8 +113,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     )
     thread.start()
     await network.follow(connection, subjects, worker.record)
-    blocks = engine.pool.num_blocks // PRELOADED_SHARE
-    await preload(connection, subjects, thread, worker.record, blocks, settings.preload_s, network.meet)
+    await preload(worker.parts)
     await worker.start()
     starting.cancel()
 

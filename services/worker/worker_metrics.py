@@ -11,14 +11,13 @@ from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import DeviceWatch
 from kvfleet.worker.schedule.tenants import TenantAccount
 from kvfleet.worker.serve.loop import WorkerLoop
-from kvfleet.worker.tiers.exchange import RemoteCounts
 from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.transfers import RemoteCounts
 from kvproto.connection import Connection
 from kvproto.dataplane.server import DataPlaneCounters
 from kvproto.messages import Tier, TierLoad
 from kvservice.data_plane import HANDSHAKE_REFUSALS
-from kvservice.metrics import LabelledReader, Reader, Reading
-from kvservice.process_metrics import common_readings
+from kvservice.metrics import LabelledReader, Reader, Reading, common_readings
 
 # Name without `kvfleet_worker_`, help, and the attribute to read.
 _LOAD = (

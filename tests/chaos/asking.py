@@ -11,11 +11,10 @@ from typing import Any
 import msgpack
 
 from kvproto.client import Client, Generation
-from kvproto.connection import Connection
+from kvproto.connection import JSON_HEADER, Connection, Message, is_no_responders
 from kvproto.errors import KvfleetError
 from kvproto.ids import new_request_id
 from kvproto.messages import ChoiceFinished, Finished, Started, Tokens
-from kvproto.nats_message import JSON_HEADER, Message, is_no_responders
 from kvproto.schema import to_map
 from kvproto.subjects import Subjects
 from tests.chaos.behaviour import Behaviour

@@ -24,9 +24,7 @@ from kvproto.ids import new_process_id
 from kvproto.messages import Role as MemberRole
 from kvproto.messages import State
 from kvproto.subjects import ADMIN_INBOX, Subjects, inbox_prefix
-from kvproto.testing.free_ports import free_port
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerSpec
+from kvproto.testing.nats_process import NatsProcess, ServerSpec, free_port
 from tests.chaos.history import ProcessEnd
 from tests.chaos.layout import FAKE, REAL, TENANTS, Layout, Place, Role
 from tests.chaos.process import ROOT, MemberProcess

@@ -10,9 +10,9 @@ import httpx
 
 from kvproto import codec
 from kvproto.client import Client
+from kvproto.connection import Message
 from kvproto.errors import KvfleetError
 from kvproto.messages import AdminCommand, AdminRequest, PlacementStats, WorkerStats
-from kvproto.nats_message import Message
 from tests.chaos.fleet import Fleet, key_of
 from tests.chaos.history import Leak
 from tests.chaos.layout import Role

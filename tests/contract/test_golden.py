@@ -1,6 +1,6 @@
 """Golden bytes: what was written by version 1 stays readable, and addresses that peers must agree on stay the same.
 
-`python tests/contract/test_golden.py` writes files that are missing; it never changes one that exists. A released file
+`python -m tests.contract.test_golden` writes files that are missing; it never changes one that exists. A released file
 is never edited: a reader that cannot read it has broken the wire.
 """
 
@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from kvfleet.placement.index.changes import read_changes
 from kvproto import block_hash, codec
 from kvproto import messages as m
 from kvproto.hash_ring import HashRing, point
+from tests.support.kv_events import decode_events
 
 FOLDER = Path(__file__).parent / "golden" / "v1"
 
@@ -169,7 +171,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
     }
     out["frames"] = (codec.encode_frames(FRAMES), FRAMES, codec.decode_frames)
     out["frames_choices"] = (codec.encode_frames(CHOICE_FRAMES), CHOICE_FRAMES, codec.decode_frames)
-    out["events"] = (codec.encode_events(EVENTS), EVENTS, codec.decode_events)
+    out["events"] = (codec.encode_events(EVENTS), EVENTS, decode_events)
     for as_json in (False, True):
         kind = "json" if as_json else "msgpack"
         request = MESSAGES["producer_request"]
@@ -197,6 +199,14 @@ GOLDEN = _golden()
 def test_golden_bytes_stay_readable(name: str) -> None:
     _, expected, read = GOLDEN[name]
     assert read((FOLDER / f"{name}.bin").read_bytes()) == expected
+
+
+def test_placement_reads_golden_events() -> None:
+    changes = read_changes((FOLDER / "events.bin").read_bytes())
+    assert (changes.epoch, changes.seq) == (EVENTS.epoch, EVENTS.seq)
+    assert [(one.removed, one.hashes.tobytes()) for one in changes.changes] == [
+        (one.removed, b"".join(h for run in one.runs for h in run.hashes)) for one in EVENTS.changes
+    ]
 
 
 def test_every_golden_file_is_read() -> None:

@@ -23,8 +23,7 @@ from kvfleet.worker.model.device_watch import CpuWatch
 from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.worker_metrics import readings as worker_readings
 from kvservice.distribution import Distribution
-from kvservice.metrics import LiveCollector, Reading
-from kvservice.process_metrics import common_readings
+from kvservice.metrics import LiveCollector, Reading, common_readings
 
 PROCESS = {  # of prometheus_client's ProcessCollector: it collects values only
     "process_virtual_memory_bytes": "gauge",

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvproto.testing.free_ports import free_port
-from kvproto.testing.nats_process import find_nats_server
+from kvproto.testing.nats_process import find_nats_server, free_port
 from tests.deploy.k8s_objects import Object, Pod, environment, named, pods
 from tests.deploy.k8s_references import SECRETS
 from tests.deploy.k8s_render import ROOT

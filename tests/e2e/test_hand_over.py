@@ -21,7 +21,7 @@ import pytest
 from kvproto.client import Client, Generation
 from kvproto.messages import Finished, Sampling, Tokens
 from kvproto.testing.fixtures import ConfiguredNats
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from tests.support.processes import KVFLEET, Deployment
 from tests.support.waiting import LIMIT_S, until
 

@@ -18,9 +18,7 @@ import pytest
 from kvproto.client import Client, Generation
 from kvproto.errors import KvfleetError
 from kvproto.messages import Finished, Sampling, Tokens
-from kvproto.testing.free_ports import free_port
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerSpec
+from kvproto.testing.nats_process import NatsProcess, ServerSpec, free_port
 from kvservice.membership import tls_context
 from kvservice.settings import ServiceSettings
 from tests.support import sse

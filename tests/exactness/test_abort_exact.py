@@ -45,7 +45,7 @@ def test_an_aborted_chunk_changes_nothing(chunk: int, representative: Any, make_
         assert aborted == 1 or chunk == 40, "short passes are one call, after a look at the first layer alone"
         assert abort.before < 0
         assert not aborted or running[0].computed == before
-        rig.engine.cancel("gone")
+        rig.engine.cancel("gone", 0)
         rig.engine.check_integrity()
         assert rig.pool.used == 0
         assert [type(output).__name__ for output in rig.engine.step().outputs] == ["SequenceFailed"]

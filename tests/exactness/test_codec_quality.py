@@ -18,17 +18,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from kvfleet.worker.blocks.block_codec import SNR_GATE_DB, BlockShape, decode, encode, encoded_bytes, warm_up
 from kvfleet.worker.model.assembly import build_runner
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.loader import load_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.step_plan import Slice
-from kvfleet.worker.tiers.block_codec import SNR_GATE_DB, BlockShape, decode, encode, encoded_bytes, warm_up
 from kvproto.dataplane.block import BlockCodec
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "shakespeare.txt"
-HELD_OUT = 0.1  # of the text, its end: see scripts.train_demo_model
+HELD_OUT = 0.1  # of the text, its end: see kvfleet.worker.model.train_demo_model
 BLOCK, CHUNK, TEXT, TEXTS, BOS = 16, 256, 1_536, 4, 0
 
 # What is promised is 0.5 % and 98 %. Even 4 bits keep that with this model, so what is asked here is what 8 bits give.

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFinished
+from kvfleet.worker.model import train_demo_model as recipe
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.loader import load_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
@@ -22,8 +22,7 @@ from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.block_hash import root
-from kvproto.messages import FinishReason, Sampling
-from scripts import train_demo_model as recipe
+from kvproto.messages import ChoiceFinished, FinishReason, Sampling
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "shakespeare.txt"
 
@@ -75,7 +74,7 @@ def test_twenty_chat_prompts_end_with_a_stop_token() -> None:
     ends = {}
     while engine.has_work:
         for output in engine.step().outputs:
-            if isinstance(output, SequenceFinished):
+            if isinstance(output, ChoiceFinished):
                 ends[output.request] = output.reason
     assert len(ends) == 20
     assert set(ends.values()) == {FinishReason.STOP}

@@ -18,20 +18,20 @@ from tiny_models import ROOT, TOLERANCE, Rig, Turn
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
+from kvfleet.worker.blocks.block_codec import BlockShape, warm_up
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.base import host_memory
+from kvfleet.worker.network.lending import PeerStore
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers import break_even
-from kvfleet.worker.tiers.block_codec import BlockShape, warm_up
-from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.lending import PeerStore
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
+from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto.block_hash import chain
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing

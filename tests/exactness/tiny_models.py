@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted, StepResult
+from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.assembly import trial_logits
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
@@ -26,7 +26,7 @@ from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.schedule.step_plan import Slice
-from kvproto.messages import Sampling, Tokens
+from kvproto.messages import ChoiceFinished, Sampling, Tokens
 from kvsampling.draw import Drawn
 from kvsampling.sampler import sample
 from tests.support.id_detokenizer import IdDetokenizer
@@ -145,7 +145,7 @@ class Rig:
                     turn.cached = output.cached_tokens
                 case Tokens():
                     turn.outputs += output.ids
-                case SequenceFinished():
+                case ChoiceFinished():
                     turn.done = True
                 case _:
                     raise AssertionError(output)

@@ -18,6 +18,7 @@ from kvproto import codec
 from kvproto import messages as m
 from kvproto.errors import CodecError
 from tests.fuzz.damage import damaged, some
+from tests.support.kv_events import decode_events
 from tests.unit.kvproto.test_codec import READERS, frames, instances, read_or_refuse
 
 VERSION = bytes((codec.VERSION,))
@@ -36,7 +37,7 @@ def test_damaged_frames(data: bytes) -> None:
 def test_damaged_events_are_the_same_to_both_their_readers(data: bytes) -> None:
     """Placement has a quicker one, which finds the same; it refuses no more than peers' blocks, which nobody tells."""
     try:
-        events = codec.decode_events(data)
+        events = decode_events(data)
     except CodecError:
         read_or_refuse(read_changes, data)
         return

@@ -41,13 +41,13 @@ class FakeWorker:
     async def freeze(self) -> None:
         """As SIGSTOP: it stays connected and subscribed, and says nothing any more."""
         self.dead = self.frozen = True
-        await end(self.loop._tasks)
+        await end(self.loop.tasks.running)
         await asyncio.get_running_loop().run_in_executor(None, self.thread.stop)
 
     async def kill(self) -> None:
         """As SIGKILL: the socket closes, the record stays until it expires."""
         self.dead = True
-        tasks = list(self.loop._tasks)
+        tasks = list(self.loop.tasks.running)
         for task in tasks:
             task.cancel()
         self.connection._closing = True

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 
 FRAMES = ("_ing.*.b", "_ing.*.r.>", "_prd.*.*.b", "_prd.*.*.r.>")  # what workers send to readers that can ask again
 EVENTS = ("kvf.events.*",)

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
-from kvproto.testing.free_ports import free_port
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerFailed, ServerSpec
+from kvproto.testing.nats_process import NatsProcess, ServerFailed, ServerSpec, free_port
 
 JOINED_S = 15.0
 LINK_ROLE = Path(__file__).parents[2] / "deploy" / "nats" / "roles" / "region-link.conf"  # what may cross

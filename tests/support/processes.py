@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from tests.support.waiting import LIMIT_S
 
 FLEET_KEY = "secret of the deployment"

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from kvfleet.cli.secrets.secrets_folder import WantedSecrets, fill
-from kvproto.testing.nats_server import NatsServer
+from kvproto.testing.fixtures import NatsServer
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "nats"
 HOSTS = ("localhost", "127.0.0.1")

@@ -102,7 +102,7 @@ class Fleet:
         assert self.epochs() == epochs, "no worker began a new life"
         for worker in self.workers.workers.values():
             assert worker.fatal == []
-            assert worker.loop._tasks, "its tasks run"
+            assert worker.loop.tasks.running, "its tasks run"
         assert self.placement.internal_errors_total == 0
         self.placement.core.check_integrity()
 

@@ -25,7 +25,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kvfleet.vault": (("settings", "store"), ("disk",)),
     "kvfleet.cli": (
-        ("console", "process_commands"), ("clients", "operator", "secrets"), ("embedded",), ("planning",),
+        ("console",), ("clients", "operator", "secrets"), ("embedded",), ("planning",),
     ),
     "kvcpu": (("vector",), ("blocks", "codec", "sampling"), ("attention", "layers")),
 }  # fmt: skip

@@ -7,7 +7,6 @@ It has all that decides whether bytes may be used: the tenant (root), the tokens
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from operator import attrgetter
@@ -20,6 +19,9 @@ from kvproto.block_hash import HASH_BYTES, LAYOUT_VERSION, child, unpack_ids
 from kvproto.errors import CodecError
 
 MAX_BLOCK_BYTES = 256 * 1024 * 1024
+# One vault keeps all blocks of an aligned run. A run's key on the ring of vaults is its first hash, as the last one
+# changes while the run grows.
+RUN_BLOCKS = 64
 
 
 class BlockCodec(StrEnum):
@@ -98,12 +100,3 @@ def unpack_header(packed: Any) -> BlockHeader:
     if type(lossy) is not bool or type(snr_db) is not float or type(checksum) is not int:
         raise CodecError("not a block's header")
     return header
-
-
-RUN_BLOCKS = 64
-
-
-def runs_of(hashes: Sequence[bytes]) -> list[tuple[bytes, int, int]]:
-    """A chain cut into aligned runs of 64 blocks: (key for the ring of vaults, first block, end). One vault keeps all
-    blocks of a run. The key is the first hash, as the last one changes while the run grows."""
-    return [(hashes[start], start, min(start + RUN_BLOCKS, len(hashes))) for start in range(0, len(hashes), RUN_BLOCKS)]

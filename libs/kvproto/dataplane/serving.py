@@ -93,7 +93,7 @@ class ServedBlocks:
 
 
 class BlockStore(Protocol):
-    """Called on connection threads, many at once."""
+    """Called on connection threads, many at once. A subclass that keeps the last four methods stores nothing."""
 
     def get(self, root: bytes, hashes: Sequence[bytes], exact: bool) -> ServedBlocks:
         """`exact`: lossy blocks are not there. A request comes in several calls, a batch of its hashes each."""
@@ -103,15 +103,19 @@ class BlockStore(Protocol):
     def reserve(self, header: BlockHeader) -> memoryview | None:
         """A writable buffer for a missing block's payload; None: not wanted. The store limits `header.length`, which
         the client claims. `commit` or `abandon` follows, exactly once."""
+        return None
 
     def commit(self, header: BlockHeader, buffer: memoryview) -> bool:
         """The payload is complete and its checksum right. False: not stored."""
+        return False
 
     def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
         """The connection ended, or the checksum was wrong."""
+        return
 
     def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
         """The number of blocks that were present."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,7 @@ class RequestDriver:
 
     async def _ask_again(self, stream: Stream, worker: str) -> None:
         self.counters.resends_total += 1
-        stream.asks()
+        stream.hearing.asks(self.now())
         assembly = stream.assembly
         inbox = self.inbox.of(stream.request, assembly.attempt)
         first, *others = indices = assembly.next_indices

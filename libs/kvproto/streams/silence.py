@@ -17,6 +17,7 @@ While a `PlacementBreaker` is open, requests go by the ring without a wait of 50
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from kvproto.fleet_view import RECONNECT_GRACE_S
@@ -60,23 +61,34 @@ class Ear:
         return listens
 
 
+@dataclass(eq=False, slots=True)
+class Hearing:
+    """A stream's times: when its worker was heard and asked."""
+
+    heard_at: float  # the last frame or answer
+    asked_at: float  # the first question since then, if later
+    probed_at: float  # the last question
+    answers: int = 0  # since the last token
+    tokens: int = -1  # that were here at the last answer
+    step_age_s: float = 0.0  # in the last answer
+
+    def asks(self, now: float) -> None:
+        self.probed_at = now
+        if self.asked_at <= self.heard_at:
+            self.asked_at = now
+
+    def answered(self, tokens: int, step_age_s: float) -> None:
+        self.answers = self.answers + 1 if tokens == self.tokens else 1
+        self.tokens, self.step_age_s = tokens, step_age_s
+
+
 def judge(
-    now: float,
-    ear: Ear,
-    *,
-    heard_at: float,
-    asked_at: float,
-    probed_at: float,
-    answers: int,
-    step_age_s: float,
-    step_s: float,
-    beat_at: float,
-    server_at: float,
+    now: float, ear: Ear, hearing: Hearing, tokens: int, *, step_s: float, beat_at: float, server_at: float
 ) -> Verdict:
-    """Times of an attempt: the last frame or answer (`heard_at`), the first question since then (`asked_at`, if later),
-    the last question (`probed_at`), the worker's last heartbeat (`beat_at`), NATS's last message (`server_at`).
-    `answers` came since the last token, the last one with `step_age_s`; steps take `step_s` (0: not measured).
-    """
+    """`tokens` are here. Steps take `step_s` (0: not measured); `beat_at`: the worker's last heartbeat, `server_at`:
+    NATS's last message."""
+    heard_at, asked_at = hearing.heard_at, hearing.asked_at
+    step_age_s = hearing.step_age_s if hearing.tokens == tokens else 0.0  # a token came since: the step has ended
     if step_age_s > (max(HUNG_S, HUNG_STEPS * step_s) if step_s else UNMEASURED_S):
         return Verdict.HUNG
     beat_late = now - max(beat_at, ear.since) > BEAT_LATE_S
@@ -91,33 +103,29 @@ def judge(
     if now - max(heard_at, ear.since) < least:
         return Verdict.WAIT
     eager = unanswered or beat_late or step_age_s > LEAST_S
-    pause_s = least if eager else min(least * 2.0 ** min(answers, 16), max(least, RARELY_S))
-    return Verdict.ASK if now - probed_at >= pause_s else Verdict.WAIT
+    pause_s = least if eager else min(least * 2.0 ** min(hearing.answers, 16), max(least, RARELY_S))
+    return Verdict.ASK if now - hearing.probed_at >= pause_s else Verdict.WAIT
 
 
+@dataclass(eq=False, slots=True)
 class PlacementBreaker:
     """One client's; `now` never goes back."""
 
-    def __init__(self) -> None:
-        self._unanswered = 0  # in a row
-        self._ask_at: float | None = None  # when the next one may, while open
-
-    @property
-    def is_open(self) -> bool:
-        return self._ask_at is not None
+    _unanswered: int = 0  # in a row
+    ask_at: float | None = None  # when the next one may, while open
 
     def may_ask(self, now: float) -> bool:
         """While open, one request per ASK_AGAIN_S may ask."""
-        if self._ask_at is not None:
-            if now < self._ask_at:
+        if self.ask_at is not None:
+            if now < self.ask_at:
                 return False
-            self._ask_at = now + ASK_AGAIN_S
+            self.ask_at = now + ASK_AGAIN_S
         return True
 
     def answered(self) -> None:
-        self._unanswered, self._ask_at = 0, None
+        self._unanswered, self.ask_at = 0, None
 
     def unanswered(self, now: float) -> None:
         self._unanswered += 1
-        if self._unanswered >= SILENT_ENOUGH and self._ask_at is None:
-            self._ask_at = now + ASK_AGAIN_S
+        if self._unanswered >= SILENT_ENOUGH and self.ask_at is None:
+            self.ask_at = now + ASK_AGAIN_S

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription, is_no_responders
 from kvproto.errors import Cancelled, CodecError, KvfleetError
 from kvproto.messages import (
     Accepted,
@@ -28,8 +28,8 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
-from kvproto.nats_message import Message, Subscription, is_no_responders
 from kvproto.regions import split
+from kvproto.streams.silence import Hearing
 from kvproto.streams.stream_assembly import StreamAssembly
 from kvproto.subjects import batch_inbox, request_inbox, request_inboxes
 from kvproto.trace_context import Trail
@@ -82,13 +82,9 @@ class Stream:
         self.worker_epoch: str | None = None
         self.accepted = False
         self.attempts = 0
-        self.last_frame_at = clock()
-        self.last_probe_at = self.last_frame_at
-        self.asked_at = self.last_frame_at  # the first question since a frame came
-        self.answers = 0  # since the last token
+        now = clock()
+        self.hearing = Hearing(now, now, now)
         self.lost_why = ""
-        self._step_age_s = 0.0  # in the last answer
-        self._answered_tokens = -1  # tokens that were here then
         self.gap_since: float | None = None
         self.paused_since: float | None = None
         self.received: tuple[int, ...] = ()  # tokens that its reader had when it left
@@ -168,7 +164,7 @@ class Stream:
         if frame.attempt != self.assembly.attempt or self.closed:
             self.assembly.fenced += 1
             return
-        self.last_frame_at = self._clock()
+        self.hearing.heard_at = self._clock()
         if type(frame) is Tokens:
             self.accepted = True  # the acknowledgement may be lost
             self._deliver(self.assembly.accept(frame))
@@ -180,9 +176,8 @@ class Stream:
             self.accepted = True
             tokens = self.assembly.tokens
             if frame.next_index > tokens and self.gap_since is None:
-                self.gap_since = self.last_frame_at
-            self.answers = self.answers + 1 if tokens == self._answered_tokens else 1
-            self._answered_tokens, self._step_age_s = tokens, frame.step_age_s
+                self.gap_since = self.hearing.heard_at
+            self.hearing.answered(tokens, frame.step_age_s)
         else:
             if not isinstance(frame, Failed):  # which may be a refusal
                 self.accepted = True
@@ -191,11 +186,6 @@ class Stream:
                 self.signal(Signal.STARTED)
             elif isinstance(frame, Moved) and self.assembly.is_moving:
                 self.signal(Signal.MOVING)
-
-    @property
-    def step_age_s(self) -> float:
-        """How long its worker has been in one step; 0 if a token came since its answer."""
-        return self._step_age_s if self._answered_tokens == self.assembly.tokens else 0.0
 
     def on_no_responders(self, attempt: int) -> None:
         if attempt == self.assembly.attempt:
@@ -217,11 +207,11 @@ class Stream:
         assembly = self.assembly
         if assembly.is_waiting:
             if assembly.missing() is not None and self.gap_since is None:
-                self.gap_since = self.last_frame_at
+                self.gap_since = self.hearing.heard_at
         else:
             self.gap_since = None
         if self._buffered > self._limit and self.paused_since is None and not self._done:
-            self.paused_since = self.last_frame_at
+            self.paused_since = self.hearing.heard_at
             self.was_paused = True
             self.signal(Signal.FULL)
         self._wake_reader()
@@ -234,12 +224,6 @@ class Stream:
         self._signals.append(signal)
         if self._driver_waiter is not None:
             _wake(self._driver_waiter)
-
-    def asks(self) -> None:
-        """The driver asks the worker."""
-        self.last_probe_at = self._clock()
-        if self.asked_at <= self.last_frame_at:
-            self.asked_at = self.last_probe_at
 
     async def next_signal(self, timeout_s: float) -> Signal | None:
         """None after the timeout."""
@@ -259,8 +243,8 @@ class Stream:
         self.worker, self.worker_epoch, self.accepted = worker, None, False
         self.gap_since = self.paused_since = None
         self.was_paused = False
-        self.last_frame_at = self._clock()
-        self.answers, self._answered_tokens, self.lost_why = 0, -1, ""
+        self.hearing.heard_at = self._clock()
+        self.hearing.answers, self.hearing.tokens, self.lost_why = 0, -1, ""
         self.assembly.begin(attempt)
         cancelled = Signal.CANCELLED in self._signals
         self._signals.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,24 @@ def owner() -> str:
     return f"{os.getpid()}@{socket.gethostname()}"
 
 
-def remove_leftovers(client: Any) -> None:
-    """Containers and networks of test runs on this host that have ended."""
+@contextlib.contextmanager
+def tidied() -> Iterator[Any]:
+    """A client, once containers and networks of test runs on this host that have ended are removed. Raises as `client`
+    does."""
     import docker.errors
+
+    os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # read when testcontainers is imported
 
     def is_leftover(labels: dict[str, str]) -> bool:
         pid, _, host = labels.get(LABEL, "").partition("@")
         return host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists()
 
-    with contextlib.suppress(docker.errors.APIError):
-        for container in client.containers.list(all=True, filters={"label": LABEL}):
-            if is_leftover(container.labels):
-                container.remove(force=True, v=True)
-        for network in client.networks.list(filters={"label": LABEL}):
-            if is_leftover(network.attrs.get("Labels") or {}):
-                network.remove()
+    with contextlib.closing(client()) as found:
+        with contextlib.suppress(docker.errors.APIError):
+            for container in found.containers.list(all=True, filters={"label": LABEL}):
+                if is_leftover(container.labels):
+                    container.remove(force=True, v=True)
+            for network in found.networks.list(filters={"label": LABEL}):
+                if is_leftover(network.attrs.get("Labels") or {}):
+                    network.remove()
+        yield found

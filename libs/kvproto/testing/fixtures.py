@@ -23,11 +23,12 @@ from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from kvproto.testing.fleet_containers import FleetContainers, ImageMissing
 from kvproto.testing.nats_cluster import NatsCluster
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import NatsServer, ServerSpec
+from kvproto.testing.nats_container import NatsContainer
+from kvproto.testing.nats_process import NatsProcess, ServerSpec
 
 T = TypeVar("T")
 FleetFactory = Callable[..., FleetContainers]
+NatsServer = NatsContainer | NatsProcess  # running; listens on loopback only
 ConfiguredNats = Callable[..., NatsServer]
 ProcessFactory = Callable[..., NatsProcess]
 
@@ -50,8 +51,6 @@ class ServerSource:
         spec = spec or ServerSpec()
         if not self._why_process:
             try:
-                from kvproto.testing.nats_container import NatsContainer
-
                 return NatsContainer.start(spec)
             except Exception as error:  # for any failure of a container there is the process
                 if self.wanted == "docker":

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from kvproto.testing.docker_daemon import LABEL, client, owner, remove_leftovers
+from kvproto.testing.docker_daemon import LABEL, owner, tidied
 
 TAG = "dev"
 HTTP_PORT = 8080
@@ -108,7 +108,6 @@ class FleetContainers:
     ) -> FleetContainers:
         """A serving fleet. `environment`: settings of all its processes, KVFLEET_*; `tag` of the images: default
         KVFLEET_TAG, else dev. Raises ConnectionError or docker's errors, ImageMissing, FleetNotStarted."""
-        os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # read when testcontainers is imported
         tag = tag or os.environ.get("KVFLEET_TAG") or TAG
         _check_images(tag)
         from testcontainers.core.network import Network
@@ -180,10 +179,6 @@ class FleetContainers:
         self.containers.append(made)
         return made
 
-    def wait_healthy(self, *containers: FleetContainer, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Raises FleetNotStarted with the log of one that is late."""
-        self._await("healthy", time.monotonic() + timeout_s, *containers)
-
     def stop(self) -> None:
         self._undo.close()
         self.containers.clear()
@@ -203,16 +198,11 @@ class FleetContainers:
 
 
 def _check_images(tag: str) -> None:
-    """Also removes leftovers of test runs that have ended."""
     import docker.errors
 
-    daemon = client()
-    try:
-        remove_leftovers(daemon)
+    with tidied() as client:
         for image in ("control", "worker", "nats"):
             try:
-                daemon.images.get(f"kvfleet-{image}:{tag}")
+                client.images.get(f"kvfleet-{image}:{tag}")
             except docker.errors.ImageNotFound:
                 raise ImageMissing(f"no image kvfleet-{image}:{tag}: run scripts/build_images") from None
-    finally:
-        daemon.close()

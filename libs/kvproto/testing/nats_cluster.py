@@ -13,9 +13,7 @@ from typing import Any
 
 from kvproto.connection import Connection
 from kvproto.errors import KvfleetError
-from kvproto.testing.free_ports import free_ports
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerFailed, ServerSpec
+from kvproto.testing.nats_process import NatsProcess, ServerFailed, ServerSpec, free_ports
 
 SYSTEM_USER = SYSTEM_PASSWORD = "sys"
 SIZE = 3

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import tarfile
 import time
 import uuid
@@ -18,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvproto.testing import docker_daemon
-from kvproto.testing.docker_daemon import LABEL, owner
-from kvproto.testing.nats_process import find_nats_server
-from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
+from kvproto.testing.docker_daemon import LABEL, owner, tidied
+from kvproto.testing.nats_process import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity, find_nats_server
 
 CLIENT_PORT = 4222
 START_TIMEOUT_S = 20.0
@@ -33,20 +30,15 @@ class NatsContainer:
     """One server in one container. `start` is the only way to make one."""
 
     _container: Any
-    kind: str
+    kind: str  # `container` and its network
     url: str
     _undo: contextlib.ExitStack
 
     @classmethod
     def start(cls, spec: ServerSpec) -> NatsContainer:
         """Raises docker's errors (without a daemon, for example), or ServerFailed with the container's log."""
-        os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # read when testcontainers is imported
-        client = docker_daemon.client()
-        try:
+        with tidied() as client:
             image = _image(client)
-            docker_daemon.remove_leftovers(client)
-        finally:
-            client.close()
         try:
             return cls._on_host_network(image, spec)
         except Exception as on_host:  # noqa: BLE001 (any failure there: the other network may do)

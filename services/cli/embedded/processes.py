@@ -63,6 +63,8 @@ class Child:
     process: Process = field(init=False)
     given_up: bool = False
     restarts: list[float] = field(default_factory=list)
+    model: str = ""  # of a worker
+    draining: bool = False  # as the autoscaler told it
 
     def __post_init__(self) -> None:
         self.process = self.start()

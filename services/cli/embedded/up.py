@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,13 +27,13 @@ from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.embedded import forks as forking
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
-from kvfleet.cli.embedded.fleet_state import fleet_key, folders
 from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim, listen
 from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, spawn
 from kvfleet.cli.operator.init import create_buckets
 from kvfleet.cli.operator.operator_login import Login
 from kvproto.errors import KvfleetError
 from kvservice import launch
+from kvservice.private_files import make_own_folder, read_secret, remove_own_folder, write_private
 
 DRAIN_S = 3.0
 START_TIMEOUT_S = 600.0
@@ -128,10 +131,12 @@ def up(
 
             def start_worker(which: int, *, late: bool = False) -> Child:
                 i = next(numbers)
-                own = [f"--model={models[which]}", f"--workers-on-host={most}"]
+                own = [*common, *flags, f"--model={models[which]}", f"--workers-on-host={most}"]
                 own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                return _service("worker", f"w{i}", [*common, *flags, *own], key | _own_gpu(i), torch=runner == "torch")
+                child = _service("worker", f"w{i}", own, key | _own_gpu(i), torch=runner == "torch")
+                child.model = served[which]
+                return child
 
             fleet.workers += [start_worker(i % len(models)) for i in range(total)]
             front = [*common, f"--host={host}", f"--port={port}", f"--listen-fd={listener.fileno()}"]
@@ -163,14 +168,42 @@ def up(
                     return child
 
                 if limits is not None:
-                    fleet.autoscaler = LocalAutoscaler(login, namespace, served, grow)
-                    fleet.autoscaler.start((child, served[i % len(models)]) for i, child in enumerate(fleet.workers))
+                    fleet.autoscaler = LocalAutoscaler(login, namespace, served, grow, fleet.workers)
+                    fleet.autoscaler.thread.start()
                 fleet.watch(stopping, forget)
         except (StartFailed, FleetEnded, KvfleetError, PortTaken) as error:
             fleet.stop()
             fail(str(error))
         finally:
             fleet.stop()
+
+
+@contextmanager
+def folders(state_dir: Path | None) -> Iterator[tuple[Path, Path]]:
+    """One for the processes' temporary files, removed at the end, and one for the fleet's state: the user's, which
+    stays, or the same."""
+    if state_dir is not None:
+        try:
+            state_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"cannot use --state-dir {state_dir}: {error.strerror}")
+    try:
+        own = make_own_folder()
+    except OSError as error:
+        fail(f"cannot make a temporary folder: {error}")
+    try:
+        yield own, own if state_dir is None else state_dir.resolve()
+    finally:
+        remove_own_folder(own)
+
+
+def fleet_key(state: Path) -> str:
+    """The secret of cache salts and request ids, the same after a restart. Raises InvalidRequest for an empty file or
+    an unreadable one."""
+    path = state / "fleet.key"
+    if not path.exists():
+        write_private(path, secrets.token_urlsafe(32).encode())
+    return read_secret(path, "state_dir")
 
 
 def _name(model: str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvfleet.cli.console import err, fail, figures, out
+from kvfleet.cli.console import USAGE, err, fail, figures, out
 from kvfleet.cli.operator.operator_login import Ca, Cert, Key, Login, SeedFile
 from kvproto import codec
 from kvproto.connection import Connection
@@ -26,7 +26,6 @@ from kvproto.subjects import Subjects
 PLACEMENT_TIMEOUT_S = 5.0  # it goes through its whole index
 WORKER_TIMEOUT_S = 3.0
 ASK_AGAIN_S = 0.2
-USAGE = 2
 
 
 def drain(

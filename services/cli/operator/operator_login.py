@@ -14,7 +14,7 @@ import typer
 from kvproto.connection import Connection
 from kvproto.ids import new_process_id
 from kvproto.subjects import ADMIN_INBOX, inbox_prefix
-from kvservice.secret_file import read_secret
+from kvservice.private_files import read_secret
 
 SeedFile = Annotated[
     Path | None,

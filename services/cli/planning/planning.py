@@ -139,20 +139,18 @@ def erlang_c(servers: int, offered: float) -> float:
     return blocked / (1 - offered / servers * (1 - blocked))
 
 
-def ttft_share(
-    limit_s: float, rate: float, servers: int, service_s: float, cv: float, sizes: list[float] | None = None
-) -> float:
+def ttft_share(limit_s: float, rate: float, servers: int, service_s: float, cv: float, sizes: list[float]) -> float:
+    """`sizes`: equally probable values of S."""
     offered = rate * service_s
     if offered >= servers:
         return 0.0
     waits = erlang_c(servers, offered)
     decay = 2 * (servers - offered) / ((1 + cv * cv) * service_s)
     good = 0.0
-    values = lognormal(service_s, cv) if sizes is None else sizes
-    for size in values:
+    for size in sizes:
         if size <= limit_s:
             good += 1 - waits * math.exp(-decay * (limit_s - size))
-    return good / len(values)
+    return good / len(sizes)
 
 
 def quantile(share: float, rate: float, servers: int, service_s: float, cv: float, sizes: list[float]) -> float:

@@ -13,12 +13,11 @@ from typing import Annotated
 
 import typer
 
-from kvfleet.cli.console import fail
+from kvfleet.cli.console import USAGE, fail
 from kvproto.ids import DEFAULT_TENANT, is_token
 
 PREFIX = "kvf_"  # so that scanners of repositories and logs know one when they see it
 RANDOM_BYTES = 32
-USAGE = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.@/-]{0,63}\Z")
 
 app = typer.Typer(name="key", help="API keys of the HTTP endpoint.", no_args_is_help=True)

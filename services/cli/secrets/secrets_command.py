@@ -8,10 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvfleet.cli.console import err, fail
+from kvfleet.cli.console import USAGE, err, fail
 from kvproto.errors import InvalidRequest, KvfleetError
-
-USAGE = 2
 
 
 def secrets(

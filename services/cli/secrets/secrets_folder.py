@@ -28,7 +28,7 @@ from kvfleet.cli.secrets import secrets_certificates as pki
 from kvfleet.cli.secrets.key import toml_entry
 from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.ids import DEFAULT_TENANT, is_token
-from kvservice.secret_file import write_secret
+from kvservice.private_files import write_private
 
 ROLES = ("admin", "ingress", "placement", "worker", "vault", "sys", "region-link")
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "nats")
@@ -235,7 +235,7 @@ class _Filling:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self.folder / "nkeys").mkdir(mode=0o700, exist_ok=True)
             for name, data in self.new.items():
-                write_secret(self.folder / name, data)
+                write_private(self.folder / name, data)
                 self.report.written.append(name)
         except OSError as error:
             raise Unavailable(f"cannot write {error.filename or self.folder}: {error.strerror}") from None

@@ -1,19 +1,17 @@
-"""OpenAI's answers: the types of bodies and chunks, which `openapi` describes, and whole bodies as bytes. Pure. Clients
-ignore the additional `kvfleet` object."""
+"""OpenAI's answers: the types of bodies and chunks, which `openapi` describes, and how parts are made of a transcript.
+Pure. Clients ignore the additional `kvfleet` object."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import orjson
 from pydantic import Field
 
 from kvfleet.ingress.http.answer_types import Described, Natural
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import EVENT_ID
-from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
+from kvfleet.ingress.runs.transcript import Transcript
 from kvproto.codec import floored
 from kvproto.messages import Finished, FinishReason, TokenLogprobs
 
@@ -177,31 +175,6 @@ class CompletionChunk(_Named):
     usage: Usage | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What every chunk and body of one answer repeats. `spelling`: of the model's tokens, for log probabilities."""
-
-    request: str
-    model: str
-    created: int
-    fingerprint: str
-    chat: bool
-    choices: int = 1
-    spelling: TokenSpelling | None = None
-    prompt_digest: str = ""  # of event ids
-
-    def as_map(self, *, chunk: bool) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        prefix = "chatcmpl-" if self.chat else "cmpl-"
-        return {
-            "id": prefix + self.request,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-
-
 def usage_of(finished: Finished, transcript: Transcript) -> Usage:
     prompt, generated = finished.prompt_tokens, finished.output_tokens
     return Usage(prompt, generated, prompt + generated, CachedTokens(cached_tokens(transcript)))
@@ -218,23 +191,3 @@ def fleet_note(request: str, finished: Finished, transcript: Transcript) -> Flee
     started = transcript.started
     worker = finished.worker or (started.worker if started else "")
     return FleetNote(request, worker, cached_tokens(transcript), round(started.queue_s, 6) if started else None)
-
-
-def answer_body(head: AnswerHead, transcript: Transcript) -> bytes:
-    """The whole answer of a request that does not stream."""
-    finished = transcript.finished
-    assert finished is not None
-    kind = ChatAnswer if head.chat else CompletionAnswer
-    choices: list[Any] = [_choice(head, index, said) for index, said in enumerate(transcript.choices)]
-    usage, note = usage_of(finished, transcript), fleet_note(head.request, finished, transcript)
-    return orjson.dumps(kind(**head.as_map(chunk=False), choices=choices, usage=usage, kvfleet=note))
-
-
-def _choice(head: AnswerHead, index: int, said: ChoiceTranscript) -> ChatChoice | CompletionChoice:
-    assert said.reason is not None
-    spelling = head.spelling if said.is_scored else None
-    if head.chat:
-        scores = None if spelling is None else chat_logprobs(spelling, said.ids, said.logprobs)
-        return ChatChoice(index, AnswerMessage("assistant", said.text, None), scores, said.reason)
-    lists = None if spelling is None else completion_logprobs(spelling, said.ids, said.pieces, said.logprobs)
-    return CompletionChoice(index, said.text, lists, said.reason)

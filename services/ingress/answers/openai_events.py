@@ -1,6 +1,6 @@
-"""OpenAI's streams as bytes: the chunks whose types `openai_answers` has. Pure. Chunks are built once per request and
-choice, as the bytes around the text; a token then costs one escaped string and a few appends. With log probabilities
-each token's chunk is made anew."""
+"""OpenAI's answers as bytes, whole and as streams; `openai_answers` has their types. Pure. Chunks are built once per
+request and choice, as the bytes around the text; a token then costs one escaped string and a few appends. With log
+probabilities each token's chunk is made anew."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from typing import Any
 import orjson
 
 from kvfleet.ingress.answers.openai_answers import (
-    AnswerHead,
+    AnswerMessage,
+    ChatAnswer,
+    ChatChoice,
     ChatLogprobs,
+    CompletionAnswer,
+    CompletionChoice,
     CompletionLogprobs,
     Usage,
     chat_logprobs,
@@ -36,31 +40,64 @@ _PLACE_JSON = orjson.dumps(_PLACE.decode())
 
 @dataclass(frozen=True, slots=True)
 class OpenAiForm:
-    """With `include_usage` every chunk has `usage: null`, and a last one, without choices, the usage."""
+    """What every chunk and body of one answer repeats. `spelling`: of the model's tokens, for log probabilities. With
+    `include_usage` every chunk has `usage: null`, and a last one, without choices, the usage."""
 
-    head: AnswerHead
-    include_usage: bool
-
-    @property
-    def size(self) -> int:
-        return 0
+    request: str
+    model: str
+    created: int
+    fingerprint: str
+    chat: bool
+    choices: int = 1
+    spelling: TokenSpelling | None = None
+    prompt_digest: str = ""  # of event ids
+    include_usage: bool = False
+    size = 0  # all of it is small
 
     def writer(self, at: Position = START, *, id_lines: bool = False) -> OpenAiEvents:
         """Raises InvalidRequest for a position that this answer cannot have."""
         return OpenAiEvents(self, at, id_lines)
+
+    def body(self, transcript: Transcript) -> bytes:
+        """The whole answer of a request that does not stream."""
+        finished = transcript.finished
+        assert finished is not None
+        kind = ChatAnswer if self.chat else CompletionAnswer
+        choices: list[Any] = [self._choice(index, said) for index, said in enumerate(transcript.choices)]
+        usage, note = usage_of(finished, transcript), fleet_note(self.request, finished, transcript)
+        return orjson.dumps(kind(**self.as_map(chunk=False), choices=choices, usage=usage, kvfleet=note))
+
+    def _choice(self, index: int, said: ChoiceTranscript) -> ChatChoice | CompletionChoice:
+        assert said.reason is not None
+        spelling = self.spelling if said.is_scored else None
+        if self.chat:
+            scores = None if spelling is None else chat_logprobs(spelling, said.ids, said.logprobs)
+            return ChatChoice(index, AnswerMessage("assistant", said.text, None), scores, said.reason)
+        lists = None if spelling is None else completion_logprobs(spelling, said.ids, said.pieces, said.logprobs)
+        return CompletionChoice(index, said.text, lists, said.reason)
+
+    def as_map(self, *, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        prefix = "chatcmpl-" if self.chat else "cmpl-"
+        return {
+            "id": prefix + self.request,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
 
 class OpenAiEvents:
     """Writer for one reader. Each choice ends in a chunk with its `finish_reason`; the last one names the worker."""
 
     def __init__(self, form: OpenAiForm, at: Position, id_lines: bool) -> None:
-        self._head = head = form.head
-        self._include_usage = form.include_usage
+        self._form = form
         self.ids = EventIds(
-            head.request, head.choices, at, announced=head.chat, prompt=head.prompt_digest, lines=id_lines
+            form.request, form.choices, at, announced=form.chat, prompt=form.prompt_digest, lines=id_lines
         )
-        self._around = [self._template(choice) for choice in range(head.choices)]
-        self._running = head.choices - len(self.ids.ended)
+        self._around = [self._template(choice) for choice in range(form.choices)]
+        self._running = form.choices - len(self.ids.ended)
         self._last: ChoiceFinished | None = None  # of several choices the one that ended last
         self._offsets: dict[int, int] = {}  # characters of each choice that has had scored tokens
 
@@ -72,12 +109,12 @@ class OpenAiEvents:
         return before, middle + b'"', b'"' + after
 
     def _text(self, text: str) -> Any:
-        return {"content": text} if self._head.chat else text
+        return {"content": text} if self._form.chat else text
 
     def _choice(
         self, index: int, delta: Any, logprobs: Any = None, finish: FinishReason | None = None
     ) -> dict[str, Any]:
-        name = "delta" if self._head.chat else "text"
+        name = "delta" if self._form.chat else "text"
         return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": finish}
 
     def _event(
@@ -86,21 +123,21 @@ class OpenAiEvents:
         return self.ids.line(event_id) + self._data(event_id, choices, usage, fleet)
 
     def _data(self, event_id: bytes, choices: Sequence[Any], usage: Usage | None, fleet: Mapping[str, Any]) -> bytes:
-        told = {"usage": usage} if self._include_usage else {}
+        told = {"usage": usage} if self._form.include_usage else {}
         note = {**fleet, "event_id": event_id.decode()}
-        chunk = {**self._head.as_map(chunk=True), "choices": choices, **told, "kvfleet": note}
+        chunk = {**self._form.as_map(chunk=True), "choices": choices, **told, "kvfleet": note}
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def started(self, started: Started, out: list[bytes]) -> None:
-        for at in range(self.ids.begun, self._head.choices):
+        for at in range(self.ids.begun, self._form.choices):
             event_id = self.ids.begin()
             out.append(self._event(event_id, self._choice(at, {"role": "assistant", "content": ""})))
 
     def tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
     ) -> None:
-        if self._head.spelling is not None and said.is_scored:
-            self._scored_tokens(choice, said, begin, self._head.spelling, out)
+        if self._form.spelling is not None and said.is_scored:
+            self._scored_tokens(choice, said, begin, self._form.spelling, out)
             return
         before, middle, after = self._around[choice]
         id_before, id_after = self.ids.around(choice)
@@ -127,7 +164,7 @@ class OpenAiEvents:
         for at in range(begin, len(said.ids)):
             token, piece, scores = said.ids[at], said.pieces[at], said.logprobs[at]
             logprobs: ChatLogprobs | CompletionLogprobs
-            if self._head.chat:
+            if self._form.chat:
                 logprobs = chat_logprobs(spelling, (token,), (scores,))
             else:
                 logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
@@ -140,17 +177,17 @@ class OpenAiEvents:
         self._running -= 1
         if self._running:
             self.ids.ended.add(ended.choice)
-            delta = {} if self._head.chat else ""
+            delta = {} if self._form.chat else ""
             out.append(self._event(self.ids.here(), self._choice(ended.choice, delta, finish=ended.reason)))
         else:
             self._last = ended  # its chunk ends the answer
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
-        fleet = asdict(fleet_note(self._head.request, finished, transcript))
+        fleet = asdict(fleet_note(self._form.request, finished, transcript))
         index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
-        delta = {} if self._head.chat else ""
+        delta = {} if self._form.chat else ""
         out.append(self._event(self.ids.next_end(), self._choice(index, delta, finish=reason), fleet=fleet))
-        if self._include_usage:
+        if self._form.include_usage:
             out.append(self._event(self.ids.next_end(), usage=usage_of(finished, transcript), fleet=fleet))
         out.append(self.ids.line(self.ids.next_end()) + DONE)
 

@@ -87,16 +87,13 @@ def parse_keys(*sources: str) -> KeySet:
         _require(isinstance(listed, list), "must be a list of tables named keys", "api_keys")
         entries += listed
         tenants |= _read_tenants(value.get("tenants", {}))
-    read = KeySet(tuple(_read_key(entry, f"api_keys[{i}]") for i, entry in enumerate(entries)), tenants)
-    names = [key.caller.name for key in read.keys]
-    hashes = [one for key in read.keys for one in key.sha256]
+    table = KeySet(tenants=tenants)
+    keys = tuple(_read_key(entry, f"api_keys[{i}]", table) for i, entry in enumerate(entries))
+    names = [key.caller.name for key in keys]
+    hashes = [one for key in keys for one in key.sha256]
     for what, values in (("name", names), ("sha256", hashes)):
         _require(len(set(values)) == len(values), f"two keys have the same {what}", "api_keys")
-    keys = []
-    for key in read.keys:
-        caller = replace(key.caller, tenant_limits=read.limits_of(key.caller.tenant))
-        keys.append(replace(key, caller=caller))
-    return replace(read, keys=tuple(keys))
+    return replace(table, keys=keys)
 
 
 def _require(good: bool, what: str, field: str) -> None:
@@ -132,7 +129,7 @@ def _read_tenants(value: Any) -> dict[str, KeyLimits]:
     return out
 
 
-def _read_key(entry: Any, field: str) -> ApiKey:
+def _read_key(entry: Any, field: str, table: KeySet) -> ApiKey:
     _require(isinstance(entry, dict), "must be a table", field)
     for unknown in entry.keys() - _KNOWN:
         raise InvalidRequest("unknown", field=f"{field}.{_field(unknown)}")
@@ -154,7 +151,8 @@ def _read_key(entry: Any, field: str) -> ApiKey:
     policies = entry.get("policies", [])  # only placement knows which exist
     are_names = isinstance(policies, list) and all(isinstance(one, str) and is_token(one) for one in policies)
     _require(are_names, "must be a list of names", f"{field}.policies")
-    caller = Caller(name, tenant, entry.get("admin", False), limits, policies=tuple(policies), max_priority=highest)
+    admin, shared = entry.get("admin", False), table.limits_of(tenant)
+    caller = Caller(name, tenant, admin, limits, shared, policies=tuple(policies), max_priority=highest)
     not_after = _read_moment(entry.get("not_after"), f"{field}.not_after")
     return ApiKey(tuple(hashes), caller, entry.get("disabled", False), not_after)
 

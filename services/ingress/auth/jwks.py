@@ -16,12 +16,15 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfleet.ingress.auth.oidc import OidcRules, caller_of, read_claims, read_head, refused
 from kvfleet.ingress.limits.callers import Caller
 from kvproto.errors import InvalidRequest, KvfleetError, Unavailable
 from kvservice.lifecycle import in_daemon_thread
+
+if TYPE_CHECKING:
+    from jwt import PyJWK
 
 log = logging.getLogger(__name__)
 
@@ -39,19 +42,12 @@ _HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-A
 Fetch = Callable[[], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class SigningKey:
-    kid: str | None
-    algorithm: str
-    key: Any
-
-
-def read_key_set(key_set: dict[str, Any]) -> tuple[SigningKey, ...]:
+def read_key_set(key_set: dict[str, Any]) -> tuple[PyJWK, ...]:
     """The usable signing keys. Raises Unavailable if there is none."""
     import jwt
 
     listed = key_set.get("keys")
-    out: list[SigningKey] = []
+    out: list[PyJWK] = []
     for entry in listed if isinstance(listed, list) else ():
         if not isinstance(entry, dict) or entry.get("kty") not in ("RSA", "EC", "OKP"):
             continue
@@ -63,8 +59,7 @@ def read_key_set(key_set: dict[str, Any]) -> tuple[SigningKey, ...]:
             continue
         if entry["kty"] == "RSA" and found.key.key_size < MIN_RSA_BITS:
             continue
-        kid = entry.get("kid")
-        out.append(SigningKey(kid if isinstance(kid, str) else None, str(found.algorithm_name), found.key))
+        out.append(found)
     if not out:
         raise Unavailable("the issuer's key set holds no key that could be used")
     return tuple(out)
@@ -78,7 +73,7 @@ class IssuerKeys:
     fetch: Fetch
     now: Callable[[], float]
     refresh_s: float = REFRESH_S
-    keys: tuple[SigningKey, ...] = ()
+    keys: tuple[PyJWK, ...] = ()
     fetches_total: int = 0
     failures_total: int = 0
     _fetched_at: float | None = None  # the last success
@@ -123,12 +118,12 @@ class IssuerKeys:
             self.failures_total += 1
             log.warning("the issuer's keys could not be had, %d are kept: %s", len(self.keys), str(error) or "too slow")
             raise Unavailable("the issuer's keys could not be had") from None
-        if [key.kid for key in keys] != [key.kid for key in self.keys]:
+        if [key.key_id for key in keys] != [key.key_id for key in self.keys]:
             log.info("the issuer has %d keys", len(keys))
         self.keys = keys
         self._fetched_at = self.now()
 
-    async def _key_of(self, algorithm: str, kid: str | None) -> SigningKey:
+    async def _key_of(self, algorithm: str, kid: str | None) -> PyJWK:
         if self._fetched_at is not None and self.now() - self._fetched_at > KEPT_S:
             self.keys = ()
         if (found := self._find(algorithm, kid)) is not None:
@@ -146,12 +141,12 @@ class IssuerKeys:
     def _is_answering(self) -> bool:
         return self._fetched_at is not None and self._asked_at is not None and self._fetched_at >= self._asked_at
 
-    def _find(self, algorithm: str, kid: str | None) -> SigningKey | None:
+    def _find(self, algorithm: str, kid: str | None) -> PyJWK | None:
         """By its id; without one, the only key of the algorithm."""
-        fitting = [key for key in self.keys if key.algorithm == algorithm]
+        fitting = [key for key in self.keys if key.algorithm_name == algorithm]
         if kid is None:
             return fitting[0] if len(fitting) == 1 else None
-        return next((key for key in fitting if key.kid == kid), None)
+        return next((key for key in fitting if key.key_id == kid), None)
 
 
 def check_url(url: str, setting: str) -> None:

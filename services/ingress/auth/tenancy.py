@@ -46,6 +46,12 @@ class Tenancy:
             return True
         return self.issuer is None and not self.reloads and len({k.caller.tenant for k in self.keys.keys}) == 1
 
+    async def identify(self, exchange: Exchange) -> Caller:
+        """Sets the exchange's caller. Raises as `authenticate` does."""
+        caller = await self.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
+        exchange.caller = caller
+        return caller
+
     async def authenticate(self, authorization: str | None, api_key: str | None = None) -> Caller:
         """From `Authorization: Bearer <key or token>` or `x-api-key: <key>`. Raises AuthenticationFailed; for a token
         also PermissionDenied without a tenant, and Unavailable while its issuer does not answer."""
@@ -76,10 +82,3 @@ class Tenancy:
             raise refused("this API key is not known")
         caller = await self.issuer.caller_of(presented)
         return replace(caller, tenant_limits=self.keys.limits_of(caller.tenant))
-
-
-async def identify(tenancy: Tenancy, exchange: Exchange) -> Caller:
-    """Sets the exchange's caller. Raises as `authenticate` does."""
-    caller = await tenancy.authenticate(exchange.header(b"authorization"), exchange.header(b"x-api-key"))
-    exchange.caller = caller
-    return caller

@@ -30,9 +30,6 @@ class Listings:
     answer: Callable[[Question], Coroutine[Any, Any, bytes]]
     places: dict[Question, asyncio.Task[bytes]] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        return len(self.places)
-
     async def ask(self, question: Question) -> bytes:
         """Raises LimitExceeded, and what `answer` does; a failure is shared by those who wait for it, and not kept."""
         task = self.places.get(question)

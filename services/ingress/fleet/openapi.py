@@ -16,7 +16,7 @@ from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE
 from kvfleet.ingress.requests.fields import BodyForm, Schema
 from kvfleet.ingress.runs.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from kvfleet.ingress.runs.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
-from kvproto.questions import MAX_NEWEST
+from kvproto.client import MAX_NEWEST
 
 VERSION = "3.1.0"
 TEXT: Schema = {"type": "string"}

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvfleet.ingress.auth.tenancy import identify
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.listings import Listings, Question
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
@@ -50,14 +48,14 @@ class FleetRoutes:
     parts: IngressParts
     blocks: SessionBlocks
     regions: OtherRegions
-    is_draining: Callable[[], bool]
+    unready: bool = False  # set before a drain: load balancers look elsewhere, requests are still served
     listings: Listings = field(init=False)
 
     def __post_init__(self) -> None:
         self.listings = Listings(self._listed)
 
     async def models(self, exchange: Exchange) -> None:
-        await identify(self.parts.tenancy, exchange)
+        await self.parts.tenancy.identify(exchange)
         await _json(exchange, report.models_report(self.parts.models.served()))
 
     async def model(self, exchange: Exchange) -> None:
@@ -66,7 +64,7 @@ class FleetRoutes:
         if not name:
             await self.models(exchange)
             return
-        await identify(self.parts.tenancy, exchange)
+        await self.parts.tenancy.identify(exchange)
         found = [record for record in self.parts.models.served() if record.model == name]
         if not found:
             raise ModelNotFound(f"no worker serves {name[:80]!r}", field="model")
@@ -80,15 +78,12 @@ class FleetRoutes:
 
     async def stats(self, exchange: Exchange) -> None:
         await self._admin(exchange)
-        tally, counters = self.parts.metrics.tally, self.parts.client.counters
-        own = report.IngressCounts(
+        counters = self.parts.client.counters
+        own = told(
+            report.IngressCounts,
+            self.parts.metrics.tally,
             id=self.parts.config.id,
-            active_streams=tally.active_streams,
-            generated_tokens_total=tally.generated_tokens,
-            prompt_tokens_total=tally.prompt_tokens,
-            cached_tokens_total=tally.cached_tokens,
-            spliced_tokens_total=tally.spliced_tokens,
-            sessions=self.parts.books.index.table.total,
+            sessions=self.parts.index.table.total,
             placed_total=counters.placed_total,
             placement_fallbacks_total=counters.fallback_total,
             lost_attempts_total=counters.lost_total,
@@ -98,7 +93,7 @@ class FleetRoutes:
     async def placements(self, exchange: Exchange) -> None:
         """GET /v1/placements/{id}. Those of other tenants are not found, so that no tenant learns which ids exist; an
         admin key finds all."""
-        caller = await identify(self.parts.tenancy, exchange)
+        caller = await self.parts.tenancy.identify(exchange)
         request = read_request_id(exchange.path_params["id"])
         try:
             decisions = await self.parts.client.explain(request, None if caller.admin else caller.tenant)
@@ -109,7 +104,7 @@ class FleetRoutes:
 
     async def newest_placements(self, exchange: Exchange) -> None:
         """GET /v1/placements?limit=N&model=M: all tenants' for an admin key."""
-        caller = await identify(self.parts.tenancy, exchange)
+        caller = await self.parts.tenancy.identify(exchange)
         limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
         tenant = None if caller.admin else caller.tenant
         await exchange.respond(200, await self.listings.ask((tenant, exchange.query_value("model"), limit)))
@@ -117,14 +112,14 @@ class FleetRoutes:
     async def kv_route(self, exchange: Exchange) -> None:
         """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice."""
         caller = await self._metered(exchange)
-        session = await self.parts.books.sessions.read(caller.tenant, exchange.path_params["seq_id"])
+        session = await self.parts.index.sessions.read(caller.tenant, exchange.path_params["seq_id"])
         await _json(exchange, self._located(caller, self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
         """GET /sessions/{seq_id}: also which of its blocks each worker of this region holds. `worker_id` is null when
         its worker does not answer."""
         caller = await self._metered(exchange)
-        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
+        session = await self.parts.index.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         head = session.head
         assert head is not None
         found = await self.blocks.find(caller.tenant, head.model, session.ids)
@@ -135,7 +130,7 @@ class FleetRoutes:
         answer = told(
             report.SessionAnswer,
             head,
-            busy=self.parts.books.sessions.is_busy(session),
+            busy=self.parts.index.sessions.is_busy(session),
             tokens=len(session.ids),
             cached_tokens=held.cached_tokens if held else 0,
             blocks=held.blocks if held else (),
@@ -150,7 +145,7 @@ class FleetRoutes:
         """GET /sessions/{seq_id}/kv?layer=N: K and V of one layer, `[tokens, kv_heads, head_dim]`, as safetensors."""
         caller = await self._metered(exchange)
         require_admin(caller)
-        session = await self.parts.books.sessions.find(caller.tenant, exchange.path_params["seq_id"])
+        session = await self.parts.index.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         layer = integer_query(exchange, "layer", 0)
         question = AdminRequest(AdminCommand.READ_KV, caller.tenant, session.ids, layer=layer)
         worker = self._worker_of(caller, session)
@@ -166,7 +161,7 @@ class FleetRoutes:
         """DELETE /sessions/{seq_id}: its history, and blocks that no other request shares. 409 while a turn runs."""
         caller = await self._metered(exchange)
         seq_id = exchange.path_params["seq_id"]
-        session = await self.parts.books.sessions.erase(caller.tenant, seq_id)
+        session = await self.parts.index.sessions.erase(caller.tenant, seq_id)
         await self.blocks.erase(session)
         await _json(exchange, report.DeletedAnswer(seq_id, True))
 
@@ -192,7 +187,7 @@ class FleetRoutes:
         names_caller = any(exchange.header(name) is not None for name in (b"authorization", b"x-api-key"))
         if self.parts.tenancy.is_open or names_caller:  # probes without a key do not count as refused
             with contextlib.suppress(AuthenticationFailed, PermissionDenied, Unavailable):
-                await identify(self.parts.tenancy, exchange)
+                await self.parts.tenancy.identify(exchange)
                 served = {record.model for record in self.parts.models.served()}
                 models = self.parts.models.remembered()
                 unavailable = [model for model in models if model not in served]
@@ -211,7 +206,7 @@ class FleetRoutes:
 
     def missing(self) -> str:
         """Why no request would be served; empty if one would."""
-        if self.is_draining():
+        if self.unready or self.parts.admission.draining:
             return "draining"
         if not self.parts.client.connection.is_connected:
             return "no connection to NATS"
@@ -225,14 +220,14 @@ class FleetRoutes:
 
     async def _metered(self, exchange: Exchange) -> Caller:
         """The caller of a route that may ask workers: it counts as a request."""
-        caller = await identify(self.parts.tenancy, exchange)
+        caller = await self.parts.tenancy.identify(exchange)
         now, admission = asyncio.get_running_loop().time, self.parts.admission
         exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
         admission.meter(caller, now())
         return caller
 
     async def _admin(self, exchange: Exchange) -> Caller:
-        caller = await identify(self.parts.tenancy, exchange)
+        caller = await self.parts.tenancy.identify(exchange)
         require_admin(caller)
         return caller
 

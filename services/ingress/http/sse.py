@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 from kvfleet.ingress.http.error_bodies import Headers
 from kvfleet.ingress.http.exchange import Exchange
@@ -24,28 +23,24 @@ from kvproto.errors import Cancelled
 from kvproto.ids import is_token
 from kvproto.messages import Started
 
-OnTokens = Callable[[int], None]
 
-
-async def relay(
-    exchange: Exchange, run: Run, at: Position, *, id_lines: bool, keepalive_s: float, on_tokens: OnTokens
-) -> list[bytes]:
+async def relay(exchange: Exchange, run: Run, at: Position, *, id_lines: bool, keepalive_s: float) -> list[bytes]:
     """Write a run as events from the client's position on, and return the last ones. Raises the run's KvfleetError,
     InvalidRequest for a position that it cannot have, Cancelled when the client leaves."""
     async with _watched(exchange, run):
         while run.form is None and not exchange.gone:
             if run.error is not None:
                 raise run.error
-            await _get_on(run, on_tokens)
+            await _get_on(run)
         if run.form is not None:
             writer = run.form.writer(at, id_lines=id_lines)
             exchange.error_event = writer.failed
-            async with _KeptAlive(exchange, writer.ids.comment, keepalive_s):
-                return await _relay(exchange, run, EventReader(writer), on_tokens)
+            async with _kept_alive(exchange, writer.ids.comment, keepalive_s):
+                return await _relay(exchange, run, EventReader(writer))
     raise Cancelled("the client left")
 
 
-async def _relay(exchange: Exchange, run: Run, reader: EventReader, on_tokens: OnTokens) -> list[bytes]:
+async def _relay(exchange: Exchange, run: Run, reader: EventReader) -> list[bytes]:
     out: list[bytes] = []
     while not exchange.gone:
         if run.finished:
@@ -65,8 +60,7 @@ async def _relay(exchange: Exchange, run: Run, reader: EventReader, on_tokens: O
         elif run.busy:
             await run.changed()
             continue
-        if count := await run.step():  # the hot path: once for each read of the stream
-            on_tokens(count)
+        await run.step()  # the hot path: once for each read of the stream
     raise Cancelled("the client left")
 
 
@@ -79,7 +73,7 @@ async def complete(exchange: Exchange, transcript: Transcript, last: list[bytes]
     await exchange.end(b"".join(last))
 
 
-async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
+async def gather(exchange: Exchange, run: Run) -> None:
     """Run to the end for an answer that is sent whole. Raises as `relay` does."""
     async with _watched(exchange, run):
         while not exchange.gone:
@@ -87,15 +81,12 @@ async def gather(exchange: Exchange, run: Run, *, on_tokens: OnTokens) -> None:
                 return
             if run.error is not None:
                 raise run.error
-            await _get_on(run, on_tokens)
+            await _get_on(run)
     raise Cancelled("the client left")
 
 
-async def _get_on(run: Run, on_tokens: OnTokens) -> None:
-    if run.busy:
-        await run.changed()
-    elif count := await run.step():
-        on_tokens(count)
+async def _get_on(run: Run) -> None:
+    await (run.changed() if run.busy else run.step())
 
 
 def placement_headers(started: Started | None) -> Headers:
@@ -129,40 +120,25 @@ async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
             await watcher
 
 
-@dataclass(eq=False, slots=True)
-class _KeptAlive:
-    """Sends a comment whenever nothing was written for a period. A timer, so that it costs nothing per token."""
+@contextlib.asynccontextmanager
+async def _kept_alive(exchange: Exchange, comment: Callable[[bytes], bytes], period_s: float) -> AsyncIterator[None]:
+    """Sends a comment whenever nothing was written for a period. A task beside the stream, so that it costs nothing per
+    token."""
 
-    exchange: Exchange
-    comment: Callable[[bytes], bytes]
-    period_s: float
-    seen: int = 0
-    timer: asyncio.TimerHandle | None = None
-    sending: asyncio.Task[None] | None = None
+    async def send_comments() -> None:
+        while True:
+            seen = exchange.writes
+            await asyncio.sleep(period_s)
+            if exchange.writes == seen:
+                waiting = exchange.started
+                if not waiting:
+                    await exchange.start_events()
+                await exchange.write(comment(b"waiting" if waiting else b"queued"))
 
-    async def __aenter__(self) -> None:
-        self._arm()
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        if self.sending is not None:
-            self.sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.sending
-
-    def _arm(self) -> None:
-        self.timer = asyncio.get_running_loop().call_later(self.period_s, self._tick)
-
-    def _tick(self) -> None:
-        if self.exchange.writes == self.seen and (self.sending is None or self.sending.done()):
-            self.sending = asyncio.create_task(self._comment(), name="sse-comment")
-        self.seen = self.exchange.writes
-        self._arm()
-
-    async def _comment(self) -> None:
-        waiting = self.exchange.started
-        if not waiting:
-            await self.exchange.start_events()
-        await self.exchange.write(self.comment(b"waiting" if waiting else b"queued"))
-        self.seen = self.exchange.writes
+    sending = asyncio.create_task(send_comments(), name="sse-comment")
+    try:
+        yield
+    finally:
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from kvfleet.ingress.limits.shared_usage import SharedUsage
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.messages import UsageReport
-from kvproto.nats_message import Message, Subscription
 
 log = logging.getLogger(__name__)
 

@@ -92,7 +92,7 @@ class SpliceIndex:
         best: tuple[int, _Turn, int, _Key] | None = None
         for key, chars in self._candidates(scope, text):
             for turn in reversed(self._turns[key]):
-                known = chars + _common_chars(turn.text, text, chars)
+                known = chars + agreeing(turn.text, text[chars : chars + len(turn.text)])
                 if best is None or known > best[0]:
                     best = (known, turn, chars, key)
         found = _match(best[1], text, best[2], codec) if best is not None else None
@@ -179,12 +179,12 @@ def _digests(scope: str, text: str) -> list[bytes]:
     return digests
 
 
-def _common_chars(known: str, text: str, start: int) -> int:
-    """How many leading characters of `known` are in `text` at `start`. By halving: comparing slices is fast."""
-    low, high = 0, min(len(known), len(text) - start)
+def agreeing(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many leading characters or ids two sequences share, by halving: comparing slices is fast."""
+    low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if text.startswith(known[low:middle], start + low):
+        if one[low:middle] == other[low:middle]:
             low = middle
         else:
             high = middle - 1

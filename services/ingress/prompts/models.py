@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
 from kvproto import codec
 from kvproto.client import Client
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFound, NoWorkers, Unavailable
 from kvproto.fleet_view import Change, FleetView, WorkerView
 from kvproto.messages import Bundle, RegionSummary, State, WorkerRecord
-from kvproto.nats_message import Message, Subscription
 from kvproto.regions import Regions
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
@@ -52,9 +51,6 @@ class OtherRegions:
                 await self.subscription.unsubscribe()
             except KvfleetError as error:  # the connection may be gone: nothing to let go of then
                 log.debug("other regions: %s", error)
-
-    def names(self) -> list[str]:
-        return self.regions.names(self.now())
 
     def records(self) -> dict[str, WorkerRecord]:
         """One for each model that some other region serves now."""

@@ -37,13 +37,11 @@ class Prompts:
     executor: Executor
     inline_chars: int
 
-    async def plain(
-        self, model: ServedModel, text: str, *, begins: bool, must_fit: bool = True, field: str = "prompt"
-    ) -> tuple[int, ...]:
+    async def plain(self, model: ServedModel, text: str, *, begins: bool, must_fit: bool) -> tuple[int, ...]:
         """With the model's BOS where a sequence `begins`. Raises ContextLengthExceeded early for a text that `must_fit`
         the model's context and cannot."""
         if must_fit:
-            _refuse_hopeless(model, text, 0, field)
+            _refuse_hopeless(model, text, 0, "prompt")
         return await self._run(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=begins))
 
     async def check_ids(self, model: ServedModel, ids: tuple[int, ...]) -> None:

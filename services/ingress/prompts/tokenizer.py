@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -27,20 +27,16 @@ def byte_of_character() -> dict[str, int]:
 
 
 class TokenSpelling:
-    """Spellings of one model's tokens, each made once. `token` gives a token's entry in the vocabulary, `decode` the
-    text of a token alone.
+    """Spellings of one model's tokens, each made once. `source` is the JSON that the tokenizer was made of.
 
     `bytes_of` is exact for byte-level vocabularies (each of their characters stands for a byte) and for SentencePiece
     ones with byte fallback (`<0xE2>`, and a mark for a space); for others it is the token decoded alone.
     """
 
-    def __init__(
-        self, tokenizer_json: str, token: Callable[[int], str | None], decode: Callable[[int], str], added: set[int]
-    ) -> None:
-        self._token = token
-        self._decode = decode
-        self._added = added  # spelled as they are
-        kinds = _decoder_kinds(json.loads(tokenizer_json).get("decoder"))
+    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
+        self._tokenizer = tokenizer
+        self._added = set(tokenizer.get_added_tokens_decoder())  # spelled as they are
+        kinds = _decoder_kinds(json.loads(source).get("decoder"))
         self._alphabet = byte_of_character() if "ByteLevel" in kinds else {}
         self._has_bytes = "ByteFallback" in kinds
         self._has_mark = bool(kinds & {"Metaspace", "ByteFallback"})
@@ -65,7 +61,7 @@ class TokenSpelling:
         return known
 
     def _bytes(self, token: int) -> bytes:
-        spelled = self._token(token)
+        spelled = self._tokenizer.id_to_token(token)
         if spelled is None:
             return b""
         if token in self._added:
@@ -78,7 +74,7 @@ class TokenSpelling:
             return bytes.fromhex(byte[1])
         if self._has_mark:
             return spelled.replace(SPACE_MARK, " ").encode()
-        return self._decode(token).encode()
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode()
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
@@ -103,8 +99,7 @@ class ModelTokenizer:
         special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(special)
         self.special_texts = tuple(special.values())
-        token_of, added = tokenizer.id_to_token, set(tokenizer.get_added_tokens_decoder())
-        self.spelling = TokenSpelling(bundle.tokenizer_json, token_of, lambda one: self.decode((one,)), added)
+        self.spelling = TokenSpelling(tokenizer, bundle.tokenizer_json)
         self._template = _template_of(bundle)
         self._max_token_chars = _longest_token(tokenizer)
 
@@ -120,10 +115,8 @@ class ModelTokenizer:
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """A chat with the generation prompt. Raises InvalidRequest without a template, or if it refuses."""
-        if self._template is None:
-            raise InvalidRequest("this model has no chat template, use /v1/completions", field="model")
-        if isinstance(self._template, InvalidRequest):  # completions work all the same
-            raise self._template
+        if isinstance(self._template, str):  # completions work all the same
+            raise InvalidRequest(self._template, field="model")
         return self._template.render(messages)
 
     def least_tokens(self, text: str) -> int:
@@ -131,9 +124,10 @@ class ModelTokenizer:
         return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_token_chars) if self._max_token_chars else 0
 
 
-def _template_of(bundle: Bundle) -> ChatTemplate | InvalidRequest | None:
+def _template_of(bundle: Bundle) -> ChatTemplate | str:
+    """Or why there is none."""
     if not bundle.chat_template:
-        return None
+        return "this model has no chat template, use /v1/completions"
     special = dict(bundle.special_tokens)
     for name, token in (("bos_token", bundle.bos_token), ("eos_token", bundle.eos_token)):
         if token is not None:
@@ -141,7 +135,7 @@ def _template_of(bundle: Bundle) -> ChatTemplate | InvalidRequest | None:
     try:
         return ChatTemplate(bundle.chat_template, special)
     except InvalidRequest as error:
-        return error
+        return error.message
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:

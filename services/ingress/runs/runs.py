@@ -48,6 +48,7 @@ class Run:
     memory: RunMemory
     traceparent: str | None = None  # of the request that began it
     usage: RunUsage | None = None  # however many read it
+    on_tokens: Callable[[int], None] = lambda count: None  # how many came; called once for each read of the stream
     job: Job | None = None  # once it is prepared, while it may have to go on
     form: Form | None = None  # once it is prepared
     level: ServiceLevel | None = None  # of model and route, once it is prepared
@@ -113,9 +114,9 @@ class Run:
         self._change.set()
         self._change.clear()
 
-    async def step(self) -> int:
-        """Prepare, start, or read the stream once; an end is committed before any reader sees it. Returns how many
-        tokens came. Raises only internal faults: other errors are in `error`."""
+    async def step(self) -> None:
+        """Prepare, start, or read the stream once; an end is committed before any reader sees it. Raises only internal
+        faults: other errors are in `error`."""
         assert not self.busy
         assert not self.over
         self.busy = True
@@ -125,7 +126,7 @@ class Run:
             job = self.job
             if job is None:
                 await self._read_job()
-                return 0
+                return
             if self._stream is None:
                 await self._begin(job)
             if self._stream is not None:
@@ -163,7 +164,8 @@ class Run:
         finally:
             self.busy = False
             self._wake()
-        return count
+        if count:
+            self.on_tokens(count)
 
     def join(self, reader: object) -> None:
         """A client has come, perhaps back before its run was stopped."""
@@ -222,7 +224,7 @@ class Run:
     def resumed(self) -> Run:
         """A failed run for those who try again: the same job and transcript, without error and readers."""
         again = Run(self.tenant, self.request, self.digest, self.keyed, None, self.start, self.memory)
-        for kept in ("traceparent", "usage", "job", "form", "level", "transcript", "starts"):
+        for kept in ("traceparent", "usage", "on_tokens", "job", "form", "level", "transcript", "starts"):
             setattr(again, kept, getattr(self, kept))
         return again
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvfleet.ingress.limits.admission import STREAMED, TokenCosts
+from kvfleet.ingress.prompts.chat_splice import agreeing
 from kvproto.messages import ChoiceFinished, Continuation, Finished, FinishReason, Started, Stray, TokenLogprobs, Tokens
 from kvproto.regions import qualify, split
 from kvproto.streams.stream import Event
@@ -129,18 +130,6 @@ class Transcript:
         return tuple(
             Continuation(tuple(choice.ids), sum(map(len, choice.pieces)), choice.reason) for choice in self.choices
         )
-
-
-def agreeing(one: Ids, other: Ids) -> int:
-    """How many leading ids two sequences share, by halving: comparing slices is fast."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def beside(history: Ids, prompt: Ids, outputs: Iterable[Sequence[int]]) -> list[Stray]:

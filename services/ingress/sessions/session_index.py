@@ -6,14 +6,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvfleet.ingress.sessions.sessions import Sessions
-from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
-from kvproto.buckets import Bucket, Entry
-from kvproto.errors import CodecError, KvfleetError, LimitExceeded, Unavailable
+from kvproto.buckets import BucketWatch, Entry
+from kvproto.errors import CodecError, KvfleetError, LimitExceeded
 from kvproto.messages import SessionHead
 from kvproto.tasks import end
 
@@ -70,26 +68,18 @@ class SessionTable:
         candidates = ((updated, key) for key, (updated, free) in self._tenants.get(tenant, {}).items() if free)
         return [key for _, key in heapq.nsmallest(limit, candidates)]
 
-    def clear(self) -> None:
-        self._tenants.clear()
-        self.total = 0
-
 
 @dataclass(eq=False, slots=True)
 class SessionIndex:
-    """`run` follows the bucket and sweeps it until cancelled."""
+    """`read` follows the bucket, for a `BucketFollower`; `run` sweeps it until cancelled."""
 
-    bucket: Bucket
     sessions: Sessions
-    limits: SessionLimits
-    unix_ms: Callable[[], int]
     table: SessionTable = field(default_factory=SessionTable)
-    _watching: asyncio.Task[None] | None = None
     _making_room: dict[str, asyncio.Task[int]] = field(default_factory=dict)
 
     async def admit(self, tenant: str) -> None:
         """Make room for one more session. Raises LimitExceeded when the tenant has named too many itself."""
-        if self.table.count(tenant) < self.limits.per_tenant:
+        if self.table.count(tenant) < self.sessions.limits.per_tenant:
             return
         room = self._making_room.get(tenant)
         if room is None:
@@ -97,55 +87,40 @@ class SessionIndex:
             room.add_done_callback(lambda _: self._making_room.pop(tenant, None))
         if not await asyncio.shield(room):
             raise LimitExceeded(
-                f"the tenant has {self.limits.per_tenant} sessions, the most that are kept: delete some",
+                f"the tenant has {self.sessions.limits.per_tenant} sessions, the most that are kept: delete some",
                 field="seq_id",
                 retry_after_s=60.0,
             )
 
     async def _make_room(self, tenant: str) -> int:
         """A hundredth of the limit at once, so that a tenant at its limit does not pay for every turn."""
-        surplus = self.table.surplus(tenant, max(1, self.limits.per_tenant // 100))
+        surplus = self.table.surplus(tenant, max(1, self.sessions.limits.per_tenant // 100))
         return sum([await self.sessions.erase_key(key, only_expired=False) for key in surplus])
 
     async def sweep(self) -> int:
         """Erase expired sessions; returns how many. Two ingresses that sweep at once do no harm."""
-        before = self.unix_ms() - int(self.limits.idle_expiry_s * 1000)
+        before = self.sessions.unix_ms() - int(self.sessions.limits.idle_expiry_s * 1000)
         unused = self.table.unused_since(before, SWEPT_AT_ONCE)
         return sum([await self.sessions.erase_key(key, only_expired=True) for key in unused])
 
     async def run(self) -> None:
-        await self.rewatch()
         try:
             while True:
-                await asyncio.sleep(self.limits.sweep_period_s)
+                await asyncio.sleep(self.sessions.limits.sweep_period_s)
                 try:
                     if gone := await self.sweep():
                         log.info("%d idle sessions expired", gone)
                 except KvfleetError as error:
                     log.warning("sessions not swept: %s", error)
         finally:
-            await end(task for task in (self._watching, *self._making_room.values()) if task is not None)
+            await end(self._making_room.values())
 
-    async def rewatch(self) -> None:
-        """After a reconnect the old watch is blind."""
-        if self._watching is not None:
-            self._watching.cancel()
-        self._watching = asyncio.create_task(self._follow(), name="sessions-watch")
-
-    async def _follow(self) -> None:
-        while True:
-            try:
-                watch = await self.bucket.watch(HEADS)
-                self.table.clear()
-                try:
-                    async for entry in watch.entries():
-                        if entry is not None:
-                            self._apply(entry)
-                finally:
-                    await watch.stop()
-            except Unavailable as error:
-                log.warning("sessions: %s", error)
-            await asyncio.sleep(0.5)
+    async def read(self, watch: BucketWatch) -> None:
+        """Of `HEADS`."""
+        self.table = SessionTable()
+        async for entry in watch.entries():
+            if entry is not None:
+                self._apply(entry)
 
     def _apply(self, entry: Entry) -> None:
         if entry.value is None:

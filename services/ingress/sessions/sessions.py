@@ -58,6 +58,7 @@ class Sessions:
     is_ingress_alive: Callable[[str], bool]
     clock: Callable[[], float] = time.monotonic
     forget: Forget = lambda key, head, ids, keep: None
+    turns_total: int = 0  # committed
     _records: SessionRecords = field(init=False)
     _leases: LeaseObserver = field(default_factory=LeaseObserver)
     _turns: dict[str, OpenTurn] = field(default_factory=dict)
@@ -167,57 +168,46 @@ class Sessions:
         Commits everything or nothing. Raises SessionBusy if the turn was lost, Unavailable if JetStream is away for too
         long. Does nothing for a turn that another ingress, or an earlier try, has committed.
         """
+        session, before, ids = turn.session, turn.session.ids, tuple(ids)
+        extends = session.head is not None and len(ids) >= len(before) and ids[: len(before)] == before
         until = asyncio.get_running_loop().time() + self.limits.commit_timeout_s
         while not turn.ended:
+            generation = turn.head.generation if extends or session.head is None else new_process_id()
             try:
-                await self._commit(turn, model, tuple(ids), worker, start, regions, strays)
+                async with turn.lock:
+                    self._turns.pop(turn.request, None)
+                    await self._records.write_history(turn, generation, ids, len(before) if extends else 0)
+                    head = replace(
+                        turn.head,
+                        model=model,
+                        length=len(ids),
+                        turns=turn.head.turns + 1,
+                        updated_unix_ms=self.unix_ms(),
+                        worker=worker,
+                        turn=None,
+                        generation=generation,
+                        last_request=turn.request,
+                        last_start=start,
+                        left_request="",
+                        regions=joined(turn.head.regions, regions),
+                    )
+                    head = await self._keep_strays(session, head, ids, strays)
+                    await self._records.commit(turn, head)
+                    turn.ended = True
+                if session.head is not None and generation != session.head.generation:
+                    await self._records.erase_beside(session.key, session.head)
             except TurnCommitted:
                 turn.ended = True
             except SessionBusy:
-                if not await self._holds(turn.session.key, ids):
+                if not await self._holds(session.key, ids):
                     raise
                 turn.ended = True  # by another ingress, and the conversation has gone on from it
             except Unavailable as error:
                 if asyncio.get_running_loop().time() > until:
                     raise
-                log.warning("session %s: not committed yet: %s", turn.session.key, error)
+                log.warning("session %s: not committed yet: %s", session.key, error)
                 await asyncio.sleep(COMMIT_RETRY_S)
-
-    async def _commit(
-        self,
-        turn: OpenTurn,
-        model: str,
-        ids: tuple[int, ...],
-        worker: str,
-        start: int,
-        regions: Sequence[str],
-        strays: Sequence[Stray],
-    ) -> None:
-        session, before = turn.session, turn.session.ids
-        extends = session.head is not None and len(ids) >= len(before) and ids[: len(before)] == before
-        generation = turn.head.generation if extends or session.head is None else new_process_id()
-        async with turn.lock:
-            self._turns.pop(turn.request, None)
-            await self._records.write_history(turn, generation, ids, len(before) if extends else 0)
-            head = replace(
-                turn.head,
-                model=model,
-                length=len(ids),
-                turns=turn.head.turns + 1,
-                updated_unix_ms=self.unix_ms(),
-                worker=worker,
-                turn=None,
-                generation=generation,
-                last_request=turn.request,
-                last_start=start,
-                left_request="",
-                regions=joined(turn.head.regions, regions),
-            )
-            head = await self._keep_strays(session, head, ids, strays)
-            await self._records.commit(turn, head)
-            turn.ended = True
-        if session.head is not None and generation != session.head.generation:
-            await self._records.erase_beside(session.key, session.head)
+        self.turns_total += 1
 
     async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
         """End a turn that failed; the session gains `regions` and `strays`. Never raises; without NATS the lease runs

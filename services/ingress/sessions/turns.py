@@ -14,20 +14,9 @@ from kvfleet.ingress.runs.jobs import HeldTurn
 from kvfleet.ingress.runs.transcript import Transcript
 from kvfleet.ingress.sessions.session import OpenTurn, Session
 from kvfleet.ingress.sessions.session_index import SessionIndex
-from kvfleet.ingress.sessions.sessions import Sessions
-from kvfleet.ingress.telemetry.metrics import RequestTally
 from kvproto.errors import LimitExceeded, SessionBusy, Unavailable
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionBooks:
-    """Keeps turns (`sessions`), bounds them by tenant (`index`) and counts them (`tally`)."""
-
-    sessions: Sessions
-    index: SessionIndex
-    tally: RequestTally
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +27,7 @@ class SessionTurn(HeldTurn):
     turn that was committed last holds nothing: the session has its tokens already.
     """
 
-    books: SessionBooks
+    index: SessionIndex
     tenant: str
     session: Session
     model: str
@@ -52,15 +41,15 @@ class SessionTurn(HeldTurn):
         """Raises SessionBusy while another turn runs, or if one was committed since this one was cut; LimitExceeded for
         too many sessions of the tenant."""
         if self._cut:
-            self.session = await self.books.sessions.read(self.tenant, self.session.seq_id)
+            self.session = await self.index.sessions.read(self.tenant, self.session.seq_id)
         session = self.session
         if session.is_last(self.request):
             return
         if self.history is not None and session.ids != self.prompt_ids[: self.history]:
             raise SessionBusy(f"session {session.seq_id[:80]!r} has had another turn since this one was cut")
         if session.head is None:
-            await self.books.index.admit(self.tenant)
-        self._held = await self.books.sessions.lock(session, self.model, self.request)
+            await self.index.admit(self.tenant)
+        self._held = await self.index.sessions.lock(session, self.model, self.request)
 
     async def commit(self, transcript: Transcript) -> None:
         assert transcript.finished is not None
@@ -68,7 +57,7 @@ class SessionTurn(HeldTurn):
         if held is None:
             return
         ids = self.prompt_ids + transcript.ids
-        await self.books.sessions.commit(
+        await self.index.sessions.commit(
             held,
             self.model,
             ids,
@@ -78,13 +67,12 @@ class SessionTurn(HeldTurn):
             strays=transcript.strays(ids, self.prompt_ids),
         )
         self._held = None
-        self.books.tally.session_turns += 1
 
     async def abandon(self, transcript: Transcript) -> None:
         held, self._held, self._cut = self._held, None, True
         if held is not None and not held.ended:
             strays = transcript.strays(held.session.ids, self.prompt_ids)
-            await self.books.sessions.abandon(held, transcript.regions, strays)
+            await self.index.sessions.abandon(held, transcript.regions, strays)
 
 
 @dataclass(eq=False, slots=True)

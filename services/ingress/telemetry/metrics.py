@@ -24,8 +24,8 @@ OUTCOMES = (*(reason.value for reason in FinishReason), *sorted(errors.BY_CODE))
 _BY_LEVEL = ("model", "route")
 
 
-def _counted(help_: str, suffix: str = "_total") -> int:
-    number: int = field(default=0, metadata={"help": help_, "suffix": suffix})
+def _counted(help_: str) -> int:
+    number: int = field(default=0, metadata={"help": help_})
     return number
 
 
@@ -33,13 +33,12 @@ def _counted(help_: str, suffix: str = "_total") -> int:
 class RequestTally:
     """Since the start of the process."""
 
-    prompt_tokens: int = _counted("Prompt tokens of finished requests.")
-    generated_tokens: int = _counted("Tokens relayed to clients.")
-    cached_tokens: int = _counted("Prompt tokens found cached.")
-    spliced_tokens: int = _counted("Prompt tokens taken from chat history.")
-    session_turns: int = _counted("Turns committed to sessions.")
-    stream_errors: int = _counted("Streams that ended with an error event.")
-    active_streams: int = _counted("Generations running now.", suffix="")
+    prompt_tokens_total: int = _counted("Prompt tokens of finished requests.")
+    generated_tokens_total: int = _counted("Tokens relayed to clients.")
+    cached_tokens_total: int = _counted("Prompt tokens found cached.")
+    spliced_tokens_total: int = _counted("Prompt tokens taken from chat history.")
+    stream_errors_total: int = _counted("Streams that ended with an error event.")
+    active_streams: int = _counted("Generations running now.")
 
 
 class IngressMetrics:
@@ -71,8 +70,8 @@ class IngressMetrics:
 
     def _tally_readings(self) -> Iterator[Reading]:
         for one in fields(RequestTally):
-            name = f"kvfleet_ingress_{one.name}{one.metadata['suffix']}"
-            yield Reading(name, one.metadata["help"], partial(getattr, self.tally, one.name))
+            read = partial(getattr, self.tally, one.name)
+            yield Reading(f"kvfleet_ingress_{one.name}", one.metadata["help"], read)
 
     def _level_readings(self) -> list[Reading]:
         levels, targets = self.levels, self.levels.targets

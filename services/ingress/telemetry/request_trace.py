@@ -19,13 +19,8 @@ from kvproto.errors import KvfleetError
 from kvproto.messages import Placement
 from kvproto.streams.generation import Generation
 from kvproto.trace_context import Trail
-from kvservice.tracing import Attributes, Span, Tracer, Value, unix_ns, work_for
+from kvservice.tracing import Attributes, Span, Tracer, Value, by_nats, unix_ns, work_for
 
-PATHS = {
-    "chat_completions": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "generate": "/generate",
-}
 CLIENT_LEFT = 499
 
 
@@ -34,7 +29,7 @@ def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None
     answer name it from here on."""
     if not tracer.enabled:
         return None
-    path = PATHS[route]
+    path = exchange.path  # generating routes have one path each
     span = tracer.begin(
         f"POST {path}",
         exchange.header(b"traceparent"),
@@ -134,9 +129,7 @@ class RequestTrail(Trail):
         self.traceparent = self.stream.traceparent
 
     def placing(self, attempt: int) -> str | None:
-        self.place = self.stream.child(
-            "place", _by_nats("place", self.said) | {"kvfleet.attempt": attempt}, kind="client"
-        )
+        self.place = self.stream.child("place", _sent("place", self.said) | {"kvfleet.attempt": attempt}, kind="client")
         return self.place.traceparent
 
     def placed(self, placement: Placement) -> None:
@@ -152,7 +145,7 @@ class RequestTrail(Trail):
 
     def attempting(self, worker: str, attempt: int) -> str | None:
         said: dict[str, Value] = {"kvfleet.attempt": attempt, "kvfleet.worker.id": worker}
-        self.attempt = self.stream.child("attempt", _by_nats("generate", self.said) | said, kind="client")
+        self.attempt = self.stream.child("attempt", _sent("generate", self.said) | said, kind="client")
         self.attempt.link(self.last)
         self.last = self.attempt.traceparent
         return self.last
@@ -207,12 +200,6 @@ def placed(placement: Placement) -> dict[str, Value]:
     return said | {f"kvfleet.expected_hit.{tier}_tokens": count for tier, count in placement.expected_hit.items()}
 
 
-def _by_nats(operation: str, said: Attributes) -> dict[str, Value]:
-    return {
-        "messaging.system": "nats",
-        "messaging.operation.name": operation,
-        "messaging.operation.type": "send",
-        "gen_ai.request.model": said["gen_ai.request.model"],
-        "kvfleet.tenant": said["kvfleet.tenant"],
-        "kvfleet.request.id": said.get("kvfleet.request.id", ""),
-    }
+def _sent(operation: str, said: Attributes) -> dict[str, Value]:
+    request = said.get("kvfleet.request.id", "")
+    return by_nats(operation, "send", said["gen_ai.request.model"], said["kvfleet.tenant"], request)

@@ -234,16 +234,14 @@ class Decider:
         hashes, block_size = matched.hashes, matched.block_size
         if not question.candidates or worker.space != question.candidates[0].space:
             hashes, block_size = self.prompts.hashes(worker.space, tenant, ask), worker.space.block_size
-        key = tenant, ask.request
-        silent_s = BOOKING_LIMIT_S if ask.deadline_ms is None else min(ask.deadline_ms / 1000 + WORD_S, BOOKING_LIMIT_S)
-        for over in state.bookings.book(
-            key, ask.attempt, worker.id, worker.column, feed, now, priority=ask.priority, silent_s=silent_s
-        ):
-            state.inflight.break_off(over)
-        silent_ms = None if ask.deadline_ms is None else round(silent_s * 1000)
+        silent_s = None if ask.deadline_ms is None else min(ask.deadline_ms / 1000 + WORD_S, BOOKING_LIMIT_S)
+        silent_ms = None if silent_s is None else round(silent_s * 1000)
         first = hashes[:SHARED_BLOCKS].tobytes()
-        self.booked.append(Booked(tenant, ask.request, ask.attempt, worker.id, feed, ask.priority, silent_ms, first))
-        state.inflight.make(key, worker.id, hashes, now)
+        booked = Booked(tenant, ask.request, ask.attempt, worker.id, feed, ask.priority, silent_ms, first)
+        for over in state.bookings.book(booked, worker.column, now):
+            state.inflight.break_off(over)
+        self.booked.append(booked)
+        state.inflight.make((tenant, ask.request), worker.id, hashes, now)
         state.ledger.note(
             LedgerEntry(
                 tenant=tenant,

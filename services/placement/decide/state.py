@@ -10,7 +10,7 @@ from kvfleet.placement.events import Action, RecordDecision
 from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import unpack
 from kvfleet.placement.record.ledger import Ledger
-from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, Bookings
+from kvfleet.placement.workers.bookings import Bookings
 from kvfleet.placement.workers.feedback import Belief
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.inflight_blocks import InflightBlocks
@@ -63,10 +63,7 @@ class PlacementState:
             if (worker := self.fleet.workers.get(one.worker)) is None:
                 continue
             key = one.tenant, one.request
-            silent_s = BOOKING_LIMIT_S if one.silent_ms is None else one.silent_ms / 1000
-            self.bookings.book(
-                key, one.attempt, worker.id, worker.column, one.tokens, now, priority=one.priority, silent_s=silent_s
-            )
+            self.bookings.book(one, worker.column, now)
             self.repeats.place(key, worker.id, worker.epoch, one.attempt, now)
             whole = len(one.hashes) // HASH_BYTES * HASH_BYTES
             booking = self.bookings.find(key)

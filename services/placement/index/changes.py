@@ -40,7 +40,7 @@ class Changes:
 
 
 def read_changes(data: bytes) -> Changes:
-    """Read what `codec.decode_events` reads, without the parents. Raises CodecError."""
+    """Read what `codec.encode_events` writes, without the parents. Raises CodecError."""
     return (_read_usual(data) if len(data) <= codec.MAX_MESSAGE_BYTES else None) or _read_any(data)
 
 

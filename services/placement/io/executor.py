@@ -17,6 +17,7 @@ from kvfleet.placement.io.timing import StallTimer
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvproto import codec
+from kvproto.connection import JSON_HEADER
 from kvproto.errors import KvfleetError, PayloadTooLarge, Unavailable, VersionMismatch, WorkerLost
 from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.members import Members
@@ -28,7 +29,6 @@ from kvproto.messages import (
     CancelRequest,
     Capsule,
     Encoding,
-    Failed,
     GenerateRequest,
     Placement,
     Refused,
@@ -38,7 +38,6 @@ from kvproto.messages import (
     Watches,
     WentAbroad,
 )
-from kvproto.nats_message import JSON_HEADER
 from kvproto.regions import qualify, seal
 from kvproto.trace_context import headers_of
 
@@ -113,8 +112,10 @@ class Executor:
                         await publish(reply, codec.encode(self._with_addresses(placement)))
                     case events.PassOn():
                         self.replica.spawn(self._pass_on(action))
+                    case events.Fail(inbox, failed, Encoding.FRAMES):
+                        await publish(inbox, codec.encode_frames([failed]))
                     case events.Fail(inbox, failed, encoding):
-                        await publish(inbox, _encode_failed(failed, encoding))
+                        await publish(inbox, codec.encode_plain_frame(failed, as_json=encoding is Encoding.JSON))
                     case events.Forward(worker, tenant, request, reply):
                         if request.traceparent is not None:
                             request = self.traces.offered(worker, tenant, request)
@@ -288,9 +289,3 @@ class Executor:
                     failure = error
         self.replica.unsent_total += 1
         return failure
-
-
-def _encode_failed(failed: Failed, encoding: Encoding) -> bytes:
-    if encoding is Encoding.FRAMES:
-        return codec.encode_frames([failed])
-    return codec.encode_plain_frame(failed, as_json=encoding is Encoding.JSON)

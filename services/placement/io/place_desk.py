@@ -28,8 +28,8 @@ from kvfleet.placement.io.replica import QUEUE, Replica, let_go
 from kvfleet.placement.io.timing import Lateness
 from kvfleet.placement.record.decision_trace import DecisionTraces
 from kvproto import codec
+from kvproto.connection import Message, Subscription
 from kvproto.errors import CodecError
-from kvproto.nats_message import Message, Subscription
 from kvproto.subjects import is_of_the_fleet
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from kvfleet.placement.io.executor import INBOX_HEADER, TAKEN, Executor
 from kvfleet.placement.io.place_desk import say_placed
 from kvfleet.placement.io.replica import Replica
 from kvfleet.placement.record.decision_trace import DecisionTraces
+from kvproto.connection import Message, is_json, is_no_responders
 from kvproto.errors import CodecError, InvalidRequest
 from kvproto.ids import new_request_id
-from kvproto.nats_message import Message, is_json, is_no_responders
 from kvproto.subjects import is_inbox
 
 log = logging.getLogger(__name__)

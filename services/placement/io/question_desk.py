@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvfleet.placement.advice.questions import preload, survey
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica
 from kvproto import codec
+from kvproto.client import EXPLAIN_TIMEOUT_S, MAX_NEWEST
+from kvproto.connection import Message
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
     ExplainRequest,
@@ -28,8 +31,6 @@ from kvproto.messages import (
     VictimReport,
     VictimRequest,
 )
-from kvproto.nats_message import Message
-from kvproto.questions import EXPLAIN_TIMEOUT_S, MAX_NEWEST
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ OF_A_MESSAGE = 0.75  # of the largest that NATS carries
 MAX_WAITING = 8  # lists of the newest: the longest takes some 14 ms
 
 Asked = TypeVar("Asked", ExplainRequest, PreloadRequest, VictimRequest)
+Part = TypeVar("Part")
 
 
 @dataclass(eq=False)
@@ -67,17 +69,18 @@ class QuestionDesk:
     async def on_preload(self, message: Message) -> None:
         if (ask := self._read(PreloadRequest, message, of_worker=True)) is None:
             return
-        preload = self.core.preload(ask, int(self.replica.connection.max_payload * OF_A_MESSAGE), self.replica.now())
-        await _work_off(preload.step)
-        if await self._answer(message.reply, PreloadPlan(self.core.placement, preload.plan())):
+        core, max_bytes = self.core, int(self.replica.connection.max_payload * OF_A_MESSAGE)
+        plan = preload(ask, core.decider.heat, core.fleet, core.indexer, max_bytes, self.replica.now())
+        chains = await _last(plan)
+        if await self._answer(message.reply, PreloadPlan(self.core.placement, chains)):
             self.preload_answers_total += 1
 
     async def on_victim(self, message: Message) -> None:
         if (ask := self._read(VictimRequest, message)) is None:
             return
-        survey = self.core.survey(ask.model, self.replica.now())
-        await _work_off(survey.step)
-        if await self._answer(message.reply, VictimReport(self.core.placement, survey.costs())):
+        core = self.core
+        costs = await _last(survey(ask.model, core.decider.heat, core.fleet, core.indexer, self.replica.now()))
+        if await self._answer(message.reply, VictimReport(self.core.placement, costs)):
             self.victim_answers_total += 1
 
     def _on_newest(self, ask: ExplainRequest, reply: str) -> None:
@@ -125,6 +128,9 @@ class QuestionDesk:
         return True
 
 
-async def _work_off(step: Callable[[], bool]) -> None:
-    while not step():
+async def _last(pieces: Iterator[tuple[Part, ...]]) -> tuple[Part, ...]:
+    answer: tuple[Part, ...] = ()
+    for piece in pieces:
+        answer = piece
         await asyncio.sleep(0)
+    return answer

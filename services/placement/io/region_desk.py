@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.io.replica import Replica
 from kvproto import codec
+from kvproto.connection import Message
 from kvproto.errors import CodecError, KvfleetError
 from kvproto.members import Members
 from kvproto.messages import PlaceRequest, RegionModel, RegionSummary, State
-from kvproto.nats_message import Message
 
 log = logging.getLogger(__name__)
 

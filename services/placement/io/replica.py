@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription
 from kvproto.errors import CodecError, Unavailable
-from kvproto.nats_message import Message, Subscription
 from kvproto.subjects import Subjects, request_inboxes
 
 log = logging.getLogger(__name__)

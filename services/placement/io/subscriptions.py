@@ -10,17 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvfleet.placement import events
+from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.index.changes import read_changes
-from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.io import intake
 from kvfleet.placement.io.replica import Replica, let_go
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message, Subscription, is_no_responders
 from kvproto.errors import CodecError
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.ids import is_token
 from kvproto.members import Members
 from kvproto.messages import BookedBatch, MemberRecord, Milestones, Role, Snapshot, WorkerRecord
-from kvproto.nats_message import Message, Subscription, is_no_responders
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +28,12 @@ DISCONNECTS = "$SYS.ACCOUNT.*.DISCONNECT"
 
 @dataclass(eq=False)
 class Subscriptions:
-    """`tell` takes events, `indexer` snapshots; `system` is a connection as the server's SYS user."""
+    """`tell` takes events, `core` what calls for no action; `system` is a connection as the server's SYS user."""
 
     replica: Replica
     members: Members
     tell: Callable[[events.Event], None]
-    indexer: KvIndexer
+    core: PlacementCore
     system: Connection | None
     malformed_events_total: int = 0
     _subscriptions: list[Subscription] = field(default_factory=list)
@@ -71,10 +70,10 @@ class Subscriptions:
             return
         pull = int(number)
         if is_no_responders(message):
-            self.indexer.on_snapshot_refused(worker, pull, self.replica.now())
+            self.core.indexer.on_snapshot_refused(worker, pull, self.replica.now())
             return
         if (part := self.replica.read(Snapshot, message)) is not None:
-            self.indexer.on_snapshot(worker, part, self.replica.now(), pull)
+            self.core.indexer.on_snapshot(worker, part, self.replica.now(), pull)
 
     async def _on_events(self, message: Message) -> None:
         try:
@@ -84,7 +83,7 @@ class Subscriptions:
             self.replica.malformed_total += 1
             self.malformed_events_total += 1
         else:
-            self.tell(events.BlocksChanged(_last_token(message), changes))
+            self.core.indexer.on_changes(_last_token(message), changes, self.replica.now())
 
     async def _on_milestones(self, message: Message) -> None:
         milestones = self.replica.read(Milestones, message)
@@ -94,23 +93,18 @@ class Subscriptions:
     def _on_worker(self, change: Change, view: WorkerView) -> None:
         if not is_token(view.record.id):
             return  # no subject reaches it
-        match change:
-            case Change.LEFT:
-                self.tell(events.WorkerLeft(view.record.id))
-            case Change.JOINED:
-                self.tell(events.WorkerJoined(self._known_state(view), view.heartbeat))
-            case Change.NEW_EPOCH:
-                self.tell(events.WorkerNewEpoch(self._known_state(view)))
-            case Change.UPDATED:
-                self.tell(events.WorkerUpdated(self._known_state(view)))
+        if change is Change.LEFT:
+            self.tell(events.WorkerLeft(view.record.id))
+        else:
+            self.tell(events.WorkerRegistered(self._known_state(view), view.heartbeat))
 
     def _on_other_member(self, change: Change, record: MemberRecord) -> None:
         if record.role is not Role.VAULT or not is_token(record.id):
             return
         if change is Change.LEFT:
-            self.tell(events.VaultLeft(record.id))
+            self.core.leave_vault(record.id)
         elif change is not Change.UPDATED:
-            self.tell(events.VaultJoined(record.id, record.epoch))
+            self.core.join_vault(record.id, record.epoch)
 
     def _known_state(self, view: WorkerView) -> WorkerRecord:
         if view.state is view.record.state:  # the usual case; every worker renews its record each second

@@ -13,7 +13,7 @@ from kvfleet.placement.events import Action, Answer, Event, Fail, GenerateAsked,
 from kvfleet.placement.record.ledger import Ledger
 from kvproto.messages import GenerateRequest
 from kvproto.trace_context import in_headers, sampled
-from kvservice.tracing import Span, Tracer, Value, within
+from kvservice.tracing import Span, Tracer, Value, by_nats, within
 
 Headers = Mapping[str, str] | None
 Handle = Callable[[Event], list[Action]]
@@ -28,7 +28,7 @@ class DecisionTraces:
 
     def place(self, asked: PlaceAsked, headers: Headers, handle: Handle) -> list[Action]:
         ask = asked.ask
-        said = _about("place", "process", ask.model, asked.tenant, ask.request) | {"kvfleet.attempt": ask.attempt}
+        said = by_nats("place", "process", ask.model, asked.tenant, ask.request) | {"kvfleet.attempt": ask.attempt}
         span = self.tracer.begin("decide", in_headers(headers), said, kind="server")
         if span is None:
             return handle(asked)
@@ -45,7 +45,7 @@ class DecisionTraces:
         given = in_headers(headers) or asked.ask.traceparent
         span: Span | None = None
         if self.tracer.enabled:
-            said = _about("generate", "process", asked.ask.model or asked.model_token, asked.tenant, asked.request)
+            said = by_nats("generate", "process", asked.ask.model or asked.model_token, asked.tenant, asked.request)
             said["gen_ai.request.max_tokens"] = asked.ask.max_tokens
             span = self.tracer.begin("forward", given, said, kind="consumer", root=True)
         if span is None:
@@ -61,7 +61,7 @@ class DecisionTraces:
     def offered(self, worker: str, tenant: str, request: GenerateRequest) -> GenerateRequest:
         """The request for a worker, with its trace below the decision."""
         said = self._decided(tenant, request.request, request.attempt)
-        said |= _about("generate", "send", request.model, tenant, request.request) | {
+        said |= by_nats("generate", "send", request.model, tenant, request.request) | {
             "kvfleet.attempt": request.attempt,
             "kvfleet.worker.id": worker,
             "kvfleet.handed_over": request.handed_over,
@@ -88,17 +88,6 @@ class DecisionTraces:
         if made.source:
             said["kvfleet.source.id"] = made.source
         return said | {f"kvfleet.expected_hit.{tier}_tokens": count for tier, count in made.expected_hit.items()}
-
-
-def _about(operation: str, kind: str, model: str, tenant: str, request: str) -> dict[str, Value]:
-    return {
-        "messaging.system": "nats",
-        "messaging.operation.name": operation,
-        "messaging.operation.type": kind,
-        "gen_ai.request.model": model,
-        "kvfleet.tenant": tenant,
-        "kvfleet.request.id": request,
-    }
 
 
 def _end(span: Span, actions: list[Action]) -> None:

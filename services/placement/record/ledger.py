@@ -93,7 +93,6 @@ class HitTokens:
 class Ledger:
     """Owned by the core. Hashes are kept only for a ledger's file."""
 
-    kept: int = KEPT
     kept_in_all: int = KEPT_IN_ALL
     keeps_hashes: bool = False
     hits: HitTokens = field(default_factory=HitTokens)
@@ -134,7 +133,7 @@ class Ledger:
             case Passed.ENDED:
                 entry.actual = replace(before, ended=True, output_tokens=milestone.output_tokens, code=milestone.code)
                 self.ended[milestone.tenant, milestone.request, milestone.attempt] = None
-                while len(self.ended) > self.kept:
+                while len(self.ended) > KEPT:
                     self._forget(next(iter(self.ended)))
         return entry
 
@@ -182,7 +181,7 @@ class Ledger:
         listed = {(*key, attempt) for key, attempts in self.attempts.items() for attempt in attempts}
         assert listed == set(self.entries)
         assert set(self.ended) == {key for key, entry in self.entries.items() if entry.actual.ended}
-        assert len(self.ended) <= self.kept
+        assert len(self.ended) <= KEPT
         assert max(map(len, self.attempts.values()), default=0) <= ATTEMPTS_KEPT
         assert len(self.entries) <= self.kept_in_all
 

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvfleet.placement.simulate.fleet_shape import Speed
+from kvfleet.placement.simulate.scaling import Scaling
 from kvfleet.placement.simulate.sim_cache import LruCache
 from kvfleet.placement.simulate.trace import Arrival, Trace
 from kvfleet.placement.workers.workloads import Floats
 
 SLO_TTFT_S = 5.0
 FASTEST = 1e9  # times: all work takes no time
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    at_s: float
-    ready: int
-    starting: int
-    desired: int
-
-
-@dataclass(slots=True)
-class Scaled:
-    timeline: list[Moment] = field(default_factory=list)
-    ups: int = 0
-    downs: list[float] = field(default_factory=list)  # when each worker went
-    lost_blocks: int = 0  # that no other worker had
-    lost_tokens: int = 0  # computed again because a scale-down took the only copy
 
 
 @dataclass(slots=True)
@@ -51,7 +35,7 @@ class SimulationRun:
     lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
     changes: list[float]  # times of churn
     fed_tokens: int = 0  # of all attempts, lost ones too
-    scaled: Scaled = field(default_factory=Scaled)
+    scaling: Scaling | None = None  # of a fleet that grows and shrinks
     ended_s: float = 0.0  # when the last request was done
 
 

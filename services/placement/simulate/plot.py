@@ -155,8 +155,8 @@ def _workers(axes: Axes, found: Sequence[Autoscaled]) -> None:
         f"solid: ready; dashed: desired. Worker-hours: {hours}; fixed: {found[0].fixed_worker_hours:.2f}",
     )
     for one in found:
-        timeline = [*one.scaled.timeline, one.scaled.timeline[-1]]
-        at = [*(moment.at_s / 60 for moment in one.scaled.timeline), one.ended_s / 60]
+        timeline = [*one.scaling.timeline, one.scaling.timeline[-1]]
+        at = [*(moment.at_s / 60 for moment in one.scaling.timeline), one.ended_s / 60]
         color = VICTIM_COLORS.get(one.victim, FAINT)
         axes.step(at, [moment.desired for moment in timeline], color=color, where="post", linewidth=1, linestyle="--")
         axes.step(at, [moment.ready for moment in timeline], color=color, where="post", linewidth=2)

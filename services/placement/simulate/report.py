@@ -64,7 +64,7 @@ def autoscale_table(study: Study) -> list[str]:
     ]
     for one in study.autoscaled:
         cells = _scaled_cells(one.worker_hours, one.figures, one.ttft_held)
-        ups, downs, lost = one.scaled.ups, len(one.scaled.downs), one.scaled.lost_tokens
+        ups, downs, lost = one.scaling.ups, len(one.scaling.downs), one.scaling.lost_tokens
         rows.append((f"autoscaled, {one.victim} goes", *cells, f"{ups}", f"{downs}", f"{lost:,} tokens"))
     told = [f"{one.victim} goes, ready workers: {_changes(one)}" for one in study.autoscaled]
     return [f"a first token within {study.target_ttft_s:g} s is the target:", "", *align(rows), "", *told]
@@ -77,7 +77,7 @@ def _scaled_cells(hours: float, one: Figures, ttft_held: float) -> tuple[str, ..
 
 def _changes(one: Autoscaled) -> str:
     said, last = [], None
-    for moment in one.scaled.timeline:
+    for moment in one.scaling.timeline:
         if moment.ready != last:
             said.append(f"{moment.ready} at {int(moment.at_s // 60)}:{int(moment.at_s % 60):02d}")
             last = moment.ready
@@ -115,11 +115,11 @@ def _autoscaled_values(one: Autoscaled) -> dict[str, Any]:
         **_values(one.figures),
         "scale_down": one.victim,
         **{name: getattr(one, name) for name in ("worker_hours", "fixed_worker_hours", "ttft_held")},
-        "scale_ups": one.scaled.ups,
-        "scale_downs": len(one.scaled.downs),
-        "lost_blocks": one.scaled.lost_blocks,
-        "lost_tokens": one.scaled.lost_tokens,
-        "most_workers": max(moment.ready for moment in one.scaled.timeline),
+        "scale_ups": one.scaling.ups,
+        "scale_downs": len(one.scaling.downs),
+        "lost_blocks": one.scaling.lost_blocks,
+        "lost_tokens": one.scaling.lost_tokens,
+        "most_workers": max(moment.ready for moment in one.scaling.timeline),
         "replicas_by_minute": [moment.ready for moment in moments],
         "desired_by_minute": [moment.desired for moment in moments],
     }

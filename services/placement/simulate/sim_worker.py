@@ -142,8 +142,7 @@ class SimWorker:
         job = self._prefilling
         decoded = self._decode_ends <= self.now
         if job is not None and self._prefill_ends <= self.now:
-            minute = int(self.now // 60)
-            self.prefilled[minute] = self.prefilled.get(minute, 0.0) + job.left
+            self._count(job.left, self.now)
             job.left = 0.0
             self._prefilling = None
             progress.first_token.append(job)

@@ -23,13 +23,11 @@ from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
     Answer,
-    BlocksChanged,
     Event,
     PlaceAsked,
     Tick,
-    WorkerJoined,
     WorkerLeft,
-    WorkerUpdated,
+    WorkerRegistered,
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
@@ -121,7 +119,7 @@ class Simulation:
             )
             for number in range(shape.replicas)
         ]
-        self._scaling = Scaling(scale, self._run.scaled, trace.block_tokens, MODEL) if scale is not None else None
+        self._scaling = self._run.scaling = Scaling(scale, trace.block_tokens, MODEL) if scale is not None else None
 
     def run(self) -> SimulationRun:
         for _ in range(self.shape.autoscale.rules.minimum if self.shape.autoscale else self.shape.workers):
@@ -231,8 +229,12 @@ class Simulation:
     def _publish(self, worker: SimWorker, progress: SimulatedProgress) -> None:
         worker.event_seq += 1
         changes = [HolderChange(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
-        event = BlocksChanged(worker.name, Changes(worker.epoch, worker.event_seq, tuple(changes), 0))
-        self._after(self.shape.delays.event_s, partial(self._to_all, event))
+        event = Changes(worker.epoch, worker.event_seq, tuple(changes), 0)
+        self._after(self.shape.delays.event_s, partial(self._tell_indexes, worker.name, event))
+
+    def _tell_indexes(self, worker: str, event: Changes) -> None:
+        for core in self.cores:
+            core.indexer.on_changes(worker, event, self._now)
 
     def _tell(self, worker: SimWorker, items: list[Milestone]) -> None:
         milestones = Milestones(worker.name, worker.epoch, tuple(items))
@@ -276,7 +278,7 @@ class Simulation:
         )  # fmt: skip
         self._records[name] = record
         beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
-        self._to_all(WorkerJoined(record, beat))
+        self._to_all(WorkerRegistered(record, beat))
         self._to_all(beat)
 
     def _scale(self, scaling: Scaling) -> None:
@@ -285,7 +287,7 @@ class Simulation:
             self._after(scaling.scale.start_s, partial(self._started, scaling))
         if victim is not None:
             self._staying.discard(victim)
-            self._to_all(WorkerUpdated(replace(self._records[victim], state=State.DRAINING)))
+            self._to_all(WorkerRegistered(replace(self._records[victim], state=State.DRAINING)))
             self._drain(scaling, victim, self._now + self.shape.drain_s)
         self._after(SCALE_S, partial(self._scale, scaling))
 
@@ -310,7 +312,7 @@ class Simulation:
         self._run.changes.append(self._now)
         self._join()
         if self.shape.drain_s:
-            self._to_all(WorkerUpdated(replace(self._records[name], state=State.DRAINING)))
+            self._to_all(WorkerRegistered(replace(self._records[name], state=State.DRAINING)))
             self._after(self.shape.drain_s, partial(self._leave, name))
         else:
             self._leave(name)

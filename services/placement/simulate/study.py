@@ -12,8 +12,6 @@ from kvfleet.placement.policies import DIRECT, POLICY_NAMES
 from kvfleet.placement.simulate.figures import (
     SLO_TTFT_S,
     Figures,
-    Moment,
-    Scaled,
     SimulationRun,
     attainable_tokens,
     capacity_speed,
@@ -22,6 +20,7 @@ from kvfleet.placement.simulate.figures import (
     worker_hours,
 )
 from kvfleet.placement.simulate.fleet_shape import Autoscale, FleetShape
+from kvfleet.placement.simulate.scaling import Moment, Scaling
 from kvfleet.placement.simulate.simulation import Simulation
 from kvfleet.placement.simulate.trace import Trace
 
@@ -41,7 +40,7 @@ class Autoscaled:
 
     victim: str
     figures: Figures
-    scaled: Scaled
+    scaling: Scaling
     worker_hours: float
     fixed_worker_hours: float  # of the most workers, all the time
     ttft_held: float  # share of requests with their first token within the target
@@ -49,7 +48,7 @@ class Autoscaled:
 
     def by_minute(self) -> list[Moment]:
         """At the beginning of each minute."""
-        timeline = self.scaled.timeline
+        timeline = self.scaling.timeline
         minutes = range(int(self.ended_s // 60) + 1)
         return [timeline[max(bisect_right(timeline, 60 * minute, key=attrgetter("at_s")) - 1, 0)] for minute in minutes]
 
@@ -104,13 +103,13 @@ class Study:
 
 def run_autoscaled(trace: Trace, shape: FleetShape, policy: str, attainable: int, slo_s: float) -> Autoscaled:
     """`shape.autoscale` says how; `shape.workers` is the fixed fleet that it is compared with."""
-    scale = shape.autoscale
-    assert scale is not None
     run = Simulation(trace, shape, policy).run()
+    assert run.scaling is not None
+    scale = run.scaling.scale
     return Autoscaled(
         scale.victim.value,
         figures(policy, trace, run, attainable, slo_s),
-        run.scaled,
+        run.scaling,
         worker_hours(run, scale.start_s),
         shape.workers * run.ended_s / 3600,
         held(run, scale.rules.target_ttft_s),

@@ -19,7 +19,7 @@ from itertools import count, takewhile
 
 from kvfleet.placement.workers.price_kernel import STAY
 from kvfleet.placement.workers.workloads import Workloads
-from kvproto.messages import Heartbeat, Milestone, Passed
+from kvproto.messages import Booked, Heartbeat, Milestone, Passed
 
 HEARTBEAT_PERIOD_S = 0.5  # that a heartbeat may lag behind
 BOOKING_LIMIT_S = 5.0
@@ -96,38 +96,28 @@ class Bookings:
         """Not accepted yet; a scrape may call it from another thread."""
         return sum(not booking.accepted for booking in list(self.at.get(worker, {}).values()))
 
-    def book(
-        self,
-        key: Key,
-        attempt: int,
-        worker: str,
-        column: int,
-        tokens: float,
-        now: float,
-        *,
-        priority: int = 0,
-        silent_s: float = BOOKING_LIMIT_S,
-    ) -> list[Key]:
-        """Book one attempt; an earlier booking of the request is released. Returns requests whose bookings had to make
-        room: they are taken to be over. After `silent_s` without a word it was not sent."""
+    def book(self, one: Booked, column: int, now: float) -> list[Key]:
+        """Book one attempt at its worker, whose load is in `column`; an earlier booking of the request is released.
+        Returns requests whose bookings had to make room: they are taken to be over."""
+        key = one.tenant, one.request
         self.release(key, now)
-        booking = Booking(worker, column, attempt, tokens, now, priority)
+        booking = Booking(one.worker, column, one.attempt, one.tokens, now, one.priority)
         self.fresh[key] = booking
-        self.at.setdefault(worker, {})[key] = booking
-        share = self.shares.setdefault((key[0], worker), _Share())
+        self.at.setdefault(one.worker, {})[key] = booking
+        share = self.shares.setdefault((one.tenant, one.worker), _Share())
         share.keys[key] = None
-        share.tokens += tokens
-        expires = now + min(silent_s, BOOKING_LIMIT_S)
-        heapq.heappush(self.expiring, (expires, next(self.numbers), key, booking))
-        self.workloads.give(column, tokens, now, priority=priority)
-        for milestone, heard_at in self.early.pop((key, worker, attempt), ()):
-            self.hear(worker, milestone, heard_at)  # the worker was quicker than the replica that booked it
-        return self._make_room(key[0], share, column, now)
+        share.tokens += one.tokens
+        silent_s = BOOKING_LIMIT_S if one.silent_ms is None else min(one.silent_ms / 1000, BOOKING_LIMIT_S)
+        heapq.heappush(self.expiring, (now + silent_s, next(self.numbers), key, booking))
+        self.workloads.give(column, one.tokens, now, priority=one.priority)
+        for milestone, heard_at in self.early.pop((key, one.worker, one.attempt), ()):
+            self.hear(one.worker, milestone, heard_at)  # the worker was quicker than the replica that booked it
+        return self._make_room(one.tenant, share, column, now)
 
     def _make_room(self, tenant: str, share: _Share, column: int, now: float) -> list[Key]:
         gone: list[Key] = []
         if len(share.keys) > 1:
-            rate = self.workloads.of(column, now).prefill_tokens_per_s
+            rate = self.workloads.rate_of(column)
             seconds = self.limits.seconds * (1.0 if tenant in self.caught else TRUSTED)
             most = seconds * rate if rate > 0 else float("inf")
             while len(share.keys) > 1 and (len(share.keys) > self.limits.requests or share.tokens > most):

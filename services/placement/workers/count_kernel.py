@@ -57,13 +57,3 @@ def take(blocks, counts, hashes):
                 place = other
             other = (other + one) & mask
     return last
-
-
-@kernel
-def move(blocks, counts, into_blocks, into_counts):
-    """Move all into a larger, empty table."""
-    for place in range(len(counts)):
-        if counts[place]:
-            found = _place_of(into_blocks, into_counts, blocks[place, 0], blocks[place, 1])
-            into_blocks[found, 0], into_blocks[found, 1] = blocks[place, 0], blocks[place, 1]
-            into_counts[found] = counts[place]

@@ -176,7 +176,7 @@ class Fleet:
         self.spaces: dict[str, AddressSpace] = {}  # by model, when a worker was last ready
         self._rings: dict[str, HashRing] = {}  # by model, when a worker was last ready
 
-    def join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
+    def _join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
         self.leave(record.id)
         column = self.workloads.add(_token_bytes(record), record.block_size, now)
         worker = Worker(
@@ -190,12 +190,12 @@ class Fleet:
         self.learn_name(record.model)
         self._ready.pop(record.model, None)
 
-    def update(self, record: WorkerRecord, now: float) -> bool:
-        """Returns whether it has joined anew, as another life or with another model."""
+    def register(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> bool:
+        """Returns whether it has joined: for the first time, as another life, or with another model."""
         worker = self.workers.get(record.id)
         told = record.epoch, record.model, address_space(record)
         if worker is None or (worker.epoch, worker.model, worker.space) != told:
-            self.join(record, None, now)
+            self._join(record, heartbeat, now)
             return True
         worker.heard_at, worker.attaches = now, record.attaches
         self.workloads.weigh(worker.column, _token_bytes(record))  # known once its model is loaded

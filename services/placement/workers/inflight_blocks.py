@@ -37,7 +37,7 @@ class BlockCounts:
 
     def grow(self) -> None:
         larger = BlockCounts(2 * len(self._counts))
-        count_kernel.move(self._blocks, self._counts, larger._blocks, larger._counts)
+        count_kernel.add(larger._blocks, larger._counts, np.repeat(self._blocks, self._counts, axis=0))
         self._blocks, self._counts = larger._blocks, larger._counts
 
     def take(self, hashes: Hashes) -> Hashes:

@@ -57,13 +57,6 @@ class Levels:
         return sum(amount for level, amount in self.amounts.items() if level >= priority)
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    requests: float
-    backlog_tokens: float
-    prefill_tokens_per_s: float
-
-
 @dataclass(eq=False, slots=True)
 class View:
     """Some workers at one moment, a column each."""
@@ -216,10 +209,9 @@ class Workloads:
         requests: Floats = self._values[kernel.REQUESTS].take(columns)
         return requests
 
-    def of(self, column: int, now: float) -> Workload:
-        values = self._values[:, column].tolist()
-        backlog = values[kernel.BACKLOG] - (now - values[kernel.AT]) * (values[kernel.RATE] or kernel.UNMEASURED_RATE)
-        return Workload(values[kernel.REQUESTS], max(backlog, 0.0), values[kernel.RATE])
+    def rate_of(self, column: int) -> float:
+        """Prefill tokens/s; 0: not measured."""
+        return float(self._values[kernel.RATE, column])
 
     def _drain(self, column: int, now: float) -> None:
         values = self._values

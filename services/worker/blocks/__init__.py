@@ -1,1 +1,1 @@
-"""Blocks of the KV pool: who uses them, which content is in which, and what is evicted. Pure."""
+"""Blocks of the KV pool: who uses them, what is in which, what is evicted, and where other copies are. Pure."""

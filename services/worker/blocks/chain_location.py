@@ -1,18 +1,27 @@
-"""Where a request's chain can be fetched from: its blocks by name, and which sources have them. Pure."""
+"""Where a request's chain can be fetched from: its blocks by name, which vault keeps which, and what was found. Pure.
+
+A run of 64 blocks lies in one vault, the ring's owner of its first hash, so equal sets of vaults share blocks alike at
+every worker. The next vault on the ring is asked too: it kept the run until the owner joined. A dead vault's runs are
+lost with it, so nothing is written to two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from kvproto.block_hash import Root, pack_ids, parent_of, root_at
 from kvproto.dataplane.block import RUN_BLOCKS
+from kvproto.hash_ring import HashRing
+
+KEEPERS = 2
 
 
 class BlockName(NamedTuple):
     """A full block's content address. `ids`: u32 little-endian, b"" if unknown. `root`: of a forked chain the public
-    one for its first blocks. `run`: the first hash of the block's aligned run (`runs_of`), by which vaults share
+    one for its first blocks. `run`: the first hash of the block's aligned run (`RUN_BLOCKS`), by which vaults share
     blocks; b"": its own."""
 
     root: bytes
@@ -56,3 +65,76 @@ def names_of(root: Root, hashes: Sequence[bytes], ids: Sequence[int], block_size
         )
         for at, block_hash in enumerate(hashes)
     ]
+
+
+class RingShare(NamedTuple):
+    """A question to one vault or peer: positions in a list of names, in its order. `owned`: it should keep them."""
+
+    root: bytes
+    at: list[int]
+    owned: bool = True
+
+    def parts(self, size: int) -> Iterator[list[int]]:
+        return (self.at[start : start + size] for start in range(0, len(self.at), size))
+
+
+@dataclass(frozen=True, slots=True)
+class VaultRing:
+    ring: HashRing = field(default_factory=HashRing)
+
+    def keepers(self, name: BlockName) -> tuple[str, ...]:
+        """The owner, which a block is written to, then the vault that kept it before the owner joined."""
+        return tuple(islice(self.ring.walk((name.run or name.hash).hex()), KEEPERS))
+
+    def owner(self, name: BlockName) -> str | None:
+        return self.ring.owner((name.run or name.hash).hex())
+
+    def shares(self, names: Sequence[BlockName]) -> dict[str, list[RingShare]]:
+        """By vault: the blocks that it may have."""
+        shares: dict[str, list[RingShare]] = {}
+        for start, end in _pieces(names):
+            for rank, vault in enumerate(self.keepers(names[start])):
+                _add(shares, vault, names[start].root, range(start, end), owned=rank == 0)
+        return shares
+
+    def homes(self, names: Sequence[BlockName], strays: Mapping[bytes, str]) -> dict[str, list[RingShare]]:
+        """By vault: the blocks to fetch from it, each from one; `strays`: vaults of hashes not seen at their owner."""
+        homes: dict[str, list[RingShare]] = {}
+        for start, end in _pieces(names):
+            root, owner = names[start].root, self.owner(names[start])
+            if owner is None:
+                continue
+            if not strays:
+                _add(homes, owner, root, range(start, end))
+                continue
+            for at in range(start, end):
+                stray = strays.get(names[at].hash)
+                _add(homes, stray if stray is not None and stray in self.ring.nodes else owner, root, (at,))
+        return homes
+
+
+def by_root(names: Sequence[BlockName]) -> list[RingShare]:
+    """All of `names`: a forked chain has two roots."""
+    shares: dict[str, list[RingShare]] = {}
+    for start, end in _pieces(names):
+        _add(shares, "", names[start].root, range(start, end))
+    return shares.get("", [])
+
+
+def _pieces(names: Sequence[BlockName]) -> Iterator[tuple[int, int]]:
+    """Start and end of names that follow one another and have one root and one run."""
+    start = 0
+    for _, piece in groupby(names, key=lambda name: (name.root, name.run or name.hash)):
+        end = start + len(list(piece))
+        yield start, end
+        start = end
+
+
+def _add(
+    shares: dict[str, list[RingShare]], holder: str, root: bytes, at: Iterable[int], *, owned: bool = True
+) -> None:
+    mine = shares.setdefault(holder, [])
+    if mine and mine[-1].root == root and mine[-1].owned == owned:
+        mine[-1].at.extend(at)
+    else:
+        mine.append(RingShare(root, list(at), owned))

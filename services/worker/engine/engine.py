@@ -16,7 +16,7 @@ from kvfleet.worker.blocks.pool_integrity import PoolAudit
 from kvfleet.worker.engine.engine_counters import EngineCounters
 from kvfleet.worker.engine.kv_holdings import KvHoldings
 from kvfleet.worker.engine.live_sequences import LiveSequences, TracedDraws
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
 from kvfleet.worker.model.base import ModelRunner, StepAborted
 from kvfleet.worker.schedule.giving_way import full, giving_way
 from kvfleet.worker.schedule.scheduler import Scheduler
@@ -26,10 +26,9 @@ from kvfleet.worker.schedule.step_plan import StepPlan
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.tiers.tiers import Tiers
-from kvfleet.worker.tiers.verifier import Verifier
+from kvfleet.worker.tiers.tiers import Tiers, Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
-from kvproto.messages import FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
+from kvproto.messages import ChoiceFinished, FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
 from kvsampling.draw import Drawn
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Engine:
         self.tiers = tiers
         self._times = times = scheduler.pacer.times
         scheduler.claims = lambda sequence, match, spare: tiers.claims(sequence, match, spare, times.prompt_seconds)
-        scheduler.on_preempt = tiers.preempted
+        scheduler.on_preempt = tiers.offloader.save
         self._verifier = Verifier(runner, tiers)
         self.counters = EngineCounters()
         self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs)
@@ -77,8 +76,8 @@ class Engine:
             self._start(sequence, now)
             self._finish(sequence, reason)
 
-    def cancel(self, request: str, attempt: int | None = None, received: Items[int] = ()) -> int:
-        """End a request's sequences with Cancelled, in the next step's outputs, and free their blocks. KV past the
+    def cancel(self, request: str, attempt: int, received: Items[int] = ()) -> int:
+        """End an attempt's sequences with Cancelled, in the next step's outputs, and free their blocks. KV past the
         tokens of a choice that its last reader has `received` is forgotten: no erase could name it. Returns how many
         sequences there were."""
         self.runner.abort.obeyed(request, attempt)
@@ -105,7 +104,7 @@ class Engine:
                 self._fail(sequence, error)
         return frozenset(sequence.key[:2] for sequence in shed)
 
-    def give_up(self, request: str, attempt: int | None = None) -> None:
+    def give_up(self, request: str, attempt: int) -> None:
         """From any thread, before `cancel`: abort a step that runs only for this."""
         self.runner.abort.ask(request, attempt)
 
@@ -117,14 +116,14 @@ class Engine:
                 self.tiers.paused(sequence)
             self._leave(sequence)
 
-    def pause(self, request: str, attempt: int | None = None) -> None:
-        """The request's blocks become evictable; `resume` finds again what survived."""
+    def pause(self, request: str, attempt: int) -> None:
+        """The attempt's blocks become evictable; `resume` finds again what survived."""
         for sequence in self.sequences.find(request, attempt):
             if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
                 self.tiers.paused(sequence)
                 self.scheduler.pause(sequence)
 
-    def resume(self, request: str, attempt: int | None = None) -> None:
+    def resume(self, request: str, attempt: int) -> None:
         for sequence in self.sequences.find(request, attempt):
             if sequence.state is SequenceState.PAUSED:
                 self.scheduler.enqueue(sequence)
@@ -208,7 +207,7 @@ class Engine:
             else:
                 sequence.computed = end
             if token is not None and count > 1:
-                self.tiers.prefilled(sequence, self._times.prefill_tokens_per_s)
+                self.tiers.offloader.offer(sequence, self._times.prefill_tokens_per_s)
             if isinstance(token, int):
                 self._advance(sequence, token, None)
             elif token is not None:
@@ -218,7 +217,6 @@ class Engine:
         stopped = token in sequence.stop_ids
         if not stopped:
             sequence.append(token, self.pool.block_size)
-            self.counters.generated_tokens_total += 1
             sequence.account.generated_tokens += 1
         try:
             released = NOTHING if stopped else sequence.text.push(token, logprobs)
@@ -254,9 +252,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave(sequence)
-        request, attempt, choice = sequence.key
-        prompt, outputs, cached = sequence.num_prompt, sequence.num_outputs, sequence.cached_tokens
-        self._outputs.append(SequenceFinished(request, attempt, reason, prompt, outputs, cached, choice))
+        self._outputs.append(ChoiceFinished(*sequence.key, reason, sequence.num_outputs))
 
     def _fail(
         self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True, told: int | None = None

@@ -20,19 +20,14 @@ class EngineCounters:
     steps_total: int = 0
     steps_aborted_total: int = 0  # all of their sequences were cancelled
     busy_seconds_total: float = 0.0  # in steps
-    prompt_tokens_total: int = 0
-    hit_tokens_total: int = 0  # of prompts
-    device_hit_tokens_total: int = 0  # of these, not restored from below
+    device_hit_tokens_total: int = 0  # of prompts' cached tokens, not restored from below
     fed_tokens_total: int = 0
-    generated_tokens_total: int = 0
     queue_waits: Distribution = field(default_factory=lambda: Distribution(QUEUE_WAITS_S))  # until its first step
     costs: TenantCosts = field(default_factory=TenantCosts)
 
     def started(self, sequence: Sequence, now: float) -> None:
         """Called once per attempt, for its first choice."""
         tokens, cached = len(sequence.ids), sequence.cached_tokens
-        self.prompt_tokens_total += tokens
-        self.hit_tokens_total += cached
         self.device_hit_tokens_total += max(cached - sum(sequence.restored.values()), 0)
         self.queue_waits.observe(now - sequence.enqueued)
         sequence.account.prompt_tokens += tokens
@@ -46,7 +41,7 @@ class EngineCounters:
             self.costs.share(seconds)
 
     def load(self, scheduler: Scheduler, tiers: Tiers, now: float) -> Load:
-        pool, queued = scheduler.pool, scheduler.queued()
+        pool, queued, accounts = scheduler.pool, scheduler.queued(), self.costs.accounts.values()
         return Load(
             waiting=len(scheduler.waiting) + tiers.restorer.waiting,
             running=len(scheduler.running),
@@ -57,10 +52,10 @@ class EngineCounters:
             blocks_addressed=pool.index.addressed,
             queued_prefill_tokens=sum(tokens for _, tokens in queued),
             priorities=by_priority(queued),
-            prompt_tokens_total=self.prompt_tokens_total,
-            hit_tokens_total=self.hit_tokens_total,
+            prompt_tokens_total=sum(account.prompt_tokens for account in accounts),
+            hit_tokens_total=sum(account.cached_tokens for account in accounts),
             fed_tokens_total=self.fed_tokens_total,
-            generated_tokens_total=self.generated_tokens_total,
+            generated_tokens_total=sum(account.generated_tokens for account in accounts),
             preemptions_total=scheduler.preemptions,
             evictions_total=pool.evictions,
             tiers=tiers.loads(),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from kvfleet.worker.blocks import block_codec
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.base import BlockMemory, ModelRunner
@@ -17,7 +18,6 @@ from kvfleet.worker.model.kv_size import KvLayout, readable, size_lines
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.text.detokenizer import Detokenizer
-from kvfleet.worker.tiers import block_codec
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.tiers import Tiers

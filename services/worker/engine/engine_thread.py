@@ -80,7 +80,7 @@ class EngineThread:
         """A sequence that the engine refuses comes back as SequenceFailed."""
         self._command(partial(self._add, spec))
 
-    def cancel(self, request: str, attempt: int | None = None, received: Sequence[int] = ()) -> None:
+    def cancel(self, request: str, attempt: int, received: Sequence[int] = ()) -> None:
         """No later step has it; the current one is aborted if it runs only for this."""
         self.engine.give_up(request, attempt)
         self._command(partial(self._cancel, request, attempt, received, time.monotonic()))
@@ -183,7 +183,7 @@ class EngineThread:
         except KvfleetError as error:
             self._hand_over(StepResult([SequenceFailed(spec.request, spec.attempt, error, spec.choice)]))
 
-    def _cancel(self, request: str, attempt: int | None, received: Sequence[int], asked: float) -> None:
+    def _cancel(self, request: str, attempt: int, received: Sequence[int], asked: float) -> None:
         if self.engine.cancel(request, attempt, received):
             self.cancel_to_free.observe(time.monotonic() - asked)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.tiers.tiers import Tiers
-from kvproto.block_hash import Root, chain
+from kvproto.block_hash import Root, chain, in_tier
 from kvproto.messages import Inspection, Tier
 
 
@@ -20,11 +20,12 @@ class KvHoldings:
     @property
     def digest(self) -> int:
         """Of all tiers, as `EventLog.digest` has it."""
-        return self.tiers.pool.digest ^ self.tiers.digest
+        return self.tiers.pool.digest ^ in_tier(self.tiers.host.pool.digest, Tier.HOST.number)
 
     def holdings(self) -> dict[Tier, list[bytes]]:
         """Hashes of all full blocks that `digest` covers, parents before children."""
-        return {Tier.DEVICE: self.tiers.pool.index.hashes()} | self.tiers.holdings()
+        on_host = {Tier.HOST: self.tiers.host.pool.index.hashes()} if self.tiers.host.blocks else {}
+        return {Tier.DEVICE: self.tiers.pool.index.hashes()} | on_host
 
     def inspect(self, root: Root, ids: Sequence[int]) -> Inspection:
         """How many leading tokens are cached; by tier: there or in a faster one."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
 from kvfleet.worker.model.base import ModelRunner
+from kvfleet.worker.schedule.giving_way import Attempt
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, SequenceState, SequenceTrace
 from kvfleet.worker.schedule.tenants import TenantCosts
@@ -26,19 +27,18 @@ class LiveSequences:
     detokenizer: Detokenizer
     costs: TenantCosts
     _arrivals: Iterator[int] = field(default_factory=count)
-    _sequences: dict[Key, Sequence] = field(default_factory=dict)
-    _choices: dict[tuple[str, int], list[Sequence]] = field(default_factory=dict)  # live ones of each attempt
-    _counted: set[tuple[str, int]] = field(default_factory=set)  # attempts with a started choice
+    _choices: dict[Attempt, list[Sequence]] = field(default_factory=dict)  # live ones of each attempt
+    _counted: set[Attempt] = field(default_factory=set)  # attempts with a started choice
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
+        return chain.from_iterable(self._choices.values())
 
     def accept(self, spec: SequenceSpec, now: float) -> Sequence:
         """Raises InvalidRequest, ContextLengthExceeded, OutOfMemory, or EngineFailure if its text cannot be rebuilt."""
-        key = spec.request, spec.attempt, spec.choice
-        if key in self._sequences:
+        attempt = spec.request, spec.attempt
+        siblings = self._choices.get(attempt, [])
+        if any(sibling.spec.choice == spec.choice for sibling in siblings):
             raise InvalidRequest("this attempt is running already", field="request")
-        siblings = self._choices.get(key[:2], [])
         _check(spec, self.runner.vocab_size)
         sampling, blocks, prompt = spec.sampling, self.runner.num_blocks, len(spec.prompt_ids)
         window = ContextWindow.of(prompt, sampling.max_tokens, self.runner.context_length, sampling.overflow)
@@ -61,8 +61,7 @@ class LiveSequences:
         )
         if spec.trace is not None:
             spec.trace.enqueued = now
-        self._sequences[key] = sequence
-        self._choices[key[:2]] = siblings
+        self._choices[attempt] = siblings
         siblings.append(sequence)
         return sequence
 
@@ -78,21 +77,18 @@ class LiveSequences:
 
     def remove(self, sequence: Sequence) -> None:
         attempt = sequence.key[:2]
-        del self._sequences[sequence.key]
         sequence.siblings.remove(sequence)
         if not sequence.siblings:
             del self._choices[attempt]
             self._counted.discard(attempt)
 
     def clear(self) -> list[Key]:
-        keys = list(self._sequences)
-        self._sequences, self._choices = {}, {}
+        keys = [sequence.key for sequence in self]
+        self._choices = {}
         return keys
 
-    def find(self, request: str, attempt: int | None) -> list[Sequence]:
-        if attempt is not None:
-            return list(self._choices.get((request, attempt), ()))
-        return [sequence for key, sequence in self._sequences.items() if key[0] == request]
+    def find(self, request: str, attempt: int) -> list[Sequence]:
+        return list(self._choices.get((request, attempt), ()))
 
     def is_first_start(self, sequence: Sequence) -> bool:
         attempt = sequence.key[:2]
@@ -102,11 +98,9 @@ class LiveSequences:
 
     def check_integrity(self) -> None:
         queued = {s.key for s in (*self.scheduler.waiting, *self.scheduler.running)}
-        queued |= {key for key, s in self._sequences.items() if s.state is SequenceState.RESTORING}
-        paused = {key for key, s in self._sequences.items() if s.state is SequenceState.PAUSED}
-        assert queued | paused == set(self._sequences)
+        elsewhere = {s.key for s in self if s.state in (SequenceState.RESTORING, SequenceState.PAUSED)}
+        assert queued | elsewhere == {s.key for s in self}
         assert all(s in s.siblings and self._choices[s.key[:2]] is s.siblings for s in self)
-        assert sum(map(len, self._choices.values())) == len(self._sequences)
 
 
 @dataclass(slots=True)

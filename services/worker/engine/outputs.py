@@ -1,7 +1,7 @@
 """What a step hands from the engine thread to the loop. Pure.
 
 Per sequence: `SequenceStarted` once it is scheduled, `Tokens` any number of times, then exactly one of
-`SequenceFinished` and `SequenceFailed`. An id is held back for as long as its text is.
+`ChoiceFinished` and `SequenceFailed`. An id is held back for as long as its text is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason, KvEvents, Tier, TierEvents, Tokens
+from kvproto.messages import ChoiceFinished, KvEvents, Tier, TierEvents, Tokens
 from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 
@@ -40,19 +40,6 @@ class SequenceStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceFinished:
-    """Terminal. `output_tokens` includes those of earlier attempts; a stop token is not counted."""
-
-    request: str
-    attempt: int
-    reason: FinishReason
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    choice: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceFailed:
     """Terminal. Cancelled sequences end with `kvproto.errors.Cancelled`."""
 
@@ -62,7 +49,7 @@ class SequenceFailed:
     choice: int = 0
 
 
-SequenceOutput = SequenceStarted | Tokens | SequenceFinished | SequenceFailed
+SequenceOutput = SequenceStarted | Tokens | ChoiceFinished | SequenceFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
+from kvfleet.worker.blocks import block_codec
 from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.model.model_folder import resolve_model
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.tiers import block_codec
 from kvservice.settings import load
 
 FLAGS = ("--model=demo", "--device=cpu", "--blocks=128", "--host-bytes=0")

@@ -24,14 +24,13 @@ class Abort:
     """
 
     def __init__(self) -> None:
-        self._asked: set[tuple[str, int | None]] = set()
+        self._asked: set[tuple[str, int]] = set()
         self._sequences: Sequence[Work] = ()
 
-    def ask(self, request: str, attempt: int | None) -> None:
-        """Without an `attempt`: all attempts of the request."""
+    def ask(self, request: str, attempt: int) -> None:
         self._asked.add((request, attempt))
 
-    def obeyed(self, request: str, attempt: int | None) -> None:
+    def obeyed(self, request: str, attempt: int) -> None:
         self._asked.discard((request, attempt))
 
     def begin(self, sequences: Sequence[Work]) -> None:
@@ -42,12 +41,8 @@ class Abort:
 
     def check(self) -> None:
         """Raises StepAborted if every sequence of the step is cancelled; nearly free while no cancel is pending."""
-        if self._asked and self._sequences and all(self._is_unwanted(one) for one in self._sequences):
+        if self._asked and self._sequences and all(one.key[:2] in self._asked for one in self._sequences):
             raise StepAborted
-
-    def _is_unwanted(self, sequence: Work) -> bool:
-        request, attempt = sequence.spec.request, sequence.spec.attempt
-        return (request, attempt) in self._asked or (request, None) in self._asked
 
 
 class BlockMemory(Protocol):

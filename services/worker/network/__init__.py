@@ -1,1 +1,1 @@
-"""What a worker asks of vaults and of other workers."""
+"""What a worker asks of vaults and of other workers, and lends to them."""

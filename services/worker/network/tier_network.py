@@ -15,15 +15,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvfleet.worker.blocks.block_codec import BlockShape
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.network.lending import PeerStore
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.tiers.block_codec import BlockShape
-from kvfleet.worker.tiers.exchange import RemoteSettings
-from kvfleet.worker.tiers.lending import PeerStore
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress, peers_of, vaults_of
 from kvfleet.worker.tiers.tiers import Tiers
+from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto import codec
 from kvproto.buckets import Bucket, BucketFollower
 from kvproto.connection import Connection

@@ -20,10 +20,10 @@ from kvfleet.worker.blocks.chain_location import names_of
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvproto import codec
 from kvproto.block_hash import Root, chain
+from kvproto.connection import Message
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PayloadTooLarge, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
 from kvproto.messages import AdminCommand, AdminReply, AdminRequest, Inspection, SnapshotRequest, Tier, WorkerStats
-from kvproto.nats_message import Message
 from kvproto.subjects import is_inbox
 
 log = logging.getLogger(__name__)

@@ -18,13 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.network.preloading import read_chain
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.records import AttemptRecord, Reader
-from kvfleet.worker.tiers.offloader import Chain
 from kvproto import codec
 from kvproto.errors import Cancelled, Draining, KvfleetError, WorkerLost
-from kvproto.messages import Capsule, Continuation, Frame, GenerateRequest, Moved, PreloadPlan, PreloadRequest, Tier
+from kvproto.messages import Capsule, Continuation, Frame, GenerateRequest, Moved
 from kvservice.tracing import work_for
 
 log = logging.getLogger(__name__)
@@ -33,10 +31,6 @@ FINISH_S = 0.5  # requests that end within this are not moved
 LAST_S = 1.5  # of the time to drain, for moves when no worker was ready to take over
 CAPSULE_S = 1.0  # for a placement to take one
 LEAST_S = 0.1  # for a capsule when time has run out
-ANNOUNCED_S = 0.1  # by then other workers that drain at the same time have said so
-LEAST_DEMAND_S = 0.3  # with less time left, placement is not asked
-ASK_S = 1.0
-MOST_CHAINS = 512
 POLL_S = 0.02
 
 
@@ -44,11 +38,7 @@ POLL_S = 0.02
 class HandOver:
     parts: WorkerParts
     moved_total: int = 0
-    _awaited: set[tuple[str, int]] = field(default_factory=set)  # moved, and their blocks still wanted
-
-    def let_go(self, request: str, attempt: int) -> None:
-        """All readers of a moved request, or placement, have cancelled it here."""
-        self._awaited.discard((request, attempt))
+    _moved: list[AttemptRecord] = field(default_factory=list)  # a record has readers until all have cancelled it here
 
     async def run(self, limit_s: float) -> None:
         """Returns when nothing here is needed any more, after `limit_s` at the latest."""
@@ -65,7 +55,7 @@ class HandOver:
         if not self.parts.frames.running:
             return
         await self._move(until)
-        await wait(lambda: self._awaited, until)
+        await wait(lambda: any(record.readers for record in self._moved), until)
         await wait(lambda: self.parts.engine.is_lending, until)
 
     async def _move(self, until: float) -> None:
@@ -98,7 +88,7 @@ class HandOver:
         if record.is_left:
             return self.parts.frames.end(record, record.failed(Cancelled("the request was cancelled")), now)
         self.moved_total += 1
-        self._awaited.add(record.key)
+        self._moved.append(record)
         return self.parts.frames.end(record, Moved(*record.key, record.output_tokens), now)
 
     async def _send(self, record: AttemptRecord, until: float) -> None:
@@ -143,48 +133,6 @@ class HandOver:
                 self.parts.outbox.send_to(reader, [moved if reader.reads_batches else late])
         # Plain readers that were told to ask again send no cancel.
         record.readers = [one for one in record.readers if one == carried or one.reads_batches]
-
-
-async def leave_demand_behind(parts: WorkerParts, limit_s: float) -> None:
-    """Blocks in demand that only this worker has go to vaults: placement names such prefixes, hottest first. Returns
-    when they are there, after `limit_s` at the latest. Never raises. Where all workers go at once, nothing is left."""
-    somebody_is_ready = parts.somebody_is_ready
-    if limit_s < LEAST_DEMAND_S:
-        return
-    try:
-        async with asyncio.timeout(limit_s):
-            while somebody_is_ready() is None:
-                await asyncio.sleep(POLL_S)
-            if not somebody_is_ready():
-                return
-            await asyncio.sleep(ANNOUNCED_S)
-            rates = await parts.engine.call(lambda engine: engine.tiers.rates())
-            if somebody_is_ready() and Tier.VAULT.value in rates:
-                await _leave_behind(parts)
-    except TimeoutError:
-        log.warning("not all blocks in demand are in vaults: the time to drain is over")
-    except KvfleetError as error:
-        log.warning("blocks in demand are not left behind: %s", error)
-
-
-async def _leave_behind(parts: WorkerParts) -> None:
-    me, engine = parts.record, parts.engine
-    blocks = await engine.call(lambda engine: engine.pool.index.addressed)
-    ask = PreloadRequest(me.id, me.model, me.model_revision, me.block_size, max(blocks, 1), leaving=True)
-    answer = await parts.connection.request(parts.subjects.placement_preload(), codec.encode(ask), ASK_S)
-    plan = codec.decode(PreloadPlan, answer.data)
-    chains = [Chain(*read_chain(one)) for one in plan.chains[:MOST_CHAINS] if one.source == me.id]
-    if not chains:
-        return
-    await engine.call(lambda engine: _offer(engine, chains))
-    await engine.settled()
-    offered = sum(chain.end for chain in chains)
-    log.info("%d blocks of %d prefixes in demand were left to vaults", offered, len(chains))
-
-
-def _offer(engine: Engine, chains: list[Chain]) -> None:
-    for chain in chains:
-        engine.tiers.offloader.offer_chain(chain)
 
 
 def _plain(record: AttemptRecord) -> Reader | None:

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import REGION_COMMANDS, AdminDesk
-from kvfleet.worker.serve.hand_over import HandOver, leave_demand_behind
+from kvfleet.worker.serve.demand import leave_behind
+from kvfleet.worker.serve.hand_over import HandOver
 from kvfleet.worker.serve.request_desk import RequestDesk
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
+from kvproto.connection import Subscription
 from kvproto.errors import DeadlineExceeded, KvfleetError
-from kvproto.messages import Frame, Heartbeat, Load, Rates, State, WorkerStats
-from kvproto.nats_message import Subscription
+from kvproto.messages import Frame, Heartbeat, State, WorkerStats
 from kvproto.subjects import receipt_inboxes
-from kvproto.tasks import end
+from kvproto.tasks import VitalTasks, end
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,10 @@ class WorkerLoop:
         self._on_fatal = on_fatal
         self._on_drain = on_drain
         self._subscriptions: list[Subscription] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = VitalTasks(on_fatal)
         self._state = State.READY
-        self._load = Load()
-        self._rates = Rates()
         self.hand_over = HandOver(parts)
-        self.requests = RequestDesk(parts, self.hand_over.let_go, lambda: self._state, self._spawn)
+        self.requests = RequestDesk(parts, lambda: self._state, self.tasks.spawn)
         self.admin = AdminDesk(parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain)
 
     async def start(self) -> None:
@@ -78,21 +76,9 @@ class WorkerLoop:
             self._subscriptions.append(await self.parts.connection.subscribe(subject, callback))
         await self.parts.connection.synced()
         await self.parts.lease.set(replace(self.record, state=State.READY))
-        self._spawn(self.parts.lease.run(lambda error: self._on_fatal(str(error))))
-        self._spawn(self.outbox.run())
-        self._spawn(self._beat())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """A failed task ends the process: a worker without its heartbeat only looks alive."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the worker failed", exc_info=error)
-            self._on_fatal(f"{type(error).__name__}: {error}")
+        self.tasks.spawn(self.parts.lease.run(lambda error: self._on_fatal(str(error))), "lease")
+        self.tasks.spawn(self.outbox.run(), "outbox")
+        self.tasks.spawn(self._beat(), "heartbeat")
 
     def _asked_to_drain(self) -> None:
         self.begin_drain()
@@ -101,7 +87,7 @@ class WorkerLoop:
     def begin_drain(self) -> None:
         if self._state is not State.DRAINING:
             self._state = State.DRAINING
-            self._spawn(self._announce_drain())
+            self.tasks.spawn(self._announce_drain(), "draining")
 
     async def _announce_drain(self) -> None:
         await self._publish_heartbeat()
@@ -116,7 +102,7 @@ class WorkerLoop:
         until = clock() + limit_s
         self.begin_drain()
         await self.hand_over.run(limit_s)
-        await leave_demand_behind(self.parts, until - clock())
+        await leave_behind(self.parts, until - clock())
         self.parts.broadcast.flush()
         await self.outbox.drain()
 
@@ -124,7 +110,7 @@ class WorkerLoop:
         if self.milestones:  # not drained before
             self.parts.broadcast.flush()
             await self.outbox.drain()
-        tasks = list(self._tasks)
+        tasks = list(self.tasks.running)
         for task in tasks:
             task.cancel()
         self.requests.close()
@@ -140,7 +126,7 @@ class WorkerLoop:
         """A step or `on_results` raised: engine or streams are in an unknown state, so the process ends. Its requests
         go on elsewhere."""
         log.critical("the engine failed", exc_info=error)
-        self._spawn(self._end_after_crash(error))
+        self.tasks.spawn(self._end_after_crash(error), "crash")
 
     async def _end_after_crash(self, error: BaseException) -> None:
         self.parts.broadcast.flush()
@@ -179,20 +165,20 @@ class WorkerLoop:
         self.outbox.send_frames(ended)
 
     async def _publish_heartbeat(self) -> None:
-        self._load, self._rates = self.parts.engine.measured
         if self.parts.connection.is_connected:
             self.outbox.send(self.parts.subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
 
     def heartbeat(self) -> Heartbeat:
+        load, rates = self.parts.engine.measured
         return Heartbeat(
             worker=self.record.id,
             epoch=self.record.epoch,
             state=self._state,
-            load=self._load,
-            rates=self._rates,
+            load=load,
+            rates=rates,
             event_seq=self.parts.broadcast.publisher.seq,
             digest=self.parts.broadcast.publisher.plain_digest,
-            held=self._load.blocks_addressed,
+            held=load.blocks_addressed,
             step_age_s=self.parts.engine.step_age_s,
             tier_digest=self.parts.broadcast.publisher.digest,
         )

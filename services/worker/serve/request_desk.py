@@ -23,10 +23,10 @@ from kvfleet.worker.streams import request_trace
 from kvfleet.worker.streams.records import AttemptRecord, Reader, failure
 from kvproto import codec
 from kvproto.block_hash import Root
+from kvproto.connection import Message, is_no_responders
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
 from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.messages import Accepted, CancelRequest, GenerateRequest, PauseRequest, ResendRequest, State
-from kvproto.nats_message import Message, is_no_responders
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.trace_context import in_headers, sampled
 
@@ -36,7 +36,7 @@ INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
 INLINE_IDS = 4096  # of hashing
 
 T = TypeVar("T", CancelRequest, PauseRequest, ResendRequest)
-Spawn = Callable[[Coroutine[object, object, None]], None]
+Spawn = Callable[[Coroutine[object, object, None], str], object]
 
 
 class Asked(NamedTuple):
@@ -51,10 +51,7 @@ class Asked(NamedTuple):
 
 @dataclass(eq=False)
 class RequestDesk:
-    """`on_let_go` hears of handed-over attempts that all readers have cancelled: they go on elsewhere."""
-
     parts: WorkerParts
-    on_let_go: Callable[[str, int], None]
     state: Callable[[], State]
     spawn: Spawn
     requests_total: int = 0
@@ -95,7 +92,7 @@ class RequestDesk:
             known = len(request.prompt_ids) + _generated(request)
             if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
                 self._preparing.add(asked.key)  # so that a cancel finds it
-                self.spawn(self._prepare_aside(asked, meeting))
+                self.spawn(self._prepare_aside(asked, meeting), "preparing")
                 return
             ids = request.prompt_ids or tuple(self.parts.encode_prompt(request.prompt or ""))
             self._take(asked, ids, self.parts.roots.of(tenant, ids), give_way, {})
@@ -227,20 +224,18 @@ class RequestDesk:
             and cancel.attempt in (None, attempt)
             and (not cancel.inbox or cancel.inbox == inbox)
         }
-        for attempt in self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker):
-            self.on_let_go(cancel.request, attempt)
-        for attempt in self._frames.attempts(cancel.request, asker):
-            if cancel.attempt in (None, attempt):
-                self._leave(cancel.request, attempt, cancel.inbox, cancel.received)
+        self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker)
+        for record in self._frames.running:
+            if record.request == cancel.request and record.is_of(asker) and cancel.attempt in (None, record.attempt):
+                self._leave(record, cancel.inbox, cancel.received)
 
-    def _leave(self, request: str, attempt: int, inbox: str, received: Sequence[int] = ()) -> None:
+    def _leave(self, record: AttemptRecord, inbox: str, received: Sequence[int] = ()) -> None:
         """A reader leaves (all, without `inbox`). The attempt ends with the last one, which has `received` so many
         tokens of each choice."""
-        record = self._frames.find(request, attempt)
-        if record is None or (inbox and not record.is_read_at(inbox)):
+        if inbox and not record.is_read_at(inbox):
             return
         if self._frames.leave(record, inbox):
-            self._engine.cancel(request, attempt, received)
+            self._engine.cancel(*record.key, received)
         else:
             self._park(record)
 
@@ -254,8 +249,8 @@ class RequestDesk:
         steady = self.parts.connection.is_settled(RECONNECT_GRACE_S)
         for inbox in self._frames.leases.gone(now, steady=steady):
             log.info("nobody listens at %s any more: what is read there alone ends", inbox)
-            for record in self._frames.read_at(inbox):
-                self._leave(*record.key, inbox)
+            for record in self._frames.running:
+                self._leave(record, inbox)
         self._outbox.ask_for_receipts(now)
 
     async def on_pause(self, message: Message) -> None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceOutput, SequenceStarted
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, Terminal, tracks_of
 from kvproto.errors import Unavailable
@@ -38,10 +38,9 @@ class FrameBook:
     milestones: MilestoneLog
     recomputed_total: int = 0  # tokens of continued attempts
     leases: Leases = field(default_factory=Leases)
-    _records: dict[Key, AttemptRecord] = field(default_factory=dict)
     _running: dict[Key, AttemptRecord] = field(default_factory=dict)
-    _finished: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # with the tokens kept of each
-    _kept: int = 0
+    _finished: OrderedDict[Key, AttemptRecord] = field(default_factory=OrderedDict)  # oldest first
+    _kept: int = 0  # tokens of these
 
     @property
     def running(self) -> list[AttemptRecord]:
@@ -61,12 +60,7 @@ class FrameBook:
 
     def known(self, request: str, attempt: int) -> AttemptRecord | None:
         """A running attempt, or one that ended lately."""
-        return self._records.get((request, attempt))
-
-    def attempts(self, request: str, tenant: str | None = None) -> list[int]:
-        """Running attempts of a request, of any tenant if None."""
-        mine = (record for record in self._running.values() if record.is_of(tenant))
-        return [record.attempt for record in mine if record.request == request]
+        return self._running.get((request, attempt)) or self._finished.get((request, attempt))
 
     def open(
         self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b""
@@ -79,7 +73,7 @@ class FrameBook:
             name, attempt, [reader], watchers, *tracks_of(request), tenant, request, content, accepted_at=now
         )
         self.milestones.note(record, Passed.ACCEPTED, now)
-        self._records[record.key] = self._running[record.key] = record
+        self._running[record.key] = record
         return record
 
     def join(self, record: AttemptRecord, request: GenerateRequest, reply: str) -> list[Frame]:
@@ -127,29 +121,18 @@ class FrameBook:
         elif not inbox or record.is_read_at(inbox):
             record.paused_by.add(inbox)
 
-    def let_go(self, request: str, attempt: int | None, inbox: str, tenant: str | None = None) -> list[int]:
-        """A reader of a moved attempt goes on elsewhere (all, without `inbox`; any attempt or tenant if None). Returns
-        the attempts that have no reader left."""
-        numbers = [attempt] if attempt is not None else [number for name, number in self._records if name == request]
-        free = []
-        for number in numbers:
-            record = self.known(request, number)
-            if record is None or not record.is_of(tenant):
-                continue
-            if not isinstance(record.terminal, Moved) or (inbox and not record.is_read_at(inbox)):
-                continue
-            record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
-            if not record.readers:
-                free.append(number)
-        return free
-
-    def read_at(self, inbox: str) -> list[AttemptRecord]:
-        return [record for record in self._running.values() if record.is_read_at(inbox)]
+    def let_go(self, request: str, attempt: int | None, inbox: str, tenant: str | None = None) -> None:
+        """A reader of a moved attempt goes on elsewhere (all, without `inbox`; any attempt or tenant if None)."""
+        keys = [(request, attempt)] if attempt is not None else [key for key in self._finished if key[0] == request]
+        for key in keys:
+            record = self._finished.get(key)
+            if record is not None and isinstance(record.terminal, Moved) and record.is_of(tenant):
+                record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """The frames for one output of the engine; none once the attempt has ended."""
-        record = self._records.get((output.request, output.attempt))
-        if record is None or record.terminal is not None:
+        record = self._running.get((output.request, output.attempt))
+        if record is None:
             return []
         if type(output) is Tokens:
             track = record.tracks[output.choice]
@@ -168,32 +151,25 @@ class FrameBook:
             waited, again = output.queue_seconds, output.recomputed_tokens
             started = Started(*record.key, self.worker, output.prompt_tokens, output.cached_by_tier, waited, again)
             return [self._start(record, started, now)]
-        if isinstance(output, SequenceFinished):
-            return self._finish(record, output, now)
-        assert isinstance(output, SequenceFailed)
-        return [self.end(record, record.failed(output.error), now)]
-
-    def _finish(self, record: AttemptRecord, output: SequenceFinished, now: float) -> list[tuple[AttemptRecord, Frame]]:
-        ended = ChoiceFinished(*record.key, output.choice, output.reason, output.output_tokens)
-        record.tracks[output.choice].ended = ended
+        if isinstance(output, SequenceFailed):
+            return [self.end(record, record.failed(output.error), now)]
+        assert isinstance(output, ChoiceFinished)
+        record.tracks[output.choice].ended = output
         record.pending.discard(output.choice)
-        several = len(record.tracks) > 1
-        out: list[tuple[AttemptRecord, Frame]] = [(record, ended)] if several else []
-        if record.pending:
-            return out
-        cached = min(output.cached_tokens, output.prompt_tokens)
-        if several and record.started is not None:
-            cached = record.started.cached_tokens  # later choices find what the first one computed
-        total = sum(end.output_tokens for end in record.ends)
-        reason, prompt = record.ends[0].reason, output.prompt_tokens
-        return [*out, self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker), now)]
+        framed: list[tuple[AttemptRecord, Frame]] = [(record, output)] if len(record.tracks) > 1 else []
+        return framed if record.pending else [*framed, self._finish(record, now)]
 
     def conclude(self, record: AttemptRecord, prompt_tokens: int, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """End an attempt all of whose choices an earlier one had ended: nothing is generated."""
         started = self._start(record, Started(*record.key, self.worker, prompt_tokens, {}), now)
-        reason, total = record.ends[0].reason, record.output_tokens
-        finished = Finished(*record.key, reason, prompt_tokens, total, 0, self.worker)
-        return [started, self.end(record, finished, now)]
+        return [started, self._finish(record, now)]
+
+    def _finish(self, record: AttemptRecord, now: float) -> tuple[AttemptRecord, Frame]:
+        started, ends = record.started, record.ends
+        assert started is not None  # a choice starts before it ends
+        reason, total = ends[0].reason, sum(end.output_tokens for end in ends)
+        prompt, cached = started.prompt_tokens, started.cached_tokens
+        return self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker), now)
 
     def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:
         """The milestone is of when it left the queue: its first step's outputs come a prefill later."""
@@ -211,10 +187,9 @@ class FrameBook:
         record.asked = None
         for reader in record.readers:
             self.leases.release(reader)
-        kept = LEAST_TOKENS + sum(track.weight for track in record.tracks)
-        self._finished[record.key] = kept
-        self._kept += kept
-        self._running.pop(record.key, None)
+        record.weight = LEAST_TOKENS + sum(track.weight for track in record.tracks)
+        self._kept += record.weight
+        self._finished[record.key] = self._running.pop(record.key)
         self.milestones.note(record, Passed.ENDED, now, 0, {}, terminal.output_tokens, record.code)
         if record.trace is not None:
             record.trace.end(record.started, record.output_tokens, terminal)
@@ -254,10 +229,9 @@ class FrameBook:
         ]
 
     def sweep(self, now: float) -> None:
-        while self._finished and now - self._records[next(iter(self._finished))].finished_at >= KEEP_FINISHED_S:
+        while self._finished and now - next(iter(self._finished.values())).finished_at >= KEEP_FINISHED_S:
             self._forget()
 
     def _forget(self) -> None:
-        key, kept = self._finished.popitem(last=False)
-        self._kept -= kept
-        del self._records[key]
+        _, record = self._finished.popitem(last=False)
+        self._kept -= record.weight

@@ -157,6 +157,7 @@ class AttemptRecord:
     started: Started | None = None
     terminal: Terminal | None = None
     finished_at: float = 0.0
+    weight: int = 0  # in tokens, once it has ended
     deadline: float = float("inf")  # of the event loop's clock
     paused_at: float | None = None
     paused_by: set[str] = field(default_factory=set)  # inboxes; "" is all of them

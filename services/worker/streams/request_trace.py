@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from kvfleet.worker.schedule.sequence import SequenceTrace
 from kvproto.messages import Failed, Finished, GenerateRequest, Moved, Started
-from kvservice.tracing import Span, Tracer, Value, unix_ns
+from kvservice.tracing import Span, Tracer, Value, by_nats, unix_ns
 
 
 def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) -> AttemptTrace | None:
@@ -26,18 +26,12 @@ def begin(tracer: Tracer, worker: str, request: GenerateRequest, tenant: str) ->
     if request.traceparent is None:
         return None
     sampling = request.sampling
-    said: dict[str, Value] = {
-        "messaging.system": "nats",
-        "messaging.operation.name": "generate",
-        "messaging.operation.type": "process",
+    said = by_nats("generate", "process", request.model, tenant, request.request) | {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "kvfleet",
-        "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.choice.count": sampling.n,
         "kvfleet.worker.id": worker,
-        "kvfleet.tenant": tenant,
-        "kvfleet.request.id": request.request,
         "kvfleet.attempt": request.attempt,
         "kvfleet.priority": request.priority,
         "kvfleet.handed_over": request.handed_over,

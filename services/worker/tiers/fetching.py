@@ -12,16 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.block_codec import decode, encoded_bytes
-from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.blocks.block_codec import decode, encoded_bytes
+from kvfleet.worker.blocks.chain_location import BlockName, RingShare
+from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeedMeter, seconds_of
 from kvfleet.worker.tiers.looking import asking
 from kvfleet.worker.tiers.source import Source
-from kvfleet.worker.tiers.transfer_threads import GONE, ConnectionJob, Deadlines
-from kvfleet.worker.tiers.vault_ring import RingShare
+from kvfleet.worker.tiers.transfers import GONE, ConnectionJob, Deadlines, RemoteCounts, RemoteSettings
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus
 from kvproto.dataplane.wire import MAX_BLOCKS
@@ -83,7 +82,6 @@ class Fetch:
     on_progress: Callable[[], None]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _failure: str = ""
-    _landed: int = 0
     _ended: bool = False
 
     def __post_init__(self) -> None:
@@ -97,8 +95,8 @@ class Fetch:
             self.intake.deadlines.after(0.0, self.end)
             return
         for part in self._parts:
-            if not part.source.fetch(part.job, part.wanted_bytes):
-                self.intake.deadlines.after(0.0, part.refused)
+            if not part.source.fetch(part.job, part.wanted_bytes):  # it is away, or too much waits for it
+                self.intake.deadlines.after(0.0, partial(part.job.fail, GONE))
         self.intake.deadlines.after(WATCH_S, self._watch)
 
     def wants(self, at: int) -> bool:
@@ -110,11 +108,6 @@ class Fetch:
             if at <= self._gap:
                 self._gap = at
                 self._failure = reason or self._failure
-
-    def landed(self, at: int, source: str) -> None:
-        self.landing.sources[at] = source
-        with self._lock:
-            self._landed += 1
 
     def part_ended(self) -> None:
         with self._lock:
@@ -129,7 +122,7 @@ class Fetch:
             if self._ended:
                 return
             self._ended = True
-            complete = self._landed == len(self.names)
+            complete = all(header is not None for header in self.landing.headers[: len(self.names)])
             failure = "" if complete else self._failure or ("given_up" if self.landing.closed else "missing")
         if failure:
             self.intake.counts.failed(self.tier, failure)
@@ -190,11 +183,6 @@ class FetchPart:
         if self._began is not None:
             self.source.measured(LinkSpeedMeter.doubt)
 
-    def refused(self) -> None:
-        """The source is away, or too much waits for it."""
-        self.fetch.cut(self._next, GONE)
-        self.fetch.part_ended()
-
     def _over(self, *, gave_up: bool) -> None:
         self.source.ended(self.wanted_bytes)
         if self._began is not None:
@@ -251,7 +239,7 @@ class FetchPart:
         if landed:
             self._blocks += 1
             self._wire_bytes += header.length
-            self.fetch.landed(at, self.source.id)
+            self.fetch.landing.sources[at] = self.source.id
         return landed
 
     def _fault(self, at: int, reason: str) -> None:

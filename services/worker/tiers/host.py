@@ -1,4 +1,4 @@
-"""The host tier: a second block pool in host memory, and the thread that copies to it and from it.
+"""The host tier: a second block pool in host memory, the thread that copies to it and from it, and where fetches land.
 
 The pool has the device pool's rules. The engine's thread owns the tier; the copier owns its own thread (loop).
 """
@@ -17,6 +17,7 @@ from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers.link_speed import CopySpeed
 from kvproto.block_hash import Root
+from kvproto.dataplane.block import BlockHeader
 from kvproto.messages import Tier, TierEvents
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,35 @@ class CopyJob:
         self.moves = ()
         self.on_end()
         return took
+
+
+@dataclass(slots=True)
+class Landing:
+    """One fetch's meeting point of engine and transfer threads. The engine closes it to have its blocks back at once:
+    from then on nothing is written to them."""
+
+    headers: list[BlockHeader | None]  # each is set when its block has landed
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+    ended: bool = False  # the fetch brings no more
+    failure: str = ""  # why it brought less than all of them: a metric's label
+    sources: dict[int, str] = field(default_factory=dict)  # ids of the vaults or peers that blocks came from
+    traceparent: str = ""  # of a traced request
+
+    def land(self, at: int, header: BlockHeader, write: Callable[[], None]) -> bool:
+        """Called by a transfer thread: `write` the block to its place, unless the landing is closed."""
+        with self.lock:
+            if self.closed:
+                return False
+            write()
+            self.headers[at] = header
+            return True
+
+    def close(self) -> int:
+        """Called by the engine. Returns how many blocks have landed without a gap."""
+        with self.lock:
+            self.closed = True
+        return next((at for at, header in enumerate(self.headers) if header is None), len(self.headers))
 
 
 @dataclass(eq=False)

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvfleet.worker.blocks.chain_location import BlockName, Finding
+from kvfleet.worker.blocks.chain_location import BlockName, Finding, RingShare
 from kvfleet.worker.tiers.source import Source
-from kvfleet.worker.tiers.vault_ring import RingShare
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.wire import MAX_BLOCKS
 from kvproto.messages import Tier

@@ -18,16 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvfleet.worker.blocks.chain_location import BlockName, Finding
-from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
+from kvfleet.worker.blocks.chain_location import BlockName, Finding, VaultRing, by_root
 from kvfleet.worker.tiers.fetching import Fetch, Intake
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggard, slowest
 from kvfleet.worker.tiers.looking import Look, SourceQuestion
-from kvfleet.worker.tiers.quarantine import WRONG, Quarantine
-from kvfleet.worker.tiers.source import Source, SourceAddress
-from kvfleet.worker.tiers.transfer_threads import GONE, ConnectionJob, Deadlines
-from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
+from kvfleet.worker.tiers.source import WRONG, Quarantine, Source, SourceAddress
+from kvfleet.worker.tiers.transfers import GONE, ConnectionJob, Deadlines, RemoteCounts, RemoteSettings
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.keys import KeyRing

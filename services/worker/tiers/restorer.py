@@ -24,8 +24,7 @@ from kvfleet.worker.schedule.sequence import Restored
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.break_even import ComputeSeconds, RestoredPart
-from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier, Landing
 from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
 

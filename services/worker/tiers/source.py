@@ -1,18 +1,20 @@
-"""One vault or peer, in one life of it: its connections, and how fast it is. Thread-safe; waits for nothing.
+"""One vault or peer, in one life of it: its connections, and how fast it is. Thread-safe; waits for nothing. And which
+of them are in quarantine, not to be asked for a while (pure).
 
-It has two connections: a look must be answered within milliseconds, a fetch may last. A vault's begin at once, a peer's
-when they are needed.
+A source has two connections: a look must be answered within milliseconds, a fetch may last. A vault's begin at once, a
+peer's when they are needed.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter
-from kvfleet.worker.tiers.transfer_threads import Connect, ConnectionJob, ConnectionThread
+from kvfleet.worker.tiers.transfers import Connect, ConnectionJob, ConnectionThread
 from kvfleet.worker.tiers.write_behind import WriteBehind
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError
@@ -25,6 +27,13 @@ KEEP_ALIVE_S = 30.0
 PROBE_BYTES = 1024 * 1024
 PROBE_LIMIT_S = 2.0
 PROBES = 3  # the quickest counts: others may have waited for a core
+FAULTS = 3
+WINDOW_S = 60.0
+FIRST_TERM_S = 60.0
+LONGEST_TERM_S = 3600.0
+FORGIVEN_S = 3600.0  # after the end of a term
+MAX_SOURCES = 4096
+WRONG = "wrong"  # numbers were wrong under a right checksum: no accident of wires or memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +145,12 @@ class Source:
             client.echo(0, now + PROBE_LIMIT_S)
 
     def fetch(self, job: ConnectionJob, nbytes: int) -> bool:
-        """Unless this is False, the caller calls `ended` in any case."""
+        """False: it will not run. The caller calls `ended` in any case."""
         self.start()
         fetches = self._fetches
         with self._lock:
             self._waiting_bytes += nbytes
-        if fetches is not None and fetches.submit(job):
-            return True
-        self.ended(nbytes)
-        return False
+        return fetches is not None and fetches.submit(job)
 
     def ended(self, nbytes: int) -> None:
         with self._lock:
@@ -191,3 +197,45 @@ class Source:
             self.measured(lambda meter: meter.given_up(0, time.monotonic() - began, time.monotonic()))
             raise
         self.measured(lambda meter: meter.probed(small_s, PROBE_BYTES, seconds, time.monotonic()))
+
+
+@dataclass(slots=True)
+class _Conduct:
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=FAULTS))
+    until: float = float("-inf")
+    term_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Quarantine:
+    """Of all vaults and peers of one worker, by their id: a restart does not clear a source.
+
+        3 faults in 60 s, or one block that was wrong under a right checksum ──▶ shut out for 60 s ──▶ asked again
+            shut out again within the hour after that: twice as long, an hour at most
+
+    A fault is a block that failed its checks: damaged, another block, another format. A block that never came is none.
+    """
+
+    _conducts: dict[str, _Conduct] = field(default_factory=dict)
+
+    def allows(self, source: str, now: float) -> bool:
+        conduct = self._conducts.get(source)
+        return conduct is None or now >= conduct.until
+
+    def fault(self, source: str, reason: str, now: float) -> bool:
+        """One block failed its checks. True if that shuts the source out now."""
+        if source not in self._conducts and len(self._conducts) >= MAX_SOURCES:
+            seen = {one: max(conduct.until, *conduct.recent, float("-inf")) for one, conduct in self._conducts.items()}
+            del self._conducts[min(seen, key=seen.__getitem__)]
+        conduct = self._conducts.setdefault(source, _Conduct())
+        if now < conduct.until:
+            return False
+        conduct.recent.append(now)
+        often = len(conduct.recent) == FAULTS and now - conduct.recent[0] <= WINDOW_S
+        if reason != WRONG and not often:
+            return False
+        again = conduct.term_s and now - conduct.until <= FORGIVEN_S
+        conduct.term_s = min(conduct.term_s * 2, LONGEST_TERM_S) if again else FIRST_TERM_S
+        conduct.until = now + conduct.term_s
+        conduct.recent.clear()
+        return True

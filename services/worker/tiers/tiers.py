@@ -1,7 +1,8 @@
-"""All tiers below the device, as the engine sees them. The engine's thread owns it."""
+"""All tiers below the device, as the engine sees them, and what it verifies of them. The engine's thread owns it."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,17 +13,21 @@ from typing import TYPE_CHECKING
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.blocks.chain_location import BlockName, names_of
 from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
-from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.model.base import BlockMemory, ModelRunner
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
+from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.tiers.host import Copier, HostTier
 from kvfleet.worker.tiers.offloader import Offloader, ReuseWatch
 from kvfleet.worker.tiers.protection import Protector
-from kvfleet.worker.tiers.restorer import Restorer
-from kvproto.block_hash import ForkedRoot, Root, in_tier, own_root, root_at
+from kvfleet.worker.tiers.restorer import Restorer, RestoreSample
+from kvproto.block_hash import ForkedRoot, Root, own_root, root_at
+from kvproto.errors import OutOfMemory
 from kvproto.messages import Tier, TierLoad
 
 if TYPE_CHECKING:
     from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
+
+logger = logging.getLogger(__name__)
 
 PROBE_BLOCKS = 4
 MOST_ERASING = 1024  # sequences that wait for blocks that are on their way
@@ -75,9 +80,6 @@ class Tiers:
     def started(self, sequence: EngineSequence) -> None:
         self.reuse.ask(own_root(sequence.root), sequence.hashes)
 
-    def prefilled(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
-        self.offloader.offer(sequence, prefill_tokens_per_s)
-
     def leaves(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
         self.restorer.drop(sequence)
         if sequence.filled:
@@ -92,10 +94,6 @@ class Tiers:
         self.restorer.drop(sequence)
         if sequence.filled:
             self.offloader.offer(sequence, 0.0, reused=True)
-
-    def preempted(self, sequence: EngineSequence) -> None:
-        if sequence.filled:
-            self.offloader.save(sequence)
 
     def claims(
         self, sequence: EngineSequence, match: Match, spare: int, compute_s: Callable[[int, int], float]
@@ -152,13 +150,6 @@ class Tiers:
         lent = [(pool, chain[-1]) for held in self.lent.values() for pool, chain in held]
         ends = [pool.index[last].hash for pool, last in lent if last in pool.index]
         return [end for end in ends if end] + self.offloader.carried() + self.restorer.carried()
-
-    @property
-    def digest(self) -> int:
-        return in_tier(self.host.pool.digest, Tier.HOST.number)
-
-    def holdings(self) -> dict[Tier, list[bytes]]:
-        return {Tier.HOST: self.host.pool.index.hashes()} if self.host.blocks else {}
 
     def rates(self) -> dict[str, float]:
         found = {Tier.HOST: self.copier.speed_in.bytes_per_s}
@@ -217,3 +208,49 @@ class Tiers:
 
     def check_integrity(self) -> None:
         check_integrity(self.host.pool, self._held_on_host())
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """Computes restored blocks again, while the engine is idle, and compares. A checksum says that bytes are those that
+    were stored, not that they were right; so the last block of a sampled chain is run through the model on the blocks
+    before it."""
+
+    runner: ModelRunner
+    tiers: Tiers
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.tiers.restorer.samples) and not self.tiers.restorer.waiting
+
+    def check_one(self) -> None:
+        """Takes a step of one block. A wrong block is discarded with all blocks that came with it."""
+        sample, tiers = self.tiers.restorer.samples.popleft(), self.tiers
+        difference = self._difference(sample)
+        if difference is None or difference <= self.runner.tolerance:
+            return
+        source = sample.source or "this host"
+        logger.error("a block restored from %s is wrong: its numbers differ by %.3g of the largest", source, difference)
+        tiers.restorer.failures_total[sample.tier, "wrong"] += 1
+        tiers.discard(sample.root, sample.hashes[: sample.start + 1])
+        if tiers.remote is not None and sample.source:
+            tiers.remote.distrust(sample.source)
+
+    def _difference(self, sample: RestoreSample) -> float | None:
+        """Relative to the largest number; None if the block was evicted meanwhile, or there is no room."""
+        pool = self.tiers.pool
+        at, size = len(sample.hashes) - 1, pool.block_size
+        chain = pool.chain_to(sample.hashes)
+        if len(chain) <= at or pool.index[chain[at]].lossy or pool.available <= pool.idle_among(chain):
+            return None
+        pool.acquire(chain)
+        scratch = pool.allocate(1)
+        try:
+            self.runner.run([Slice(sample.ids, at * size, [*chain[:at], *scratch], None)])
+            return self.runner.difference(scratch[0], chain[at])
+        except OutOfMemory as error:
+            logger.debug("a restored block was not checked: %s", error)
+            return None
+        finally:
+            pool.release(scratch)
+            pool.release(chain)

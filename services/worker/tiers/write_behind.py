@@ -14,11 +14,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 
-from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.block_codec import choose, encoded_bytes
-from kvfleet.worker.tiers.exchange import RemoteCounts, RemoteSettings
-from kvfleet.worker.tiers.transfer_threads import GONE, Connect, ConnectionJob, ConnectionThread, Deadlines
-from kvfleet.worker.tiers.vault_ring import by_root
+from kvfleet.worker.blocks.block_codec import choose, encoded_bytes
+from kvfleet.worker.blocks.chain_location import BlockName, by_root
+from kvfleet.worker.tiers.transfers import (
+    GONE,
+    Connect,
+    ConnectionJob,
+    ConnectionThread,
+    Deadlines,
+    RemoteCounts,
+    RemoteSettings,
+)
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, PutStatus
 from kvproto.dataplane.wire import MAX_BLOCKS

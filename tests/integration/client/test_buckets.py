@@ -49,7 +49,7 @@ async def test_a_deleted_keys_marker_goes_by_itself(
     name = fleet_buckets.sessions_bucket
     bucket = await Bucket.open(connection, name)
     for i in range(5):
-        await bucket.put(f"k.{i}", b"x")
+        await bucket.update(f"k.{i}", b"x", 0)
         await bucket.delete(f"k.{i}")
     jetstream = connection.raw.jetstream()
     assert (await jetstream.stream_info(f"KV_{name}")).state.messages == 5
@@ -66,7 +66,7 @@ async def test_what_existed_is_told_whole_and_then_its_end(
     """On a slow machine the library counts nothing before the first message is here, or a heartbeat as one."""
     bucket = await Bucket.open(connection, fleet_buckets.sessions_bucket)
     for number in range(held):
-        await bucket.put(f"k.{number}", b"x")
+        await bucket.update(f"k.{number}", b"x", 0)
     monkeypatch.setattr(JetStreamContext.PushSubscription, "delivered", counted)
     watch = await bucket.watch()
     async with asyncio.timeout(LIMIT_S):
@@ -84,7 +84,7 @@ async def until_listed(watch: BucketWatch) -> AsyncIterator[Entry]:
 
 async def test_a_watcher_sees_deletion_and_what_existed(connection: Connection, fleet_buckets: Subjects) -> None:
     bucket = await Bucket.open(connection, fleet_buckets.sessions_bucket)
-    await bucket.put("a", b"1")
+    await bucket.update("a", b"1", 0)
     watch = await bucket.watch()
     seen = []
     await bucket.delete("a")

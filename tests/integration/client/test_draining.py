@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import CancelRequest, Capsule, Encoding, Failed, Frame, GenerateRequest, Moved, Sampling, Tokens
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S, until

@@ -12,7 +12,7 @@ import pytest
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.client import Client, Generation
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound, Unavailable
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
@@ -28,7 +28,6 @@ from kvproto.messages import (
     State,
     Tokens,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S

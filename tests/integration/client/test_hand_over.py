@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvproto import codec
 from kvproto.client import Client, Generation
+from kvproto.connection import Message
 from kvproto.messages import CancelRequest, GenerateRequest, Moved, Sampling, Tokens
-from kvproto.nats_message import Message
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 

@@ -12,7 +12,7 @@ import pytest
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
 from kvproto.client import Client, Generation
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_process_id
 from kvproto.messages import (
@@ -28,7 +28,6 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
-from kvproto.nats_message import Message
 from kvproto.streams.stream import Stream
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
 from kvservice.membership import member_record

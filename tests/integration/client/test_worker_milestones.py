@@ -11,6 +11,7 @@ import pytest
 from kvproto import codec
 from kvproto.block_hash import TenantRoots, chain
 from kvproto.client import Client
+from kvproto.connection import Message
 from kvproto.messages import (
     AdminCommand,
     AdminRequest,
@@ -27,7 +28,6 @@ from kvproto.messages import (
     Tier,
     WorkerStats,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S

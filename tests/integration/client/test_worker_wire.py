@@ -18,6 +18,7 @@ from kvfleet.worker.serve import request_desk
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
 from kvproto.client import Client, Generation
+from kvproto.connection import Message
 from kvproto.messages import (
     Accepted,
     AdminCommand,
@@ -37,9 +38,9 @@ from kvproto.messages import (
     Tokens,
     WorkerStats,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet, FakeWorker
+from tests.support.kv_events import decode_events
 from tests.support.waiting import LIMIT_S
 
 SAMPLING = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -81,7 +82,7 @@ async def test_events_digest_and_snapshot_tell_the_same(worker: FakeWorker, clie
     heard: list[KvEvents] = []
 
     async def on_event(message: Message) -> None:
-        heard.append(codec.decode_events(message.data))
+        heard.append(decode_events(message.data))
 
     await client.connection.subscribe(client.subjects.events_all(), on_event)
     await client.connection.synced()

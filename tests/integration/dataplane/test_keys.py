@@ -91,9 +91,9 @@ async def test_a_key_is_out_after_two_rotations(
 async def test_what_is_no_key_is_passed_over(
     connection: Connection, fleet_buckets: Subjects, bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await bucket.put("dataplane.good", bytes(32))
-    await bucket.put("dataplane.short", b"too short")
-    await bucket.put("something.else", bytes(32))
+    await bucket.update("dataplane.good", bytes(32), 0)
+    await bucket.update("dataplane.short", b"too short", 0)
+    await bucket.update("something.else", bytes(32), 0)
     assert [key.id for key in (await ring_of(connection, fleet_buckets)).newest_first()] == ["good"]
     assert "short has 9 bytes" in caplog.text
     assert "too short" not in caplog.text

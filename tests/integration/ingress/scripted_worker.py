@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 import kvfleet.worker
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
 from kvproto.messages import (
@@ -47,7 +47,6 @@ from kvproto.messages import (
     Tokens,
     WorkerRecord,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
 
 DEMO = Path(kvfleet.worker.__path__[0]) / "model" / "demo_model"

@@ -18,7 +18,7 @@ from ingress_rig import Served
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from kvservice import launch
 from tests.support import sse
 from tests.support.waiting import LIMIT_S

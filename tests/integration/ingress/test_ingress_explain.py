@@ -19,7 +19,7 @@ from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.placement.io import question_desk
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.placement_metrics import readings
-from kvproto import questions
+from kvproto import client
 from kvproto.messages import Actual, Role
 from kvproto.subjects import Subjects
 from kvservice.metrics import LiveCollector
@@ -75,7 +75,7 @@ class Fleet:
 
 @pytest.fixture
 async def fleet(nats_url: str, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    monkeypatch.setattr("kvproto.questions.EXPLAIN_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr("kvproto.client.EXPLAIN_TIMEOUT_S", TIMEOUT_S)
     workers = FakeFleet(nats_url, fleet_buckets)
     placements = [await start_placement(nats_url, fleet_buckets, name) for name in ("p0", "p1")]
     registries = []
@@ -226,7 +226,7 @@ async def test_the_newest_are_those_of_the_callers_tenant_whichever_replica_deci
 async def test_one_key_that_asks_for_lists_as_fast_as_it_can_shuts_nobody_else_out(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (questions, question_desk):
+    for module in (client, question_desk):
         monkeypatch.setattr(module, "EXPLAIN_TIMEOUT_S", TIMEOUT_S)
     request = (await events(fleet.served, {"prompt": "x"}))[0]["request_id"]
     await fleet.explained(request)

@@ -255,7 +255,7 @@ async def test_a_session_keeps_to_its_model_and_moves_between_ingresses(
 async def test_a_turn_that_cannot_be_committed_is_not_done(served: Served, worker: ScriptedWorker) -> None:
     worker.token_s = 0.02
     running = asyncio.create_task(turn(served, "One", seq_id="s"))
-    await until(lambda: served.ingress.metrics.tally.generated_tokens)
+    await until(lambda: served.ingress.metrics.tally.generated_tokens_total)
     key = worker.requests[0][1].session
     assert key is not None
     bucket = served.ingress.sessions.bucket

@@ -13,7 +13,7 @@ from kvproto.buckets import ensure_buckets
 from kvproto.connection import Connection
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
-from kvproto.testing.nats_server import PLAIN_CONFIG
+from kvproto.testing.nats_process import PLAIN_CONFIG
 from tests.support import sse
 from tests.support.fake_fleet import FakeFleet
 

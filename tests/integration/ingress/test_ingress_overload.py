@@ -12,9 +12,8 @@ from scripted_worker import ScriptedWorker
 
 from kvfleet.ingress.auth.api_keys import hash_key
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import Failed, PlaceRequest
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 
 ROUTES: dict[str, dict[str, Any]] = {

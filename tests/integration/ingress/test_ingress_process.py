@@ -17,7 +17,7 @@ from scripted_worker import ScriptedWorker
 
 from kvfleet.ingress.auth.api_keys import hash_key
 from kvproto.subjects import Subjects
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from tests.support.local_issuer import LocalIssuer, token
 from tests.support.waiting import LIMIT_S, until
 

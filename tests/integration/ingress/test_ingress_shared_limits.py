@@ -16,10 +16,9 @@ from test_ingress_limits_http import BODY, COMPLETION, ask, keys_of
 
 from kvfleet.ingress.limits import shared_usage
 from kvfleet.ingress.limits.limiter import Account
-from kvproto.connection import Connection
-from kvproto.nats_message import Message
+from kvproto.connection import Connection, Message
 from kvproto.subjects import Subjects
-from kvproto.testing.free_ports import free_ports
+from kvproto.testing.nats_process import free_ports
 from tests.support.nats_proxy import NatsProxy
 from tests.support.waiting import LIMIT_S
 

@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 from scripted_worker import ScriptedWorker
 
 from kvproto.subjects import Subjects
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from kvservice import launch
 from tests.support.waiting import LIMIT_S
 

@@ -24,8 +24,7 @@ from kvproto.subjects import (
     WORKER_INBOX,
     inbox_prefix,
 )
-from kvproto.testing.fixtures import ConfiguredNats
-from kvproto.testing.nats_server import NatsServer
+from kvproto.testing.fixtures import ConfiguredNats, NatsServer
 from tests.support.secrets_rig import add_tenant
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.errors import Unavailable
-from kvproto.nats_message import Message
 from kvproto.testing.fixtures import ProcessFactory
 from kvproto.testing.nats_process import NatsProcess
 from tests.support.waiting import until

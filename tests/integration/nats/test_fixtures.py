@@ -20,8 +20,7 @@ from kvproto.errors import Unavailable
 from kvproto.subjects import Subjects
 from kvproto.testing import docker_daemon, nats_container
 from kvproto.testing.fixtures import ConfiguredNats, ProcessFactory, ServerSource
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerFailed, ServerSpec, check_identity, greeting
+from kvproto.testing.nats_process import NatsProcess, ServerFailed, ServerSpec, check_identity, greeting
 from tests.support.waiting import LIMIT_S
 
 
@@ -32,7 +31,7 @@ async def connect(url: str) -> Connection:
 async def test_shared_server_has_jetstream_and_buckets(nats_url: str, fleet_buckets: Subjects) -> None:
     connection = await connect(nats_url)
     bucket = await Bucket.open(connection, fleet_buckets.sessions_bucket)
-    revision = await bucket.put("public.a", b"1")
+    revision = await bucket.update("public.a", b"1", 0)
     assert (await bucket.get("public.a")).revision == revision
     assert (await bucket.get("public.b")).value is None
     await connection.close()
@@ -47,7 +46,7 @@ async def test_killed_server_comes_back_on_its_port_with_its_store(nats_process:
     url = server.url
     connection = await connect(url)
     await connection.raw.jetstream().create_key_value(bucket="kept")
-    await (await Bucket.open(connection, "kept")).put("k", b"v")
+    await (await Bucket.open(connection, "kept")).update("k", b"v", 0)
     await connection.close()
     await asyncio.sleep(0.2)  # it writes to its disk a moment after it has answered
     server.kill()

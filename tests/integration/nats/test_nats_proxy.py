@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.connection import Connection
-from kvproto.nats_message import Message
+from kvproto.connection import Connection, Message
 from tests.support.nats_proxy import EVENTS, FRAMES, Mangling, NatsProxy, ProtocolBroken, ServerParser
 from tests.support.waiting import LIMIT_S, until
 

@@ -21,8 +21,7 @@ from kvproto.ids import new_epoch
 from kvproto.members import Lease, Members
 from kvproto.messages import MemberRecord, Role, State, WorkerRecord
 from kvproto.subjects import Subjects
-from kvproto.testing.fixtures import ConfiguredNats
-from kvproto.testing.nats_server import NatsServer
+from kvproto.testing.fixtures import ConfiguredNats, NatsServer
 from tests.support.waiting import LIMIT_S, until
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "nats"
@@ -117,7 +116,7 @@ async def test_placement_drops_a_dead_worker(admin: Connection, connect_as: Any)
 async def test_ingress_owns_sessions(admin: Connection, connect_as: Any) -> None:
     bucket = await Bucket.open(await connect_as("ingress"), S.sessions_bucket)
     revision = await bucket.update("public.s", b"head", 0)
-    await bucket.put("public.s.0", b"ids")
+    await bucket.update("public.s.0", b"ids", 0)
     watch = await bucket.watch("public.s.>")
     async for entry in watch.entries():
         assert entry is not None
@@ -132,7 +131,7 @@ async def test_ingress_owns_sessions(admin: Connection, connect_as: Any) -> None
 async def test_only_workers_and_vaults_read_keys_and_only_the_admin_writes_them(
     admin: Connection, connect_as: Any, reader: str
 ) -> None:
-    await (await Bucket.open(admin, S.keys_bucket)).put("k", b"secret")
+    await (await Bucket.open(admin, S.keys_bucket)).update("k", b"secret", 0)
     worker = await Bucket.open(await connect_as(reader), S.keys_bucket)
     assert (await worker.get("k")).value == b"secret"
     watch = await worker.watch()
@@ -145,7 +144,7 @@ async def test_only_workers_and_vaults_read_keys_and_only_the_admin_writes_them(
 
     async def cannot_write() -> None:
         with pytest.raises(Unavailable):
-            await worker.put("k", b"mine")
+            await worker.update("k", b"mine", 0)
 
     await asyncio.gather(*(refused(user) for user in READERS if user not in KEY_READERS), cannot_write())
     assert (await worker.get("k")).value == b"secret"
@@ -155,7 +154,7 @@ async def test_producer_cannot_touch_records(admin: Connection, connect_as: Any)
     producer = await connect_as("producer-acme")
     members = await Bucket.open(producer, S.members_bucket)
     attempts = (
-        members.put("worker.w1", b"forged"),
+        members.update("worker.w1", b"forged", 0),
         Bucket.open(producer, S.sessions_bucket),
         ensure_buckets(producer, Subjects("mine")),
     )

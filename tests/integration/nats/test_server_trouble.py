@@ -17,7 +17,7 @@ from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvproto.testing.fixtures import ProcessFactory
-from kvproto.testing.nats_server import PLAIN_CONFIG
+from kvproto.testing.nats_process import PLAIN_CONFIG
 from tests.support.trouble import Fleet, fleet_over
 from tests.support.waiting import LIMIT_S, until
 
@@ -127,9 +127,10 @@ async def jetstream_is_full(nats_process: ProcessFactory, config: Path) -> None:
         streams = await fleet.start_streams(4, 200)
         filling = asyncio.create_task(keep_full(jetstream))
         bucket = await Bucket.open(filler, fleet.subjects.sessions_bucket)
+        revision = 0
         with pytest.raises(Unavailable):
             while True:
-                await bucket.put("a", b"x")
+                revision = await bucket.update("a", b"x", revision)
         await asyncio.wait_for(asyncio.gather(*streams), LIMIT_S)
         await asyncio.sleep(LONGER_THAN_MEMBERS_LIVE_S)
         await serves(fleet)

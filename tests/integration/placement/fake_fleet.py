@@ -18,7 +18,7 @@ from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.loop import PlacementLoop, PlacementParts
 from kvproto import codec
 from kvproto.buckets import Bucket, ensure_buckets
-from kvproto.connection import Connection
+from kvproto.connection import JSON_HEADER, Connection, Message, is_no_responders
 from kvproto.ids import new_epoch, new_process_id
 from kvproto.members import Lease
 from kvproto.messages import (
@@ -39,7 +39,6 @@ from kvproto.messages import (
     Tokens,
     WorkerRecord,
 )
-from kvproto.nats_message import JSON_HEADER, Message, is_no_responders
 from kvproto.subjects import PLACEMENT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
 from tests.support.waiting import LIMIT_S
 

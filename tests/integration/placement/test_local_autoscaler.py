@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest_asyncio
 
-from kvfleet.cli.embedded.autoscaler import KnownWorkers, LocalAutoscaler
+from kvfleet.cli.embedded.autoscaler import LocalAutoscaler
+from kvfleet.cli.embedded.processes import Child
 from kvfleet.cli.operator.operator_login import Login
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
 from kvproto.messages import (
@@ -24,7 +25,6 @@ from kvproto.messages import (
     VictimCost,
     VictimReport,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
 
@@ -61,15 +61,15 @@ async def register(requester: Connection, fleet_buckets: Subjects) -> AsyncItera
 async def drained(requester: Connection, subjects: Subjects) -> list[str]:
     """Whom one look has drain, of three workers; w1 is the cheapest."""
     told: list[bool] = []
-    autoscaler = LocalAutoscaler(Login(""), subjects.namespace, [MODEL], lambda model: None)  # type: ignore[arg-type, return-value]
-    known = autoscaler.workers = {name: KnownWorkers(MODEL) for name in WORKERS}
+    known = [Child(name, lambda: None, model=MODEL) for name in WORKERS]  # type: ignore[arg-type, return-value]
+    autoscaler = LocalAutoscaler(Login(""), subjects.namespace, [MODEL], lambda model: known[0], known)
 
     async def costs(message: Message) -> None:
         workers = tuple(VictimCost(name, 0.0, 0, 0, 0) for name in ("w1", "w0", "w2"))
         await requester.publish(message.reply, codec.encode(VictimReport("p0", workers)))
 
     async def drain(message: Message) -> None:
-        told.append(known["w1"].draining)
+        told.append(known[1].draining)
         await requester.publish(message.reply, codec.encode(AdminReply()))
 
     subscriptions = [
@@ -80,7 +80,7 @@ async def drained(requester: Connection, subjects: Subjects) -> list[str]:
     for one in subscriptions:
         await one.unsubscribe()
     assert all(told)  # it is known to drain when it is told: it may end before it answers
-    drains = [name for name, one in known.items() if one.draining]
+    drains = [one.name for one in known if one.draining]
     assert len(drains) == len(told)
     return drains
 

@@ -16,9 +16,8 @@ from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.record.ledger import CANDIDATES_KEPT, Considered, LedgerEntry
 from kvfleet.placement.workers.price_kernel import COST
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import ExplainRequest, Explanation, Placement
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.waiting import LIMIT_S, until
 

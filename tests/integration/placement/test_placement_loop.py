@@ -363,7 +363,7 @@ class TestGarbage:
                 await requester.publish(subject, body, reply=fleet_buckets.worker_cancel("w1"))
         bucket = await Bucket.open(requester, fleet_buckets.members_bucket)
         for key in ("worker.w7", "placement.p7", "nonsense.x"):
-            await bucket.put(key, os.urandom(40))
+            await bucket.update(key, os.urandom(40), 0)
         assert [f["type"] for f in await producer.generate(as_json=True, prompt="hi")] == ["tokens", "finished"]
         assert (await place(requester, fleet_buckets)).worker == "w1"
         await until(lambda: len(loop.tasks) == 1)

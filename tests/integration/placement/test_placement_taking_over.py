@@ -10,7 +10,7 @@ from fake_fleet import MODEL, BareProducer, FakeWorker, StartPlacement, StartWor
 
 from kvfleet.placement.loop import QUEUE, PlacementLoop
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import (
     Capsule,
     Encoding,
@@ -23,7 +23,6 @@ from kvproto.messages import (
     Rates,
     State,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.waiting import LIMIT_S, until
 

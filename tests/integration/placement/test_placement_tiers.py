@@ -20,7 +20,7 @@ from kvproto import codec
 from kvproto.block_hash import TenantRoots, chain, digest_term
 from kvproto.buckets import Bucket
 from kvproto.client import Client
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.errors import KvfleetError, WorkerLost
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
@@ -50,7 +50,6 @@ from kvproto.messages import (
     VictimRequest,
     WorkerRecord,
 )
-from kvproto.nats_message import Message
 from kvproto.streams.generation import Generation
 from kvproto.subjects import VAULT_INBOX, WORKER_INBOX, Subjects, inbox_prefix
 from tests.support.waiting import LIMIT_S, until

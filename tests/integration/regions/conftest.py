@@ -22,7 +22,7 @@ from kvproto.connection import Connection
 from kvproto.ids import new_epoch
 from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import PLACEMENT_INBOX, Subjects, inbox_prefix
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from tests.support.fake_fleet import FakeFleet
 from tests.support.nats_regions import NatsRegions
 

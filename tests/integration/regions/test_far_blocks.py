@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvproto import codec
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import Finished, GenerateRequest, Sampling
-from kvproto.nats_message import Message
 from kvproto.regions import seal
 from tests.integration.regions.conftest import FLEET_KEY, TwoRegions
 from tests.integration.regions.test_regions import ask, ready

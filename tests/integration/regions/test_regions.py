@@ -14,10 +14,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from kvproto.client import Client, Generation
-from kvproto.connection import Connection
+from kvproto.connection import JSON_HEADER, Connection, Message
 from kvproto.errors import KvfleetError, ModelNotFound
 from kvproto.messages import Finished, Sampling, Started, Tokens
-from kvproto.nats_message import JSON_HEADER, Message
 from tests.integration.regions.conftest import Region, TwoRegions
 from tests.support.waiting import LIMIT_S, until
 
@@ -188,7 +187,7 @@ async def test_a_link_that_breaks_costs_no_token(regions: TwoRegions) -> None:
     eu = regions.eu.fleet.workers["w7"].loop
     await until(lambda: not list(eu.frames.running))  # nobody reads there any more, so nothing runs on
     region_summaries = regions.us.placement.core.region_summaries.regions
-    await until(lambda: not region_summaries.names(regions.us.placement.now()))
+    await until(lambda: not region_summaries.records(regions.us.placement.now()))
     regions.link.mend()
     await hears_of(regions)
 

@@ -89,7 +89,7 @@ async def test_a_region_that_is_gone_is_not_where_a_session_goes(regions: TwoReg
     await regions.us.worker("w0")
     await until(lambda: served.client.members.view.is_alive("w0"))
     regions.link.cut()
-    await until(lambda: not served.ingress.regions.names())
+    await until(lambda: not served.ingress.regions.records())
     assert (await served.http.get("/kv/route/s")).json()["worker_id"] == "w0"
     about = (await served.http.get("/sessions/s")).json()
     assert (about["worker_id"], about["region"], about["cached_tokens"]) == ("w0", None, 0)
@@ -126,7 +126,7 @@ async def test_a_region_that_is_away_for_a_moment_is_told_later(
     await turn(served, PROMPT)
     assert await blocks(worker)
     regions.link.cut()
-    await until(lambda: not served.ingress.regions.names())
+    await until(lambda: not served.ingress.regions.records())
     assert (await served.http.delete("/sessions/s")).status_code == 200
     regions.link.mend()
     await gone(worker)

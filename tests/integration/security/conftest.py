@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerSpec
+from kvproto.testing.nats_process import NatsProcess, ServerSpec
 from tests.support.secrets_rig import Secrets, production
 
 StartNats = Callable[..., NatsProcess]

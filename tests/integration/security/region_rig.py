@@ -12,8 +12,7 @@ from typing import Any
 from kvfleet.cli.operator.operator_login import Login
 from kvproto.connection import Connection
 from kvproto.subjects import inbox_prefix
-from kvproto.testing.nats_process import NatsProcess
-from kvproto.testing.nats_server import ServerSpec
+from kvproto.testing.nats_process import NatsProcess, ServerSpec
 from kvservice.membership import tls_context
 from kvservice.settings import ServiceSettings
 from tests.support.secrets_rig import Secrets, production, tls_url

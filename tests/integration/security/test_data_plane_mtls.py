@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
+from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused

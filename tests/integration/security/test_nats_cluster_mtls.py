@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.testing.free_ports import free_ports
-from kvproto.testing.nats_process import find_nats_server
+from kvproto.testing.nats_process import find_nats_server, free_ports
 from tests.support.secrets_rig import Secrets, production
 from tests.support.waiting import LIMIT_S
 

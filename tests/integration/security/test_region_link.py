@@ -15,7 +15,7 @@ from kvfleet.cli.operator.init import create_buckets
 from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed
 from kvproto.subjects import Subjects
-from kvproto.testing.free_ports import free_ports
+from kvproto.testing.nats_process import free_ports
 from tests.integration.nats.test_roles import TABLE, is_exact
 from tests.integration.regions.conftest import Link, Region, TwoRegions
 from tests.integration.regions.test_regions import ask, hears_of

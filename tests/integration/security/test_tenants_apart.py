@@ -19,7 +19,7 @@ from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.block_hash import TenantRoots
 from kvproto.client import Client, Generation
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.ids import new_request_id
 from kvproto.messages import (
     Bundle,
@@ -36,7 +36,6 @@ from kvproto.messages import (
     Started,
     Tokens,
 )
-from kvproto.nats_message import Message
 from kvproto.subjects import INGRESS_INBOX, Subjects, sealed_prefix
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, chain, hashes

@@ -8,9 +8,8 @@ import pytest
 
 from kvproto import codec
 from kvproto.client import Client
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.messages import GenerateRequest, Sampling
-from kvproto.nats_message import Message
 from kvproto.streams.generation import Generation
 from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet

@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
-from kvfleet.worker.tiers.exchange import RemoteSettings
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto.dataplane import handshake_bytes, link, wire
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, ProtocolError

@@ -15,7 +15,7 @@ from vault_rig import Fleet, Vault, get, payloads, put, soon
 from kvproto.dataplane.client import PutStatus
 from kvproto.dataplane.errors import DataPlaneError
 from kvproto.messages import State, Tier
-from kvproto.testing.free_ports import free_port
+from kvproto.testing.nats_process import free_port
 from tests.support.kv_blocks import OTHER_ROOT, ROOT, Block, block, chain, hashes
 from tests.support.waiting import until
 

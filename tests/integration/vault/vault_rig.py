@@ -13,15 +13,15 @@ from pathlib import Path
 
 from kvproto import codec
 from kvproto.buckets import Bucket
-from kvproto.connection import Connection
+from kvproto.connection import Connection, Message
 from kvproto.dataplane.block import BlockHeader
 from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus
 from kvproto.dataplane.keys import KeyRing, ensure_key, follow_keys
 from kvproto.messages import Heartbeat, KvEvents, MemberRecord, Snapshot, SnapshotRequest
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from kvservice import launch
 from tests.support.kv_blocks import ROOT, Block, hashes
+from tests.support.kv_events import decode_events
 from tests.support.waiting import LIMIT_S, until
 
 
@@ -61,7 +61,7 @@ class Fleet:
         await self.connection.close()
 
     async def _on_event(self, message: Message) -> None:
-        self.events.append(codec.decode_events(message.data))
+        self.events.append(decode_events(message.data))
 
     async def _on_beat(self, message: Message) -> None:
         self.beats.append(codec.decode(Heartbeat, message.data))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.worker.tiers.block_codec import warm_up
+from kvfleet.worker.blocks.block_codec import warm_up
 from kvfleet.worker.tiers.remote import RemoteTiers
 from tests.integration.worker_tiers.rig import Vault, remote_tiers
 from tests.support.waiting import wait_until

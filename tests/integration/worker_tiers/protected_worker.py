@@ -8,21 +8,21 @@ from __future__ import annotations
 import sys
 import time
 
+from kvfleet.worker.blocks.block_codec import BlockShape
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFinished, SequenceStarted
+from kvfleet.worker.engine.outputs import SequenceStarted
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.tiers.block_codec import BlockShape
-from kvfleet.worker.tiers.exchange import RemoteSettings
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
+from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto.block_hash import chain
-from kvproto.messages import Sampling, Tier, Tokens
+from kvproto.messages import ChoiceFinished, Sampling, Tier, Tokens
 from tests.integration.worker_tiers.rig import BLOCK_SIZE, HOST, KEYS, ROOT
 from tests.support.id_detokenizer import IdDetokenizer
 
@@ -63,13 +63,13 @@ class ProtectedWorker:
         asked = SequenceSpec("r", 0, PROMPT, SAMPLING, ROOT, output_ids=outputs, location=ChainLocation(names, finding))
         self.engine.add(asked)
 
-    def turn(self) -> list[SequenceStarted | Tokens | SequenceFinished]:
+    def turn(self) -> list[SequenceStarted | Tokens | ChoiceFinished]:
         self.engine.maintain()
         if not self.engine.has_work:
             time.sleep(0.001)
             return []
         result = self.engine.step()
-        return [one for one in result.outputs if isinstance(one, SequenceStarted | Tokens | SequenceFinished)]
+        return [one for one in result.outputs if isinstance(one, SequenceStarted | Tokens | ChoiceFinished)]
 
     def close(self) -> None:
         self.tiers.close()

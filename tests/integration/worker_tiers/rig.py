@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from kvfleet.worker.blocks.block_codec import BlockShape
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
-from kvfleet.worker.tiers.block_codec import BlockShape
-from kvfleet.worker.tiers.exchange import RemoteSettings
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
+from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto.block_hash import Root, chain, pack_ids, parent_of
-from kvproto.dataplane.block import BlockCodec, BlockHeader, kv_format, runs_of
+from kvproto.dataplane.block import RUN_BLOCKS, BlockCodec, BlockHeader, kv_format
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.dataplane.serving import ServedBlocks
@@ -42,7 +42,7 @@ Block = tuple[BlockHeader, memoryview]
 def names_of(blocks: int, *, seed: int = 0, root: Root = ROOT) -> list[BlockName]:
     ids = [random.Random(seed).randrange(50_000) for _ in range(BLOCK_SIZE * blocks)]
     hashes = chain(root, ids, BLOCK_SIZE)
-    keys = [key for key, start, end in runs_of(hashes) for _ in range(start, end)]
+    keys = [hashes[at - at % RUN_BLOCKS] for at in range(len(hashes))]
     names = []
     for at in range(blocks):
         kept_under = root if isinstance(root, bytes) else (root.public if at < root.blocks else root.own)

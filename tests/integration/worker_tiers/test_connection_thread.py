@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvfleet.worker.tiers.transfer_threads import MAX_JOBS, ConnectionThread
+from kvfleet.worker.tiers.transfers import MAX_JOBS, ConnectionThread
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import PeerGone
 from tests.integration.worker_tiers.rig import KEYS, Vault

@@ -13,8 +13,8 @@ import pytest
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers import lending
-from kvfleet.worker.tiers.lending import LEASES, PeerStore
+from kvfleet.worker.network import lending
+from kvfleet.worker.network.lending import LEASES, PeerStore
 from kvfleet.worker.tiers.source import SourceAddress
 from kvproto.block_hash import pack_ids, unpack_ids
 from kvproto.dataplane.client import DataPlaneClient, GetStatus, PutStatus

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kvfleet.worker.blocks.block_codec import SNR_GATE_DB
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers import write_behind
-from kvfleet.worker.tiers.block_codec import SNR_GATE_DB
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.dataplane.block import BlockCodec
 from kvproto.messages import Tier

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.cli.embedded.fleet_state import fleet_key
+from kvfleet.cli.embedded.up import fleet_key
 from kvproto.errors import InvalidRequest
 
 

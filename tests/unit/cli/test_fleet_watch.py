@@ -24,7 +24,7 @@ def a_process(name: str, does: str = STAYS) -> Child:
 
 
 def an_autoscaler() -> LocalAutoscaler:
-    return LocalAutoscaler(Login("nats://127.0.0.1:1"), "kvf", ["demo"], lambda model: a_process("late"))
+    return LocalAutoscaler(Login("nats://127.0.0.1:1"), "kvf", ["demo"], lambda model: a_process("late"), [])
 
 
 @contextmanager
@@ -41,7 +41,8 @@ def knowing(autoscaler: LocalAutoscaler, fleet: EmbeddedFleet) -> Iterator[None]
     """It knows them, and its thread finds no NATS."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         autoscaler.login = Login(f"nats://127.0.0.1:{silent.getsockname()[1]}")
-        autoscaler.start((worker, "demo") for worker in fleet.workers)
+        autoscaler.workers = fleet.workers
+        autoscaler.thread.start()
         try:
             yield
         finally:
@@ -68,10 +69,10 @@ def watched(fleet: EmbeddedFleet, autoscaler: LocalAutoscaler | None) -> list[st
 def test_whoever_fails_while_it_drains_does_not_come_back() -> None:
     autoscaler = an_autoscaler()
     with a_fleet(a_process("w0"), a_process("w1", FAILS)) as fleet, knowing(autoscaler, fleet):
-        autoscaler.workers["w1"].draining = True
+        fleet.workers[1].draining = True
         assert watched(fleet, autoscaler) == ["w1"]
         assert [one.name for one in fleet.workers] == ["w0"]
-        assert not any(autoscaler.drains(one) for one in fleet.workers)
+        assert not any(one.draining for one in fleet.workers)
         assert autoscaler.paused_until == 0.0  # it says nothing about the next one
 
 
@@ -93,12 +94,12 @@ def test_a_worker_that_cannot_be_started_costs_nobody_else() -> None:
     def no_room(model: str) -> Child:
         raise OSError("no room")
 
-    autoscaler = LocalAutoscaler(Login("nats://127.0.0.1:1"), "kvf", ["demo"], no_room)
-    autoscaler._start("demo", 2)
     workers: list[Child] = []
-    autoscaler.maintain(workers)
+    autoscaler = LocalAutoscaler(Login("nats://127.0.0.1:1"), "kvf", ["demo"], no_room, workers)
+    autoscaler.wanted.extend(["demo", "demo"])
+    autoscaler.maintain()
     assert workers == []
-    assert autoscaler.asked == {"demo": 0}
+    assert not autoscaler.wanted
     assert autoscaler.paused_until > 0
 
 

@@ -16,9 +16,14 @@ from kvproto.messages import Load, TierLoad
 HOST = asdict(TierLoad(3, 300_000, 1_000_000, 48, 2, 600, 0.25, 7, 1, {"late": 2, "lost": 0}))
 
 
-def a_worker(state: str = "ready", **load: int) -> dict[str, Any]:
+def a_worker(
+    state: str = "ready", rates: tuple[float | None, float | None] = (None, None), **load: int
+) -> dict[str, Any]:
     whole = asdict(Load(running=2, waiting=1, blocks_used=10, blocks_cached=20, blocks_total=100, oldest_wait_s=1.5))
-    return {"state": state, "model": "demo", "host": "node-1", "epoch": "e", "load": {**whole, **load}}
+    return {
+        "state": state, "model": "demo", "host": "node-1", "epoch": "e", "load": {**whole, **load},
+        "hit_rate_last_minute": rates[0], "tokens_per_s": rates[1],
+    }  # fmt: skip
 
 
 def a_placement(request: str = "r1", **changes: Any) -> dict[str, Any]:
@@ -31,15 +36,14 @@ def a_placement(request: str = "r1", **changes: Any) -> dict[str, Any]:
 
 
 def a_snapshot(workers: int = 3, placements: int = 40) -> TopSnapshot:
-    known = {f"w{number}": a_worker() for number in range(workers)}
+    known = {f"w{number}": a_worker(rates=(None, None) if number else (0.75, 8.25)) for number in range(workers)}
     load = asdict(Load(running=6, waiting=3, blocks_total=300, hit_tokens_total=100))
     stats = {
         "ready": workers, "workers": workers, "placements": 2, "vaults": 1, "models": ["demo"], "hit_rate": 0.5,
         "load": {**load, "tiers": {"host": HOST, "vault": asdict(TierLoad(hit_tokens_total=2))}},
     }  # fmt: skip
     return TopSnapshot(
-        "http://x:1", 1.0, stats, known, None, [a_placement(f"r{number}") for number in range(placements)], 0.9, 123.4,
-        {"w0": (0.75, 8.25)},
+        "http://x:1", 1000, 0.9, 123.4, stats, known, None, [a_placement(f"r{number}") for number in range(placements)],
     )  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def test_plain_text_has_all_workers_and_as_many_decisions_as_asked_for() -> None
 
 
 def test_json_has_the_rates_beside_what_was_said() -> None:
-    told = a_snapshot(2).as_map()
+    told = vars(a_snapshot(2))
     assert (told["hit_rate_last_minute"], told["tokens_per_s"], told["unix_ms"]) == (0.9, 123.4, 1000)
     assert told["workers"]["w0"]["hit_rate_last_minute"] == 0.75
     assert told["workers"]["w1"]["tokens_per_s"] is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.fleet_view import RECONNECT_GRACE_S
-from kvproto.streams.silence import DEAF_S, LATE_S, LEAST_S, RARELY_S, UNMEASURED_S, Ear, Verdict, judge
+from kvproto.streams.silence import DEAF_S, LATE_S, LEAST_S, RARELY_S, UNMEASURED_S, Ear, Hearing, Verdict, judge
 
 TICK_S = 0.05
 NEVER = 1e9
@@ -29,10 +29,8 @@ class Played:
 
     def run(self, until: float) -> tuple[Verdict, float, list[float]]:
         """The first verdict that is neither to wait nor to ask, or WAIT; when; and when it was asked."""
-        ear, asks = Ear(0.0), []
-        heard_at = probed_at = asked_at = server_at = beat_at = 0.0
-        answers, step_age = 0, 0.0
-        now = 0.0
+        ear, hearing, asks = Ear(0.0), Hearing(0.0, 0.0, 0.0), []
+        server_at = beat_at = now = 0.0
         while now < until:
             now += TICK_S
             if self.stands_still[0] <= now < self.stands_still[1]:
@@ -44,18 +42,13 @@ class Played:
                     beat_at = max(beat_at, now // 0.5 * 0.5)
             if not ear.tick(now, listens=listens):
                 continue
-            verdict = judge(
-                now, ear, heard_at=heard_at, asked_at=asked_at, probed_at=probed_at, answers=answers,
-                step_age_s=step_age, step_s=self.step_s, beat_at=beat_at, server_at=server_at,
-            )  # fmt: skip
+            verdict = judge(now, ear, hearing, 0, step_s=self.step_s, beat_at=beat_at, server_at=server_at)
             if verdict is Verdict.ASK:
                 asks.append(now)
-                probed_at = now
-                if asked_at <= heard_at:
-                    asked_at = now
+                hearing.asks(now)
                 if now < min(self.answers_until, self.server_until):
-                    heard_at = now + 0.001
-                    answers, step_age = answers + 1, max(0.0, now - self.hung_since)
+                    hearing.heard_at = now + 0.001
+                    hearing.answered(0, max(0.0, now - self.hung_since))
             elif verdict is not Verdict.WAIT:
                 return verdict, now, asks
         return Verdict.WAIT, now, asks

@@ -20,6 +20,7 @@ from kvproto import messages as m
 from kvproto.errors import CodecError, InvalidRequest, UnknownEnumValue, VersionMismatch
 from kvproto.messages.vocabulary import Ids, Range
 from kvproto.schema import read_map
+from tests.support.kv_events import decode_events
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 u32 = st.integers(0, 2**32 - 1)
@@ -138,7 +139,7 @@ def test_plain_frames_round_trip(frame: m.Frame, as_json: bool) -> None:
 
 @given(instances(m.KvEvents))
 def test_events_round_trip(events: m.KvEvents) -> None:
-    assert codec.decode_events(codec.encode_events(events)) == events
+    assert decode_events(codec.encode_events(events)) == events
 
 
 @given(instances(m.ProducerRequest))
@@ -156,7 +157,7 @@ def test_producers_may_write_json_or_msgpack_with_or_without_the_version(request
 READERS = {
     **{kind.__name__: (lambda data, kind=kind: codec.decode(kind, data)) for kind in MAPPED},
     "frames": codec.decode_frames,
-    "events": codec.decode_events,
+    "events": decode_events,
     "plain msgpack": lambda data: codec.decode_plain(m.ProducerRequest, data, as_json=False),
     "plain json": lambda data: codec.decode_plain(m.ProducerRequest, data, as_json=True),
 }
@@ -446,7 +447,7 @@ def test_json_text_is_text(data: bytes) -> None:
 def test_oversize_is_refused_before_it_is_read() -> None:
     limit = codec.MAX_MESSAGE_BYTES
     for data in (bytes((codec.VERSION,)) * (limit + 1), b"\x80" * (limit + 1), b" " * (limit + 1)):
-        for reader in (READERS["plain json"], READERS["plain msgpack"], codec.decode_frames, codec.decode_events):
+        for reader in (READERS["plain json"], READERS["plain msgpack"], codec.decode_frames, decode_events):
             with pytest.raises(CodecError, match=f"at most {limit} bytes"):
                 reader(data)
 
@@ -479,7 +480,7 @@ def test_truncated_or_overlong_messages_are_refused(data: bytes) -> None:
 )
 def test_malformed_events_are_refused(row: Any) -> None:
     with pytest.raises(CodecError):
-        codec.decode_events(b"\x01" + msgpack.packb(row))
+        decode_events(b"\x01" + msgpack.packb(row))
 
 
 def test_json_without_its_header_is_told_so() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.testing.free_ports import free_port, free_ports
+from kvproto.testing.nats_process import free_port, free_ports
 
 
 def test_free_ports_are_different_ones() -> None:
@@ -18,7 +18,7 @@ def test_one_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port, other = taken.getsockname()[1], free_port()
         chosen = iter((port, port, other))
-        monkeypatch.setattr("kvproto.testing.free_ports._chance.choice", lambda ports: next(chosen))
+        monkeypatch.setattr("kvproto.testing.nats_process._chance.choice", lambda ports: next(chosen))
         assert free_port() == other
 
 

@@ -12,7 +12,7 @@ def an_open_one(now: float = 0.0) -> PlacementBreaker:
     for _ in range(SILENT_ENOUGH):
         assert breaker.may_ask(now)
         breaker.unanswered(now)
-    assert breaker.is_open
+    assert breaker.ask_at is not None
     return breaker
 
 
@@ -24,7 +24,7 @@ def test_some_unanswered_ones_open_it_and_one_answer_in_between_does_not_let_it(
             breaker.answered()
         else:
             breaker.unanswered(number)
-    assert not breaker.is_open
+    assert breaker.ask_at is None
     an_open_one()
 
 
@@ -35,7 +35,7 @@ def test_open_it_lets_one_through_at_a_time() -> None:
     assert len(asked) == 2.0 // ASK_AGAIN_S
     assert all(later - earlier >= ASK_AGAIN_S for earlier, later in pairwise(asked))
     breaker.unanswered(asked[-1] + 0.05)
-    assert breaker.is_open
+    assert breaker.ask_at is not None
 
 
 def test_those_that_were_on_their_way_when_it_opened_do_not_put_off_the_next() -> None:
@@ -49,8 +49,8 @@ def test_an_answer_closes_it_at_once() -> None:
     breaker = an_open_one()
     assert breaker.may_ask(ASK_AGAIN_S)
     breaker.answered()
-    assert not breaker.is_open
+    assert breaker.ask_at is None
     assert all(breaker.may_ask(ASK_AGAIN_S) for _ in range(100))
     for _ in range(SILENT_ENOUGH - 1):
         breaker.unanswered(1.0)
-    assert not breaker.is_open
+    assert breaker.ask_at is None

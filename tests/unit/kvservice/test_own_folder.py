@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvservice import own_folder
-from kvservice.own_folder import make_own_folder, remove_own_folder, sweep
+from kvservice import private_files
+from kvservice.private_files import make_own_folder, remove_own_folder, sweep
 
-OTHER = "from kvservice.own_folder import make_own_folder; print(make_own_folder(), flush=True); input()"
+OTHER = "from kvservice.private_files import make_own_folder; print(make_own_folder(), flush=True); input()"
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_what_is_not_of_this_kind_stays(temporary: Path) -> None:
 
 def test_one_that_is_swept_before_it_is_locked_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
-    lock = own_folder._lock
+    lock = private_files._lock
 
     def late(folder: Path, flags: int = 0) -> int:
         if flags:
@@ -87,11 +87,11 @@ def test_one_that_is_swept_before_it_is_locked_is_not_used(monkeypatch: pytest.M
         return lock(folder, flags)
 
     def sweep_once() -> None:
-        monkeypatch.setattr(own_folder, "_lock", lock)
+        monkeypatch.setattr(private_files, "_lock", lock)
         sweep()
-        monkeypatch.setattr(own_folder, "_lock", late)
+        monkeypatch.setattr(private_files, "_lock", late)
 
-    monkeypatch.setattr(own_folder, "_lock", late)
+    monkeypatch.setattr(private_files, "_lock", late)
     folder = make_own_folder()
     assert folder.is_dir()
     assert len(made) == 2

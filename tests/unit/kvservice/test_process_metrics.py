@@ -13,8 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from kvservice.metrics import LiveCollector
-from kvservice.process_metrics import build_version, common_readings
+from kvservice.metrics import LiveCollector, build_version, common_readings
 
 ENDS = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
 

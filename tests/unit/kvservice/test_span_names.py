@@ -8,9 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 RECORDERS = [
-    "libs/kvservice/tracing_otel.py", "libs/kvservice/data_plane.py", "services/ingress/telemetry/request_trace.py",
-    "services/placement/record/decision_trace.py", "services/worker/streams/request_trace.py",
-    "services/worker/tiers/looking.py", "services/worker/tiers/fetching.py",
+    "libs/kvservice/tracing.py", "libs/kvservice/tracing_otel.py", "libs/kvservice/data_plane.py",
+    "services/ingress/telemetry/request_trace.py", "services/placement/record/decision_trace.py",
+    "services/worker/streams/request_trace.py", "services/worker/tiers/looking.py",
+    "services/worker/tiers/fetching.py",
 ]  # fmt: skip
 NAME = re.compile(r'f?"((?:gen_ai|messaging|http|url|error|kvfleet|service)\.[a-z_.{}]+)"')
 

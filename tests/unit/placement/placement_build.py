@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import GenerateAsked, WorkerJoined
+from kvfleet.placement.events import GenerateAsked, WorkerRegistered
+from kvfleet.placement.workers.price_kernel import BACKLOG
 from kvfleet.placement.workers.prompts import HashedPrompts
+from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import (
     Accepted,
     Encoding,
@@ -75,7 +79,7 @@ def a_core(
         unix_ms=lambda: 1_000_000,
     )
     for worker in workers:
-        core.handle(WorkerJoined(a_record(worker)), 0.0)
+        core.handle(WorkerRegistered(a_record(worker)), 0.0)
     return core
 
 
@@ -85,7 +89,16 @@ def an_acceptance(request: str, tenant: str = "public") -> Milestone:
 
 def load_of(core: PlacementCore, worker: str) -> float:
     """Requests reported and booked."""
-    return core.workloads.of(core.fleet.workers[worker].column, core.workloads.now).requests
+    return requests_in(core.workloads, core.fleet.workers[worker].column)
+
+
+def requests_in(workloads: Workloads, column: int) -> float:
+    return float(workloads.view(np.array([column]), workloads.now).requests[0])
+
+
+def backlog_in(workloads: Workloads, column: int) -> float:
+    """Prompt tokens queued when the column last changed."""
+    return float(workloads.view(np.array([column]), workloads.now).values[BACKLOG, 0])
 
 
 def an_ask(request: str = "r1", **fields: object) -> PlaceRequest:

@@ -11,7 +11,7 @@ from placement_build import a_beat, a_record, an_ask
 
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Answer, BlocksChanged, PlaceAsked, Tick, VaultJoined, WorkerJoined
+from kvfleet.placement.events import Answer, PlaceAsked, Tick, WorkerRegistered
 from kvfleet.placement.index.changes import TIERS, Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.workers.prompts import HashedPrompts, address_space
@@ -75,7 +75,7 @@ class Rig:
             core.handle(event, self.now)  # type: ignore[arg-type]
 
     def join(self, worker: str, *, epoch: str = "e1", **fields: object) -> None:
-        self.tell(WorkerJoined(replace(a_record(worker, epoch=epoch), **fields)))  # type: ignore[arg-type]
+        self.tell(WorkerRegistered(replace(a_record(worker, epoch=epoch), **fields)))  # type: ignore[arg-type]
         self.beat(worker, epoch=epoch)
 
     def join_tiered(self, *workers: str, restore: dict[str, float], rate: float = RATE, **fields: object) -> None:
@@ -83,12 +83,13 @@ class Rig:
         about = {"data_plane": ("tcp:127.0.0.1:1",), "kv_format": b"f" * 16, "block_bytes": BLOCK_BYTES} | fields
         for worker in workers:
             self.restore[worker] = restore
-            self.tell(WorkerJoined(replace(a_record(worker), **about)))  # type: ignore[arg-type]
+            self.tell(WorkerRegistered(replace(a_record(worker), **about)))  # type: ignore[arg-type]
             self.beat(worker, rate=rate)
 
     def join_vault(self, *vaults: str, epoch: str = "e1") -> None:
         for vault in vaults:
-            self.tell(VaultJoined(vault, epoch))
+            for core in self.cores:
+                core.join_vault(vault, epoch)
 
     def beat(
         self,
@@ -133,7 +134,9 @@ class Rig:
             digest ^= low
         self.digest[worker] ^= digest
         change = HolderChange(TIERS.index(tier), removed, hashes)
-        self.tell(BlocksChanged(worker, Changes(epoch, self.seq[worker], (change,), digest)))
+        changes = Changes(epoch, self.seq[worker], (change,), digest)
+        for core in self.cores:
+            core.indexer.on_changes(worker, changes, self.now)
 
     def place(
         self, request: str, ids: Sequence[int] = (), *, replica: int = 0, shared: bool = True, **fields: object

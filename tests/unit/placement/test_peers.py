@@ -9,7 +9,7 @@ from placement_build import MODEL, a_generate, a_record
 from placement_rig import BLOCK_BYTES, RATE, Rig, tokens
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Forward, WorkerLeft, WorkerUpdated
+from kvfleet.placement.events import Forward, WorkerLeft, WorkerRegistered
 from kvproto.messages import Placement, State, Tier
 
 RESTORE = {"peer": 2e9}
@@ -119,7 +119,7 @@ def test_what_a_record_says_once_the_model_is_loaded_counts_from_then_on() -> No
         loaded = replace(
             a_record(worker), block_bytes=BLOCK_BYTES, kv_format=b"f" * 16, data_plane=("unix:/somewhere",)
         )
-        rig.tell(WorkerUpdated(loaded))
+        rig.tell(WorkerRegistered(loaded))
     placed = rig.place("r2", ids)
     assert (placed.worker, placed.source, placed.expected_hit) == ("w1", "w0", {"peer": 1599})
 

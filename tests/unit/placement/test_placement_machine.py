@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from placement_build import a_beat, a_core, a_generate, a_record, accepted, an_ask, failed, finished
 
+from kvfleet.placement.advice.questions import preload, survey
 from kvfleet.placement.events import (
     Action,
     Answer,
-    BlocksChanged,
     CapsuleHeard,
     Event,
     Fail,
@@ -24,15 +24,11 @@ from kvfleet.placement.events import (
     PlaceAsked,
     TakenOver,
     Tick,
-    VaultJoined,
-    VaultLeft,
     WatchesHeard,
     WorkerAnswered,
     WorkerDisconnected,
-    WorkerJoined,
     WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
+    WorkerRegistered,
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.policies import build_policies
@@ -100,7 +96,7 @@ class Placement(RuleBasedStateMachine):
     @rule(worker=WORKERS, state=STATES, attaches=st.sampled_from([True, True, False]))
     def join_or_update(self, worker: str, state: State, attaches: bool) -> None:
         record = replace(a_record(worker, epoch=self.epoch(worker), state=state), attaches=attaches)
-        self.tell(WorkerUpdated(record) if worker in self.core.fleet.workers else WorkerJoined(record))
+        self.tell(WorkerRegistered(record))
 
     @rule(worker=WORKERS)
     def leave(self, worker: str) -> None:
@@ -111,7 +107,7 @@ class Placement(RuleBasedStateMachine):
     def restart(self, worker: str) -> None:
         if worker in self.core.fleet.workers:
             self.lives[worker] += 1
-            self.tell(WorkerNewEpoch(a_record(worker, epoch=self.epoch(worker))))
+            self.tell(WorkerRegistered(a_record(worker, epoch=self.epoch(worker))))
 
     @rule(worker=WORKERS, running=st.integers(0, 9), stale=st.booleans(), state=STATES)
     def beat(self, worker: str, running: int, stale: bool, state: State) -> None:
@@ -120,31 +116,31 @@ class Placement(RuleBasedStateMachine):
 
     @rule(vault=VAULTS, life=st.integers(1, 2))
     def vault_joins(self, vault: str, life: int) -> None:
-        self.tell(VaultJoined(vault, f"e{life:04}"))
+        self.core.join_vault(vault, f"e{life:04}")
 
     @rule(vault=VAULTS)
     def vault_leaves(self, vault: str) -> None:
-        self.tell(VaultLeft(vault))
+        self.core.leave_vault(vault)
         assert vault not in self.core.vaults
 
     @rule(vault=VAULTS, life=st.integers(1, 2), seq=st.integers(0, 4), prompt=st.integers(0, 3), removed=st.booleans())
     def vault_speaks(self, vault: str, life: int, seq: int, prompt: int, removed: bool) -> None:
         hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
         epoch = f"e{life:04}"
-        self.tell(BlocksChanged(vault, Changes(epoch, seq, (HolderChange(2, removed, hashes),), 5)))
+        changes = Changes(epoch, seq, (HolderChange(2, removed, hashes),), 5)
+        self.core.indexer.on_changes(vault, changes, self.now)
         self.tell(replace(a_beat(vault, epoch=epoch), event_seq=seq))
         snapshot = Snapshot(epoch, seq, Tier.VAULT, 0, 1, 7, hashes.tobytes())
         self.core.indexer.on_snapshot(vault, snapshot, self.now)
 
     @rule(model=st.sampled_from(["", "demo", "nope"]))
     def long_questions(self, model: str) -> None:
-        survey = self.core.survey(model, self.now)
-        preload = self.core.preload(PreloadRequest("w1", model, "", 16, 10), 1000, self.now)
-        while not survey.step() or not preload.step():
-            pass
+        known = self.core.decider.heat, self.core.fleet, self.core.indexer
+        *_, costs = survey(model, *known, self.now)
+        *_, _plan = preload(PreloadRequest("w1", model, "", 16, 10), *known, 1000, self.now)
         ready = {w.id for w in self.core.fleet.ready("demo").workers}
         least = {"": 2, "demo": 1, "nope": 100}[model]
-        assert {one.worker for one in survey.costs()} == (ready if len(ready) >= least else set())
+        assert {one.worker for one in costs} == (ready if len(ready) >= least else set())
 
     @rule(worker=WORKERS, certain=st.booleans())
     def suspect(self, worker: str, certain: bool) -> None:
@@ -298,7 +294,7 @@ class Placement(RuleBasedStateMachine):
     def blocks(self, worker: str, seq: int, prompt: int, removed: bool) -> None:
         hashes = np.arange(8, dtype=np.uint64).reshape(-1, 2) + np.uint64(100 * prompt)
         change = Changes(self.epoch(worker), seq, (HolderChange(0, removed, hashes),), 5)
-        self.tell(BlocksChanged(worker, change))
+        self.core.indexer.on_changes(worker, change, self.now)
 
     @rule(worker=WORKERS, seq=st.integers(0, 4), parts=st.integers(1, 2), part=st.integers(0, 2), pull=PULLS)
     def snapshot(self, worker: str, seq: int, parts: int, part: int, pull: int | None) -> None:
@@ -330,7 +326,7 @@ class Placement(RuleBasedStateMachine):
         for worker in list(self.core.fleet.workers):
             self.tell(WorkerLeft(worker))
         for vault in list(self.core.vaults):
-            self.tell(VaultLeft(vault))
+            self.core.leave_vault(vault)
         for _ in range(40):
             self.now += 1.0
             self.tell(Tick())

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, settings
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted, StepResult
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceStarted, StepResult
 from kvfleet.worker.model.fake import FakeRunner, _value
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.errors import KvfleetError
-from kvproto.messages import FinishReason, Overflow, Sampling, TokenLogprobs, Tokens
+from kvproto.messages import ChoiceFinished, FinishReason, Overflow, Sampling, TokenLogprobs, Tokens
 from kvsampling.draw import Draw
 from tests.support.id_detokenizer import IdDetokenizer
 
@@ -125,7 +125,7 @@ class Transcript:
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = defaultdict(list)
         self.text: dict[tuple[str, int], str] = defaultdict(str)
         self.ends: dict[tuple[str, int], FinishReason | KvfleetError] = {}
-        self.finished: dict[tuple[str, int], SequenceFinished] = {}
+        self.finished: dict[tuple[str, int], ChoiceFinished] = {}
         self.fed = 0
         self.first_index: dict[tuple[str, int], int] = {}
 
@@ -147,7 +147,7 @@ class Transcript:
                     self.tokens[key] += output.ids
                     self.logprobs[key] += output.logprobs
                     self.text[key] += "".join(output.text)
-                case SequenceFinished():
+                case ChoiceFinished():
                     assert key in self.started
                     self.ends[key] = output.reason
                     self.finished[key] = output

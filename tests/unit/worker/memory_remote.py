@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfleet.worker.blocks.chain_location import BlockName, Finding
-from kvfleet.worker.tiers.landing import Landing
+from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeed
 from kvproto.dataplane.block import BlockCodec, BlockHeader
 from kvproto.messages import Tier, TierLoad

@@ -55,7 +55,7 @@ def test_nothing_changed_is_no_event() -> None:
     assert publisher.batch([ran(), idle()], 0.0) is None
     assert publisher.due is None
     assert publisher.flush(9.0) is None
-    assert (publisher.seq, publisher.digest, publisher.seq_of(0)) == (0, 0, 0)
+    assert (publisher.seq, publisher.digest, publisher.snapshot({}, 0)[0].seq) == (0, 0, 0)
 
 
 def test_a_snapshot_digest_tells_its_event() -> None:
@@ -64,8 +64,8 @@ def test_a_snapshot_digest_tells_its_event() -> None:
     for block in (A, B, C):
         publisher.batch([ran(stored=[(P, [block])])], 0.0)
         digests.append(publisher.digest)
-    assert [publisher.seq_of(digest) for digest in digests] == [1, 2, 3]
-    assert publisher.seq_of(12345) == 0
+    assert [publisher.snapshot({}, digest)[0].seq for digest in digests] == [1, 2, 3]
+    assert publisher.snapshot({}, 12345)[0].seq == 0
 
 
 def test_a_listener_that_applies_all_events_holds_what_the_engine_holds() -> None:
@@ -142,7 +142,7 @@ def test_while_a_snapshot_is_taken_nothing_waits() -> None:
     assert publisher.flush(0.002) is not None
     for at, block in enumerate((C, P)):
         assert publisher.batch([idle(stored=[(A, [block])])], 0.003, hold=False) is not None
-        assert publisher.seq_of(publisher.digest) == 3 + at
+        assert publisher.snapshot({}, publisher.digest)[0].seq == 3 + at
 
 
 class FullRunner(FakeRunner):

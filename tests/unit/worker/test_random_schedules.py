@@ -61,6 +61,9 @@ class Schedule:
         self.cancelled: set[str] = set()
         self.parents: dict[bytes, bytes] = {}  # of announced blocks
 
+    def attempt_of(self, request: str) -> int:
+        return self.specs[request, 0].attempt
+
     def run_slices(self, slices: Sequence[Slice]) -> list[Drawn]:
         """Steps take time, so that the pacer has something to measure."""
         self.clock.now += 0.002 + 0.0005 * sum(len(part.ids) for part in slices)
@@ -80,7 +83,7 @@ class Schedule:
                 runner.slots[part.blocks[at] * runner.block_size + offset] = self.chance.randrange(2**60)
         self.given_up = sorted({sequence.spec.request for sequence in runner.abort._sequences})
         for request in self.given_up:
-            self.engine.give_up(request)
+            self.engine.give_up(request, self.attempt_of(request))
 
     # ------------------------------------------------------------------ what happens
 
@@ -136,13 +139,13 @@ class Schedule:
         victim = self.chance.choice(list(self.specs))[0]
         match self.chance.choice(["cancel", "pause", "resume"]):
             case "cancel":
-                self.engine.cancel(victim)
+                self.engine.cancel(victim, self.attempt_of(victim))
                 self.cancelled.add(victim)
             case "pause":
-                self.engine.pause(victim)
+                self.engine.pause(victim, self.attempt_of(victim))
                 self.paused.add(victim)
             case "resume":
-                self.engine.resume(victim)
+                self.engine.resume(victim, self.attempt_of(victim))
 
     def step(self) -> None:
         busy, before = self.engine.has_work, self.progress()
@@ -157,7 +160,7 @@ class Schedule:
 
     def obey(self) -> None:
         for request in self.given_up:
-            self.engine.cancel(request)
+            self.engine.cancel(request, self.attempt_of(request))
             self.cancelled.add(request)
             self.engine.check_integrity()
         self.given_up = []
@@ -177,7 +180,7 @@ class Schedule:
                 self.meddle()
             if not self.engine.has_work and not to_come:
                 for request in self.paused:
-                    self.engine.resume(request)
+                    self.engine.resume(request, self.attempt_of(request))
                 if not self.engine.has_work:
                     return
             self.step()

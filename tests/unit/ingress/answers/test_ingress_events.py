@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ingress_build import demo_tokenizer
 
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body
 from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, relay
@@ -53,8 +52,8 @@ def data_of(raw: bytes) -> list[Any]:
 def test_openai_chunks_are_json_whatever_the_text(
     model: str, pieces: list[str], chat: bool, usage: bool, id_lines: bool
 ) -> None:
-    head = AnswerHead("r", model, 5, "fp", chat)
-    writer = OpenAiForm(head, include_usage=usage).writer(id_lines=id_lines)
+    form = OpenAiForm("r", model, 5, "fp", chat, include_usage=usage)
+    writer = form.writer(id_lines=id_lines)
     choice = ChoiceTranscript(pieces, list(range(len(pieces))), reason=FinishReason.STOP)
     transcript = Transcript(started=STARTED, finished=FINISHED, choices=[choice])
     out: list[bytes] = []
@@ -79,7 +78,7 @@ def test_openai_chunks_are_json_whatever_the_text(
     if usage:
         assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
         assert all(chunk["usage"] is None for chunk in chunks[:-1])
-    body = json.loads(answer_body(head, transcript))
+    body = json.loads(form.body(transcript))
     choice = body["choices"][0]
     assert (choice["message"]["content"] if chat else choice["text"]) == "".join(pieces)
     assert body["usage"]["total_tokens"] == 10
@@ -169,9 +168,7 @@ async def carry(
     """As a route and the application around it do."""
     run = run_of(stream, form or NativeForm("r", "s", "p"), wire, n)
     try:
-        last = await relay(
-            wire.exchange, run, at, id_lines=id_lines, keepalive_s=keepalive_s, on_tokens=lambda count: None
-        )
+        last = await relay(wire.exchange, run, at, id_lines=id_lines, keepalive_s=keepalive_s)
         assert not wire.exchange.ended  # so that a commit may still fail
         await complete(wire.exchange, run.transcript, last)
     except KvfleetError as error:
@@ -228,7 +225,7 @@ async def test_a_client_that_leaves_cancels_the_stream() -> None:
 async def test_comments_while_nothing_comes(id_lines: bool) -> None:
     wire = Wire()
     stream = ScriptedStream([], endless=True)
-    form = OpenAiForm(AnswerHead("r", "m", 5, "fp", True), include_usage=False)
+    form = OpenAiForm("r", "m", 5, "fp", True)
     running = asyncio.create_task(carry(wire, stream, form, keepalive_s=0.01, id_lines=id_lines))
     while wire.body.count(b": waiting") < 2:
         await asyncio.sleep(0.005)
@@ -255,7 +252,7 @@ BATCHES = [[STARTED, of(0, 0, "a")], [of(1, 0, "x"), ENDS[0]], [of(0, 1, "b"), E
 
 async def chunks_of(*, chat: bool, spelling: TokenSpelling | None = None) -> list[Any]:
     wire = Wire()
-    form = OpenAiForm(AnswerHead("r", "m", 5, "fp", chat, 2, spelling), include_usage=True)
+    form = OpenAiForm("r", "m", 5, "fp", chat, 2, spelling, include_usage=True)
     transcript = (await carry(wire, ScriptedStream(BATCHES), form, n=2)).transcript
     assert [choice.text for choice in transcript.choices] == ["ab", "x"]
     assert [choice.ids for choice in transcript.choices] == [[0, 1], [0]]
@@ -293,10 +290,10 @@ async def test_every_scored_token_is_a_chunk_with_its_logprobs() -> None:
 
 async def test_a_whole_answer_has_all_choices_and_their_logprobs() -> None:
     wire = Wire()
-    head = AnswerHead("r", "m", 5, "fp", True, 2, demo_tokenizer().spelling)
-    run = run_of(ScriptedStream(BATCHES), OpenAiForm(head, False), wire, 2)
-    await gather(wire.exchange, run, on_tokens=lambda count: None)
-    first, second = json.loads(answer_body(head, run.transcript))["choices"]
+    form = OpenAiForm("r", "m", 5, "fp", True, 2, demo_tokenizer().spelling)
+    run = run_of(ScriptedStream(BATCHES), form, wire, 2)
+    await gather(wire.exchange, run)
+    first, second = json.loads(form.body(run.transcript))["choices"]
     assert (first["index"], first["message"]["content"], first["finish_reason"]) == (0, "ab", "stop")
     assert (second["index"], second["message"]["content"], second["finish_reason"]) == (1, "x", "length")
     assert [one["logprob"] for one in first["logprobs"]["content"]] == [-1.0, -2.0]

@@ -246,7 +246,7 @@ def test_keys_that_are_of_no_use() -> None:
     with pytest.raises(Unavailable):
         read_key_set({"keys": useless})
     read = read_key_set({"keys": [*useless, {**other, "kid": "p384"}, public_jwk("EdDSA", "good")]})
-    assert [(key.kid, key.algorithm) for key in read] == [("p384", "ES384"), ("good", "EdDSA")]
+    assert [(key.key_id, key.algorithm_name) for key in read] == [("p384", "ES384"), ("good", "EdDSA")]
     for value in ({}, {"keys": 5}, {"keys": []}):
         with pytest.raises(Unavailable):
             read_key_set(value)
@@ -255,7 +255,7 @@ def test_keys_that_are_of_no_use() -> None:
 def test_keys_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": [public_jwk("ES256", "k")]}))
-    assert read_key_set(read_key_file(path))[0].kid == "k"
+    assert read_key_set(read_key_file(path))[0].key_id == "k"
     for text in ("", "[]", "{"):
         path.write_text(text)
         with pytest.raises(Unavailable):

@@ -104,6 +104,6 @@ async def test_a_swap_in_the_middle_of_a_reload(
             assert not life.stopping.is_set()
             await asyncio.sleep(0.01)
     assert not context.faults
-    for task in life._tasks:
+    for task in life.tasks.running:
         task.cancel()
-    await asyncio.gather(*life._tasks, return_exceptions=True)
+    await asyncio.gather(*life.tasks.running, return_exceptions=True)

@@ -40,7 +40,7 @@ def kept_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def forgotten(listings: Listings) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while len(listings):
+        while listings.places:
             await asyncio.sleep(0.005)
 
 
@@ -69,7 +69,7 @@ async def test_one_tenant_takes_a_few_places_and_all_together_a_few_more() -> No
     refused = outcomes[MAX_LISTINGS_PER_TENANT:200]
     assert all(isinstance(one, LimitExceeded) and one.retry_after_s for one in refused)
     assert isinstance(outcomes[200], bytes), "another tenant still finds a place"
-    assert len(desk.asked) == len(desk.listings) == MAX_LISTINGS
+    assert len(desk.asked) == len(desk.listings.places) == MAX_LISTINGS
     with pytest.raises(LimitExceeded):
         await desk.ask("acme", 200)
     assert await desk.ask("acme", 1) == b"1", "what is here already costs nothing"
@@ -88,7 +88,7 @@ async def test_one_who_leaves_takes_the_answer_from_nobody_and_a_failure_is_not_
     with pytest.raises(Unavailable):
         await stays
     await asyncio.sleep(0)
-    assert len(desk.listings) == 0
+    assert len(desk.listings.places) == 0
     desk.fails = False
     assert await desk.ask("acme") == b"2"
 
@@ -100,4 +100,4 @@ async def test_it_leaves_no_task_behind() -> None:
     await desk.listings.close()
     with pytest.raises(asyncio.CancelledError):
         await waits
-    assert len(desk.listings) == 0
+    assert len(desk.listings.places) == 0

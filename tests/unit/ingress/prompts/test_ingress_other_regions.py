@@ -13,10 +13,10 @@ from ingress_build import demo_bundle
 
 from kvfleet.ingress.prompts.models import Models, OtherRegions
 from kvproto import codec
+from kvproto.connection import Message
 from kvproto.errors import WorkerLost
 from kvproto.fleet_view import FleetView
 from kvproto.messages import Bundle, RegionModel, RegionSummary, State, WorkerRecord
-from kvproto.nats_message import Message
 from kvproto.subjects import Subjects
 from tests.support.waiting import LIMIT_S
 

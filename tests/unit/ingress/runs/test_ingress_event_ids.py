@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.answers.openai_answers import AnswerHead
 from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position, prompt_digest, read_event_id
 from kvfleet.ingress.runs.jobs import EventReader, Form
@@ -83,7 +82,7 @@ def test_whoever_comes_back_gets_what_he_lacks_and_nothing_twice(data: st.DataOb
     n = data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
     kind = data.draw(st.sampled_from(["chat", "completion", "native"]))
-    form: Form = OpenAiForm(AnswerHead(R, "m", 5, "fp", kind == "chat", n), include_usage=data.draw(st.booleans()))
+    form: Form = OpenAiForm(R, "m", 5, "fp", kind == "chat", n, include_usage=data.draw(st.booleans()))
     if kind == "native":
         n, lengths, form = 1, lengths[:1], NativeForm(R, "s", "p")
 

@@ -10,7 +10,7 @@ import pytest
 from ingress_build import demo_tokenizer
 from test_ingress_runs import Rig, settle
 
-from kvfleet.ingress.answers.openai_answers import AnswerHead, answer_body
+from kvfleet.ingress.answers.openai_events import OpenAiForm
 from kvfleet.ingress.limits.admission import STREAMED, WHOLE, RunMemory, TokenCosts
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import BASE_BYTES, Transcript
@@ -45,7 +45,7 @@ def test_a_token_takes_no_more_than_is_counted(top: int | None, chat: bool | Non
     """`chat` None: streamed; else sent whole as a chat's or a completion's answer."""
     encoded, spelling = frames(top), demo_tokenizer().spelling
     transcript = Transcript.of(1, STREAMED if chat is None else WHOLE)
-    head = AnswerHead("r", "m", 0, "f", bool(chat), 1, spelling if top is not None else None)
+    form = OpenAiForm("r", "m", 0, "f", bool(chat), 1, spelling if top is not None else None)
     tracemalloc.start()
     try:
         began = tracemalloc.get_traced_memory()[0]
@@ -53,7 +53,7 @@ def test_a_token_takes_no_more_than_is_counted(top: int | None, chat: bool | Non
             transcript.take(codec.decode_frames(data))
         transcript.take([Finished("r", 0, FinishReason.STOP, 1, COUNT)])
         if chat is not None:
-            answer_body(head, transcript)
+            form.body(transcript)
         taken = tracemalloc.get_traced_memory()[1] - began
     finally:
         tracemalloc.stop()

@@ -15,7 +15,7 @@ from ingress_build import MemoryBucket
 from kvfleet.ingress.sessions import session as session_module
 from kvfleet.ingress.sessions import sessions as module
 from kvfleet.ingress.sessions.session import CHUNK_IDS, OpenTurn, Session, is_expired
-from kvfleet.ingress.sessions.session_index import SessionIndex, SessionTable, auto_seq_id
+from kvfleet.ingress.sessions.session_index import HEADS, SessionIndex, SessionTable, auto_seq_id
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
@@ -281,8 +281,8 @@ async def test_an_unreadable_head_is_an_error_and_is_not_overwritten(rig: Rig) -
 
 @contextlib.asynccontextmanager
 async def indexed(rig: Rig):  # type: ignore[no-untyped-def]
-    index = SessionIndex(rig.bucket, rig.one, LIMITS, unix_ms=lambda: rig.now_ms)
-    running = asyncio.create_task(index.run())
+    index = SessionIndex(rig.one)
+    running = asyncio.create_task(index.read(await rig.bucket.watch(HEADS)))
     await settle()
     yield index
     running.cancel()

@@ -7,8 +7,9 @@ import random
 from ingress_build import MemoryBucket
 from test_ingress_sessions import Rig, locked
 
+from kvfleet.ingress.prompts.chat_splice import agreeing
 from kvfleet.ingress.runs import transcript as strays
-from kvfleet.ingress.runs.transcript import agreeing, beside, bounded, moved, settled
+from kvfleet.ingress.runs.transcript import beside, bounded, moved, settled
 from kvfleet.ingress.sessions.sessions import Sessions
 from kvproto.messages import SessionHead, Stray
 

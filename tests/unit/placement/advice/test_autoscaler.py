@@ -11,7 +11,7 @@ from placement_rig import Rig, tokens
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Fail, PlaceAsked, Tick, WorkerJoined
+from kvfleet.placement.events import Fail, PlaceAsked, Tick, WorkerRegistered
 from kvfleet.placement.settings import PlacementSettings
 from kvfleet.placement.workers.fleet import HeardDemand
 from kvfleet.placement.workers.prompts import HashedPrompts
@@ -55,7 +55,7 @@ def run(core: PlacementCore, seconds: float, load: Load, *workers: str, since: f
 def test_work_is_how_busy_workers_are() -> None:
     core = a_scaled_core()
     for worker in ("w0", "w1"):
-        core.handle(WorkerJoined(a_record(worker)), 0.0)
+        core.handle(WorkerRegistered(a_record(worker)), 0.0)
     busy, idle = Load(running=1, slots=8, queued_prefill_tokens=50), Load(slots=8)
     now = 0.0
     while now < 120:
@@ -68,7 +68,7 @@ def test_work_is_how_busy_workers_are() -> None:
 
 def test_work_is_more_than_busy_where_more_comes_than_is_fed() -> None:
     core = a_scaled_core()
-    core.handle(WorkerJoined(a_record("w0")), 0.0)
+    core.handle(WorkerRegistered(a_record("w0")), 0.0)
     for step in range(240):
         now = 0.5 * step  # 2,000 tokens come a second, 1,000 are fed
         load = Load(running=1, slots=99, queued_prefill_tokens=int(1000 * now), fed_tokens_total=int(1000 * now))
@@ -79,7 +79,7 @@ def test_work_is_more_than_busy_where_more_comes_than_is_fed() -> None:
 
 def test_the_queue_is_measured_against_the_target() -> None:
     core = a_scaled_core(rules=Rules(target_ttft_s=4.0))
-    core.handle(WorkerJoined(a_record("w0")), 0.0)
+    core.handle(WorkerRegistered(a_record("w0")), 0.0)
     run(core, 6, Load(waiting=1, slots=8, queued_prefill_tokens=3000, oldest_wait_s=2.5), "w0")
     assert signals(core).parts["queue"] == pytest.approx(0.75)
     assert signals(core).oldest_wait_s == pytest.approx(2.5, abs=0.6)
@@ -88,7 +88,7 @@ def test_the_queue_is_measured_against_the_target() -> None:
 
 def test_slots_and_blocks_count_too() -> None:
     core = a_scaled_core()
-    core.handle(WorkerJoined(a_record("w0")), 0.0)
+    core.handle(WorkerRegistered(a_record("w0")), 0.0)
     run(core, 6, Load(running=6, waiting=2, slots=8, blocks_used=60, blocks_total=100), "w0")
     assert signals(core).parts["slots"] == pytest.approx(1.0)
     assert signals(core).parts["blocks"] == pytest.approx(0.6)
@@ -98,7 +98,7 @@ def test_slots_and_blocks_count_too() -> None:
 def test_who_is_not_heard_of_makes_the_sample_unknown() -> None:
     core = a_scaled_core()
     for worker in ("w0", "w1"):
-        core.handle(WorkerJoined(a_record(worker)), 0.0)
+        core.handle(WorkerRegistered(a_record(worker)), 0.0)
     now = run(core, 10, Load(slots=8), "w0", "w1")
     assert signals(core).known
     assert signals(core).settled_s > 0
@@ -109,8 +109,8 @@ def test_who_is_not_heard_of_makes_the_sample_unknown() -> None:
 
 def test_before_the_first_sample_nothing_is_known() -> None:
     core = a_scaled_core(rules=Rules(minimum=1))
-    core.handle(WorkerJoined(a_record("w0")), 0.0)
-    core.handle(WorkerJoined(a_record("w1")), 0.0)
+    core.handle(WorkerRegistered(a_record("w0")), 0.0)
+    core.handle(WorkerRegistered(a_record("w1")), 0.0)
     assert (signals(core).desired, signals(core).known) == (1, False)
     beat(core, "w0", 0.0, Load(slots=8))
     beat(core, "w1", 0.0, Load(slots=8))
@@ -183,7 +183,7 @@ def test_a_pending_scale_down_names_the_highest_ordinal() -> None:
     rules = Rules(minimum=1, up_s=1.8, down_s=1.8)
     core = a_scaled_core(by_ordinal=True, rules=rules)
     for worker in ("w-2", "w-9", "w-10"):
-        core.handle(WorkerJoined(a_record(worker)), 0.0)
+        core.handle(WorkerRegistered(a_record(worker)), 0.0)
     core.handle(Tick(), 0.0)
     assert core.fleet.next_to_go.get(MODEL) is None
     run(core, 4, Load(slots=8), "w-2", "w-9", "w-10")
@@ -192,7 +192,7 @@ def test_a_pending_scale_down_names_the_highest_ordinal() -> None:
     assert core.fleet.next_to_go.get(MODEL) == "w-10"
     by_cost = a_scaled_core(rules=rules)
     for worker in ("w-2", "w-10"):
-        by_cost.handle(WorkerJoined(a_record(worker)), 0.0)
+        by_cost.handle(WorkerRegistered(a_record(worker)), 0.0)
     run(by_cost, 4, Load(slots=8), "w-2", "w-10")
     assert signals(by_cost).desired == 1
     assert by_cost.fleet.next_to_go.get(MODEL) is None

@@ -9,7 +9,8 @@ import pytest
 from placement_build import MODEL, a_record
 from placement_rig import Rig, tokens
 
-from kvfleet.placement.events import WorkerJoined
+from kvfleet.placement.advice.questions import preload
+from kvfleet.placement.events import WorkerRegistered
 from kvfleet.placement.index.prefix_index import pack
 from kvfleet.placement.workers.prompts import AddressSpace, Heat, SharedPrefix
 from kvproto import codec
@@ -95,10 +96,8 @@ def demand(rig: Rig, ids: tuple[int, ...], requests: int) -> None:
 
 def plan(rig: Rig, blocks: int = 10_000, *, max_bytes: int = 700_000, **fields: object) -> tuple[HotChain, ...]:
     ask = PreloadRequest("new", MODEL, "", BLOCK, blocks)
-    preload = rig.core.preload(replace(ask, **fields), max_bytes, rig.now)  # type: ignore[arg-type]
-    while not preload.step():
-        pass
-    found = preload.plan()
+    ask, core = replace(ask, **fields), rig.core  # type: ignore[arg-type]
+    *_, found = preload(ask, core.decider.heat, core.fleet, core.indexer, max_bytes, rig.now)
     assert codec.decode(PreloadPlan, codec.encode(PreloadPlan("p", found))).chains == found
     return found
 
@@ -183,7 +182,7 @@ def test_a_worker_of_another_format_is_sent_to_vaults_only() -> None:
     demand(rig, B, 4)
     demand(rig, C, 4)
     about = {"data_plane": ("tcp:h:1",), "kv_format": b"other format 16b", "state": State.STARTING}
-    rig.tell(WorkerJoined(replace(a_record("new"), **about)))  # type: ignore[arg-type]
+    rig.tell(WorkerRegistered(replace(a_record("new"), **about)))  # type: ignore[arg-type]
     assert [(one.hashes, one.source) for one in plan(rig)] == [(hashes(rig, C), "")]
 
 
@@ -191,7 +190,7 @@ def test_a_worker_whose_format_is_not_heard_of_yet_is_sent_to_its_fellows() -> N
     """A start that is fast asks before its record says what it loaded."""
     rig = a_rig()
     demand(rig, B, 4)
-    rig.tell(WorkerJoined(replace(a_record("new"), state=State.STARTING)))
+    rig.tell(WorkerRegistered(replace(a_record("new"), state=State.STARTING)))
     assert [(one.hashes, one.source) for one in plan(rig)] == [(hashes(rig, B), "w1")]
 
 
@@ -219,12 +218,10 @@ def test_thousands_of_prefixes_are_looked_at_a_few_at_a_time() -> None:
         for _ in range(3):
             heat.add(end_of(a_prefix(number)), 0.0)
         heat.keep(end_of(a_prefix(number)), a_prefix(number), 0.0)
-    preload = rig.core.preload(PreloadRequest("new", MODEL, "", BLOCK, 10), 10_000, 0.0)
-    steps = 1
-    while not preload.step():
-        steps += 1
-    assert steps > 5
-    assert preload.plan() == ()
+    ask = PreloadRequest("new", MODEL, "", BLOCK, 10)
+    *steps, plan = preload(ask, heat, rig.core.fleet, rig.core.indexer, 10_000, 0.0)
+    assert len(steps) > 5
+    assert plan == ()
 
 
 def test_a_worker_that_goes_is_told_what_only_it_has() -> None:

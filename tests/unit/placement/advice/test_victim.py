@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 from test_preload import demand
 
-from kvfleet.placement.advice.questions import Survey
+from kvfleet.placement.advice import questions
 from kvfleet.placement.events import WorkerLeft
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
 from kvproto.messages import State, Tier, VictimCost
@@ -21,11 +22,13 @@ RESTORE = {"peer": 2e9, "vault": 2e9}
 A, B, C = tokens(1, 1600), tokens(2, 800), tokens(3, 480)
 
 
+def begin(rig: Rig, model: str = "") -> Iterator[tuple[VictimCost, ...]]:
+    return questions.survey(model, rig.core.decider.heat, rig.core.fleet, rig.core.indexer, rig.now)
+
+
 def survey(rig: Rig, model: str = "") -> tuple[VictimCost, ...]:
-    asked = rig.core.survey(model, rig.now)
-    while not asked.step():
-        pass
-    return asked.costs()
+    *_, costs = begin(rig, model)
+    return costs
 
 
 def by_worker(rig: Rig, model: str = "") -> dict[str, VictimCost]:
@@ -127,21 +130,20 @@ def test_it_begins_again_when_somebody_comes_or_goes_meanwhile() -> None:
     rig.join_tiered("w0", "w1", restore=RESTORE)
     rig.store("w0", A)
     rig.store("w1", A)
-    asked = rig.core.survey("demo", rig.now)
-    assert not asked.step()
+    asked = begin(rig, "demo")
+    assert next(asked) == ()
     rig.tell(WorkerLeft("w1"))
-    while not asked.step():
-        pass
-    assert {one.worker: one.unique_blocks for one in asked.costs()} == {"w0": 100}, "who is gone is nobody's victim"
+    *_, costs = asked
+    assert {one.worker: one.unique_blocks for one in costs} == {"w0": 100}, "who is gone is nobody's victim"
 
 
 def test_somebody_who_comes_and_goes_for_ever_does_not_keep_it_from_ending() -> None:
     rig = Rig(blocks=400_000)
     rig.join_tiered("w0", restore=RESTORE)
-    asked: Survey = rig.core.survey("", rig.now)
+    asked = begin(rig)
     for _ in range(60):
         rig.join("w9", epoch="e1")
-        if asked.step():
+        if next(asked, None) is None:
             break
         rig.tell(WorkerLeft("w9"))
     else:

@@ -19,10 +19,8 @@ from kvfleet.placement.events import (
     PlaceAsked,
     Tick,
     WorkerAnswered,
-    WorkerJoined,
     WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
+    WorkerRegistered,
 )
 from kvfleet.placement.producers.forwarding import ATTACH_S
 from kvfleet.placement.producers.in_flight import LOST_GRACE_S
@@ -84,10 +82,10 @@ class TestClients:
         core = a_core("w1")
         place(core, 1.0)
         tell(core, "w1", Passed.STARTED, 1.1)
-        restarted = WorkerNewEpoch(a_record("w1", epoch="e2"))
+        restarted = WorkerRegistered(a_record("w1", epoch="e2"))
         core.handle(WorkerLeft("w1") if gone == "left" else restarted, 2.0)
         if gone == "left":
-            core.handle(WorkerJoined(a_record("w1", epoch="e2")), 2.1)
+            core.handle(WorkerRegistered(a_record("w1", epoch="e2")), 2.1)
         again = place(core, 2.2)
         assert (again.attached, again.attempt) == (False, 1)
         core.check_integrity()
@@ -232,7 +230,7 @@ class TestProducers:
     def test_nothing_is_attached_at_a_worker_of_an_older_version(self) -> None:
         core = a_core()
         for record in (a_record("w1"), a_record("w2")):
-            core.handle(WorkerJoined(replace(record, attaches=False)), 0.0)
+            core.handle(WorkerRegistered(replace(record, attaches=False)), 0.0)
         self.begin(core)
         again = the_forward(core.handle(a_generate(inbox="_INBOX.b"), 1.1))
         assert again.request.attempt == 1
@@ -245,9 +243,9 @@ class TestProducers:
 
     def test_a_worker_that_turns_out_to_know_of_readers_is_attached_to(self) -> None:
         core = a_core()
-        core.handle(WorkerJoined(replace(a_record("w1"), attaches=False)), 0.0)
+        core.handle(WorkerRegistered(replace(a_record("w1"), attaches=False)), 0.0)
         self.begin(core)
-        core.handle(WorkerUpdated(a_record("w1")), 1.05)
+        core.handle(WorkerRegistered(a_record("w1")), 1.05)
         assert the_forward(core.handle(a_generate(inbox="_INBOX.b"), 1.1)).request.attempt == 0
 
     def test_who_has_it_and_does_not_answer_costs_the_repeat_alone(self) -> None:

@@ -10,12 +10,10 @@ from placement_rig import RATE, Rig, spread, tokens
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import (
-    BlocksChanged,
     PullSnapshot,
     Tick,
-    WorkerJoined,
     WorkerLeft,
-    WorkerNewEpoch,
+    WorkerRegistered,
 )
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.kv_indexer import Follows
@@ -183,7 +181,7 @@ def test_10_a_worker_restarted_in_place_holds_nothing() -> None:
     rig = Rig("w0", "w1")
     ids = tokens(1, 800)
     rig.store("w0", ids)
-    rig.tell(WorkerNewEpoch(a_record("w0", epoch="e2")))
+    rig.tell(WorkerRegistered(a_record("w0", epoch="e2")))
     rig.beat("w0", epoch="e2")
     rig.store("w0", tokens(2, 800))  # a last word of the former life
     assert rig.place("r", ids).expected_hit == {}
@@ -200,7 +198,7 @@ def a_fresh_core(*workers: str) -> PlacementCore:
         unix_ms=lambda: 0,
     )
     for worker in workers:
-        core.handle(WorkerJoined(a_record(worker)), 0.0)
+        core.handle(WorkerRegistered(a_record(worker)), 0.0)
     return core
 
 
@@ -341,9 +339,9 @@ def test_events_that_are_repeated_or_swapped_or_of_strangers_change_nobody_elses
     hashes = rig.hashes(ids)
     for seq in (5, 3, 3, 2**62, 1, 1, 4, 0):
         for removed in (True, False):
-            rig.tell(BlocksChanged("bad", Changes("e1", seq, (HolderChange(0, removed, hashes),), 7)))
-            rig.tell(BlocksChanged("stranger", Changes("e1", seq, (HolderChange(0, removed, hashes),), 7)))
-            rig.tell(BlocksChanged("good", Changes("another life", seq, (HolderChange(0, removed, hashes),), 7)))
+            for worker, epoch in (("bad", "e1"), ("stranger", "e1"), ("good", "another life")):
+                changes = Changes(epoch, seq, (HolderChange(0, removed, hashes),), 7)
+                rig.core.indexer.on_changes(worker, changes, rig.now)
     assert rig.core.indexer.state_of("good") is Follows.EXACT
     assert rig.core.indexer.find_matches([row.tobytes() for row in hashes])["good"] == 50
     rig.core.indexer.check_integrity()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_rig import RATE, Rig, tokens
 
-from kvfleet.placement.events import BlocksChanged, Tick, VaultJoined, VaultLeft
+from kvfleet.placement.events import Tick
 from kvfleet.placement.index.changes import Changes, read_changes
 from kvfleet.placement.index.kv_indexer import MAX_VAULTS, Follows, KvIndexer, PullSnapshot
 from kvfleet.placement.index.prefix_index import PrefixIndex, pack
@@ -182,14 +182,14 @@ def test_a_vault_that_leaves_or_begins_a_new_life_has_nothing() -> None:
     ids = tokens(1, 1600)
     rig.store("v0", ids, tier=Tier.VAULT)
     assert rig.place("r1", ids).expected_hit == {"vault": 1599}
-    rig.tell(VaultJoined("v0", "e1"))
+    rig.join_vault("v0")
     assert rig.place("r2", ids, excluded=("w0", "w1")[:1]).expected_hit, "heard of twice changes nothing"
     rig.join_vault("v0", epoch="e2")
     assert rig.core.indexer.vaults() == (1, 0)
-    rig.tell(BlocksChanged("v0", Changes("e1", 2, (), 0)))
+    rig.core.indexer.on_changes("v0", Changes("e1", 2, (), 0), rig.now)
     assert rig.core.indexer.unknown_total == 1, "the last events of its former life are nobody's"
-    rig.tell(VaultLeft("v0"))
-    rig.tell(VaultLeft("v0"))
+    rig.core.leave_vault("v0")
+    rig.core.leave_vault("v0")
     assert rig.core.indexer.vaults() == (0, 0)
     rig.core.check_integrity()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from placement_build import a_record, an_ask
 from placement_rig import RATE, Rig, tokens
 
-from kvfleet.placement.events import BlocksChanged, WorkerJoined
+from kvfleet.placement.events import WorkerRegistered
 from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.policies import DEFAULT_POLICY, Question
 from kvfleet.placement.policies.cost import Cost
@@ -39,7 +39,7 @@ def question(
     count = len(matched[0])
     for number in range(count):
         record = a_record(f"w{number}")
-        fleet.join(record, None, 0.0)
+        fleet.register(record, None, 0.0)
         column = fleet.workers[f"w{number}"].column
         fleet.workloads.drop(column)
         assert fleet.workloads.add(BLOCK_BYTES / 16, 16, 0.0) == column
@@ -254,11 +254,11 @@ def test_no_candidates_no_choice() -> None:
 def test_two_revisions_of_a_model_are_matched_each_by_its_own_hashes() -> None:
     rig = Rig("w0")
     new = replace(a_record("w9"), model_revision="r2")
-    rig.tell(WorkerJoined(new))
+    rig.tell(WorkerRegistered(new))
     rig.beat("w9")
     ids = tokens(1, 800)
     hashes = rig.prompts.hashes(address_space(new), "public", an_ask(prompt_ids=ids))
-    rig.tell(BlocksChanged("w9", Changes("e1", 1, (HolderChange(0, False, hashes),), 0)))
+    rig.core.indexer.on_changes("w9", Changes("e1", 1, (HolderChange(0, False, hashes),), 0), rig.now)
     assert rig.place("r", ids).worker == "w9"
     rig.store("w0", tokens(2, 800))
     assert rig.place("r2", tokens(2, 800)).worker == "w0"

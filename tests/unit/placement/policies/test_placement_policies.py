@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from placement_build import MODEL, a_beat, a_core, a_record, an_ask
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import WorkerJoined, WorkerLeft, WorkerNewEpoch, WorkerUpdated
+from kvfleet.placement.events import WorkerLeft, WorkerRegistered
 from kvfleet.placement.policies import build_policies
 from kvproto.errors import InvalidRequest, ModelNotFound, NotFound, NoWorkers, Unavailable
-from kvproto.fleet_view import FleetView
+from kvproto.fleet_view import Change, FleetView
 from kvproto.hash_ring import HashRing, ring_key
 from kvproto.messages import State
 
@@ -27,9 +27,9 @@ def place(core: PlacementCore, now: float = 1.0, **fields: object) -> str:
 class TestEveryPolicy:
     def test_chooses_a_ready_worker_of_the_model(self, policy: str) -> None:
         core = a_core("w1", policy=policy)
-        core.handle(WorkerJoined(a_record("w0", state=State.STARTING)), 0.0)
-        core.handle(WorkerJoined(a_record("w2", state=State.DRAINING)), 0.0)
-        core.handle(WorkerJoined(a_record("w3", model="other")), 0.0)
+        core.handle(WorkerRegistered(a_record("w0", state=State.STARTING)), 0.0)
+        core.handle(WorkerRegistered(a_record("w2", state=State.DRAINING)), 0.0)
+        core.handle(WorkerRegistered(a_record("w3", model="other")), 0.0)
         assert {place(core, request=f"r{i}") for i in range(20)} == {"w1"}
 
     def test_leaves_out_the_excluded_while_another_is_ready(self, policy: str) -> None:
@@ -45,7 +45,7 @@ class TestEveryPolicy:
 
     def test_no_ready_worker(self, policy: str) -> None:
         core = a_core(policy=policy)
-        core.handle(WorkerJoined(a_record("w1", state=State.STARTING)), 0.0)
+        core.handle(WorkerRegistered(a_record("w1", state=State.STARTING)), 0.0)
         with pytest.raises(NoWorkers):
             place(core)
 
@@ -78,8 +78,8 @@ class TestByName:
 class TestDirect:
     def test_errors_name_the_worker(self) -> None:
         core = a_core("w1")
-        core.handle(WorkerJoined(a_record("w2", state=State.DRAINING)), 0.0)
-        core.handle(WorkerJoined(a_record("w3", model="other")), 0.0)
+        core.handle(WorkerRegistered(a_record("w2", state=State.DRAINING)), 0.0)
+        core.handle(WorkerRegistered(a_record("w3", model="other")), 0.0)
         for worker, kind in ((None, InvalidRequest), ("w9", NotFound), ("w2", Unavailable), ("w3", NotFound)):
             with pytest.raises(kind) as error:
                 place(core, policy="direct", worker=worker)
@@ -98,7 +98,7 @@ class TestRandom:
 class TestRoundRobin:
     def test_takes_turns_per_model_and_survives_leaves(self) -> None:
         core = a_core("w1", "w2", "w3", policy="round_robin")
-        core.handle(WorkerJoined(a_record("x1", model="other")), 0.0)
+        core.handle(WorkerRegistered(a_record("x1", model="other")), 0.0)
         turns = [place(core, request=f"r{i}") for i in range(4)]
         assert turns == ["w1", "w2", "w3", "w1"]
         assert place(core, model="other") == "x1"
@@ -134,7 +134,7 @@ class TestRing:
         core = a_core(*workers, policy="ring")
         sessions = [k for k in keys if k]
         before = {s: place(core, session=s) for s in sessions}
-        core.handle(WorkerJoined(a_record(extra)), 1.0)
+        core.handle(WorkerRegistered(a_record(extra)), 1.0)
         during = {s: place(core, session=s, now=1.0) for s in sessions}
         assert all(during[s] in (before[s], extra) for s in sessions)
         core.handle(WorkerLeft(extra), 2.0)
@@ -165,13 +165,8 @@ class TestRing:
             record = view.with_state(worker)
             known = view.workers.get(worker)
             if change is not None and record is not None and known is not None:
-                event = {
-                    "joined": WorkerJoined(record, known.heartbeat),
-                    "left": WorkerLeft(worker),
-                    "new_epoch": WorkerNewEpoch(record),
-                    "updated": WorkerUpdated(record),
-                }[change.value]
-                core.handle(event, now)
+                left = change is Change.LEFT
+                core.handle(WorkerLeft(worker) if left else WorkerRegistered(record, known.heartbeat), now)
             if kind == "beat":
                 core.handle(a_beat(worker, epoch=epoch, state=state), now)
             core.check_integrity()

@@ -21,10 +21,8 @@ from kvfleet.placement.events import (
     Tick,
     WorkerAnswered,
     WorkerDisconnected,
-    WorkerJoined,
     WorkerLeft,
-    WorkerNewEpoch,
-    WorkerUpdated,
+    WorkerRegistered,
 )
 from kvfleet.placement.producers.forwarding import LAST_CHANCE_S, TOKENISE_S
 from kvfleet.placement.producers.in_flight import (
@@ -107,7 +105,7 @@ class TestOffer:
 
     def test_the_models_real_name_is_found_by_its_token(self) -> None:
         core = a_core()
-        core.handle(WorkerJoined(a_record("w1", model="org/model")), 0.0)
+        core.handle(WorkerRegistered(a_record("w1", model="org/model")), 0.0)
         assert offer(core, token=model_token("org/model")).request.model == "org/model"
 
     def test_an_unknown_model_fails_at_once(self) -> None:
@@ -286,7 +284,7 @@ class TestAcceptance:
         """Whatever the clocks of their hosts said."""
         core = a_core("w1")
         offer(core)
-        core.handle(WorkerNewEpoch(a_record("w1", epoch=new)), 1.01)
+        core.handle(WorkerRegistered(a_record("w1", epoch=new)), 1.01)
         core.handle(WorkerAnswered(accepted("r1", 0, "w1", "e1")), 1.02)
         (fail,) = failures(core.handle(Tick(), 1.02 + LOST_GRACE_S))
         assert fail.failed.code == "worker_lost"
@@ -296,7 +294,7 @@ class TestAcceptance:
         core = a_core("w1")
         offer(core)
         core.handle(WorkerAnswered(accepted("r1", 0, "w1", new)), 1.02)
-        core.handle(WorkerNewEpoch(a_record("w1", epoch=new)), 1.3)
+        core.handle(WorkerRegistered(a_record("w1", epoch=new)), 1.3)
         assert failures(core.handle(Tick(), 1.02 + 2 * LOST_GRACE_S)) == []
         assert len(core.in_flight) == 1
 
@@ -377,7 +375,7 @@ class TestCancelled:
     @pytest.mark.parametrize("who", ["an older worker", "a reader of batches"])
     def test_nor_anybody_whom_the_worker_tells(self, who: str) -> None:
         core = a_core()
-        core.handle(WorkerJoined(replace(a_record("w1"), attaches=who != "an older worker")), 0.0)
+        core.handle(WorkerRegistered(replace(a_record("w1"), attaches=who != "an older worker")), 0.0)
         encoding = Encoding.FRAMES if who == "a reader of batches" else Encoding.JSON
         core.handle(a_generate(encoding=encoding), 1.0)
         core.handle(WorkerAnswered(accepted("r1", 0, "w1")), 1.01)
@@ -388,7 +386,7 @@ class TestCancelled:
 class TestLoss:
     @pytest.mark.parametrize(
         "event",
-        [WorkerLeft("w1"), WorkerNewEpoch(a_record("w1", epoch="e2")), PingUnanswered("w1", True)],
+        [WorkerLeft("w1"), WorkerRegistered(a_record("w1", epoch="e2")), PingUnanswered("w1", True)],
         ids=["left", "restarted", "unanswered"],
     )
     def test_the_producer_hears_once_after_the_grace(self, event: object) -> None:
@@ -416,7 +414,7 @@ class TestLoss:
         core = a_core("w1")
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
-        core.handle(WorkerJoined(a_record("w1")), 2.4)  # its connection was cut, and it came back
+        core.handle(WorkerRegistered(a_record("w1")), 2.4)  # its connection was cut, and it came back
         assert core.handle(Tick(), 3.0) == []
         assert len(core.in_flight) == 1
 
@@ -431,7 +429,7 @@ class TestLoss:
             if tenth in (4, 9, 14):
                 core.handle(a_beat("w1"), now)
             if tenth == 16:
-                core.handle(WorkerJoined(a_record("w1")), now)
+                core.handle(WorkerRegistered(a_record("w1")), now)
             assert core.handle(Tick(), now) == []
         assert len(core.in_flight) == 1
         core.check_integrity()
@@ -472,10 +470,10 @@ class TestLoss:
         offered_and_accepted(core)
         core.handle(WorkerLeft("w1"), 2.0)
         core.handle(Tick(), 2.1 + LOST_GRACE_S)
-        (cancel,) = core.handle(WorkerJoined(a_record("w1")), 10.0)
+        (cancel,) = core.handle(WorkerRegistered(a_record("w1")), 10.0)
         assert isinstance(cancel, Cancel)
         assert cancel.cancel.request == "r1"
-        assert core.handle(WorkerJoined(a_record("w1")), 11.0) == []
+        assert core.handle(WorkerRegistered(a_record("w1")), 11.0) == []
 
     def test_what_to_cancel_is_forgotten_with_time(self) -> None:
         core = a_core("w1")
@@ -483,7 +481,7 @@ class TestLoss:
         core.handle(WorkerLeft("w1"), 2.0)
         core.handle(Tick(), 2.1 + LOST_GRACE_S)
         core.handle(Tick(), 2.3 + LOST_GRACE_S + ORPHANS_KEPT_S)
-        assert core.handle(WorkerJoined(a_record("w1")), 70.0) == []
+        assert core.handle(WorkerRegistered(a_record("w1")), 70.0) == []
 
 
 class TestSuspicion:
@@ -507,7 +505,7 @@ class TestSuspicion:
         assert core.handle(Tick(), SILENT_AFTER_S + 0.1) == [PingWorker("w1")]
         assert core.handle(Tick(), SILENT_AFTER_S + 0.2) == []  # not ten times a second
         assert core.handle(Tick(), SILENT_AFTER_S + 0.1 + PING_AGAIN_S) == [PingWorker("w1")]
-        core.handle(WorkerUpdated(a_record("w1")), SILENT_AFTER_S + 0.7)
+        core.handle(WorkerRegistered(a_record("w1")), SILENT_AFTER_S + 0.7)
         assert core.handle(Tick(), SILENT_AFTER_S + 1.0) == []
 
 

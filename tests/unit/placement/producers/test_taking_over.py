@@ -20,9 +20,8 @@ from kvfleet.placement.events import (
     Tick,
     WatchesHeard,
     WorkerAnswered,
-    WorkerJoined,
     WorkerLeft,
-    WorkerUpdated,
+    WorkerRegistered,
 )
 from kvfleet.placement.io import intake
 from kvfleet.placement.producers.forwarding import CARRY_S, PARKED_S
@@ -72,7 +71,7 @@ def a_capsule(attempt: int = 0, **fields: object) -> CapsuleHeard:
 
 
 def draining(core: PlacementCore, worker: str = "w1") -> PlacementCore:
-    core.handle(WorkerUpdated(a_record(worker, state=State.DRAINING)), 0.5)
+    core.handle(WorkerRegistered(a_record(worker, state=State.DRAINING)), 0.5)
     return core
 
 
@@ -140,7 +139,7 @@ class TestCapsule:
         core = a_core("w1")
         core.handle(a_generate(tenant="acme", inbox=PRODUCER), 1.0)
         core.handle(WorkerAnswered(accepted("r1", 0, "w1")), 1.1)
-        core.handle(WorkerJoined(a_record("w2")), 1.1)
+        core.handle(WorkerRegistered(a_record("w2")), 1.1)
         draining(core)
         core.handle(a_capsule(), 1.2)
         core.handle(WorkerAnswered(Moved("r1", 0, 2)), 1.21)
@@ -154,7 +153,7 @@ class TestCapsule:
         core = draining(a_core("w1"))
         assert core.handle(a_capsule(), 1.0) == [TakenOver(REPLY)]
         assert core.handle(Tick(), 1.1 + PARKED_S) == []
-        core.handle(WorkerJoined(a_record("w2")), 3.0)
+        core.handle(WorkerRegistered(a_record("w2")), 3.0)
         (forward,) = of(Forward, core.handle(Tick(), 3.1 + PARKED_S))
         assert forward.worker == "w2"
         core.check_integrity()
@@ -325,7 +324,7 @@ class TestWatches:
     def test_what_was_lost_meanwhile_is_told(self, worker: str) -> None:
         core = a_core()
         if worker != "gone":
-            core.handle(WorkerJoined(a_record("w1", epoch="e2")), 1.0)
+            core.handle(WorkerRegistered(a_record("w1", epoch="e2")), 1.0)
         core.handle(self.watch(), 2.0)
         (fail,) = of(Fail, core.handle(Tick(), 2.0 + LOST_GRACE_S))
         assert (fail.inbox, fail.failed.code, fail.failed.attempt) == (PRODUCER, "worker_lost", 2)

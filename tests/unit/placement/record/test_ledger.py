@@ -12,7 +12,7 @@ from placement_rig import Rig, tokens
 
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import PlaceAsked, RecordDecision, WorkerJoined
+from kvfleet.placement.events import PlaceAsked, RecordDecision, WorkerRegistered
 from kvfleet.placement.record.ledger import CANDIDATES_KEPT, KEPT, KEPT_IN_ALL, Considered, LedgerEntry
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.workers.prompts import HashedPrompts
@@ -135,7 +135,7 @@ def recording() -> PlacementCore:
         prompts=HashedPrompts(b"key"),
         unix_ms=lambda: 5_000,
     )
-    core.handle(WorkerJoined(a_record("w0")), 0.0)
+    core.handle(WorkerRegistered(a_record("w0")), 0.0)
     return core
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from placement_build import FLEET_KEY, a_beat, a_core, a_record, an_ask
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Answer, BlocksChanged, PlaceAsked
+from kvfleet.placement.events import Answer, PlaceAsked
 from kvfleet.placement.index.changes import read_changes
 from kvproto import codec
 from kvproto.block_hash import TenantRoots, chain
@@ -22,7 +22,7 @@ def hashes(tenant: str, blocks: int) -> tuple[bytes, ...]:
 
 def store(core: PlacementCore, worker: str, seq: int, tier: Tier, of: tuple[bytes, ...]) -> None:
     events = KvEvents("e1", seq, (TierEvents(tier, False, (BlockRun(b"\0" * 16, of),)),))
-    core.handle(BlocksChanged(worker, read_changes(codec.encode_events(events))), 1.0)
+    core.indexer.on_changes(worker, read_changes(codec.encode_events(events)), 1.0)
 
 
 def a_core_that_knows() -> PlacementCore:

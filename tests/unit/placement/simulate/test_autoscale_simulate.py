@@ -41,15 +41,15 @@ def found(trace: Trace) -> Autoscaled:
 
 
 def test_it_grows_and_shrinks_within_its_limits(found: Autoscaled) -> None:
-    ready = [moment.ready for moment in found.scaled.timeline]
+    ready = [moment.ready for moment in found.scaling.timeline]
     assert ready[0] == 1
     assert max(ready) in (3, 4)
     assert ready[-1] < max(ready)
     assert all(1 <= one <= 4 for one in ready)
     assert found.figures.failed == 0
     assert found.worker_hours < found.fixed_worker_hours
-    assert found.scaled.ups == max(ready) - 1
-    first_up = next(moment.at_s for moment in found.scaled.timeline if moment.ready > 1)
+    assert found.scaling.ups == max(ready) - 1
+    first_up = next(moment.at_s for moment in found.scaling.timeline if moment.ready > 1)
     assert 18 <= first_up <= 18 + 5 + 4
 
 
@@ -74,9 +74,9 @@ def test_what_goes_with_a_worker_is_counted(victim: Victim) -> None:
     scale = Autoscale(replace(RULES, minimum=1, maximum=2, up_s=9), 1.0, victim)
     slow = replace(SPEED, prefill_tokens_per_s=250.0)
     found = run_autoscaled(a_trace(*rows), replace(SHAPE, speed=slow, autoscale=scale), "round_robin", 1, 2.0)
-    assert len(found.scaled.downs) >= 1
+    assert len(found.scaling.downs) >= 1
     assert found.figures.failed == 0
-    assert found.scaled.lost_tokens <= found.scaled.lost_blocks * BLOCK
+    assert found.scaling.lost_tokens <= found.scaling.lost_blocks * BLOCK
 
 
 def test_a_swell_moves_requests_and_loses_none(trace: Trace) -> None:

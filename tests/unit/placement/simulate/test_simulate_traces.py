@@ -13,7 +13,7 @@ from simulate_build import conversations
 
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Answer, PlaceAsked, RecordDecision, WorkerJoined
+from kvfleet.placement.events import Answer, PlaceAsked, RecordDecision, WorkerRegistered
 from kvfleet.placement.record.ledger_file import LedgerFile
 from kvfleet.placement.simulate.figures import attainable_tokens
 from kvfleet.placement.simulate.trace import Trace, parse_trace, read_trace
@@ -143,7 +143,7 @@ def record(trace: Trace, path: Path, block_size: int) -> None:
         prompts=HashedPrompts(FLEET_KEY),
         unix_ms=lambda: unix_ms,
     )
-    core.handle(WorkerJoined(a_record("w0")), 0.0)
+    core.handle(WorkerRegistered(a_record("w0")), 0.0)
     ledger = LedgerFile(path)
     asks = [
         PlaceRequest(f"r{one.number}", MODEL, prompt_ids=tuple(b for b in one.ids for _ in range(block_size)))

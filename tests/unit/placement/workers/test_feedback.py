@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from placement_build import a_core, a_record
 
-from kvfleet.placement.events import WorkerNewEpoch
+from kvfleet.placement.events import WorkerRegistered
 from kvfleet.placement.workers.feedback import FADE_S, LEAST_REQUESTS, Belief, Experience
 
 
@@ -66,7 +66,7 @@ def test_a_new_life_starts_anew_and_others_are_not_concerned() -> None:
     observe(core.fleet.workers["w"].experience, 40, 0)
     observe(core.fleet.workers["v"].experience, 40, 100)
     assert core.fleet.workers["w"].experience.belief is Belief.LOAD_ONLY
-    core.handle(WorkerNewEpoch(a_record("w", epoch="e2")), 1.0)
+    core.handle(WorkerRegistered(a_record("w", epoch="e2")), 1.0)
     assert {name: worker.experience.belief for name, worker in core.fleet.workers.items()} == {
         "w": Belief.EXACT,
         "v": Belief.EXACT,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from placement_build import a_beat, a_core, a_record, an_ask
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import PlaceAsked, WorkerJoined, WorkerLeft, WorkerNewEpoch
+from kvfleet.placement.events import PlaceAsked, WorkerLeft, WorkerRegistered
 from kvfleet.placement.workers.fleet import HITS_S, HITS_SAMPLE_S, WorkerMetrics, metrics_of
 from kvproto.messages import Heartbeat, Load, State
 
@@ -39,7 +39,7 @@ def test_a_heartbeat_is_shown_and_a_stranger_has_nothing() -> None:
     assert shown(core) == WorkerMetrics()
     core.handle(beat(waiting=2, running=3, slots=8, blocks_used=25, blocks_total=100), 1.0)
     assert shown(core) == WorkerMetrics(3, 8, 25, 100, 2, 0.25, 0.0)
-    core.handle(WorkerNewEpoch(a_record("w1", epoch="e2")), 2.0)
+    core.handle(WorkerRegistered(a_record("w1", epoch="e2")), 2.0)
     assert shown(core) == WorkerMetrics()
 
 
@@ -92,10 +92,10 @@ def test_the_core_keeps_them_for_one_life_of_a_worker() -> None:
     assert (one.request_active_slots, one.num_requests_waiting) == (3, 1)
     core.handle(a_beat("w1", epoch="e0", running=9), 1.2)
     assert shown(core, core.bookings.requests_at("w1")).request_active_slots == 3, "of a former life"
-    core.handle(WorkerNewEpoch(a_record("w1", epoch="e2")), 2.0)
+    core.handle(WorkerRegistered(a_record("w1", epoch="e2")), 2.0)
     assert shown(core, core.bookings.requests_at("w1")) == WorkerMetrics()
     core.handle(a_beat("w1", epoch="e2", running=1), 2.1)
     core.handle(WorkerLeft("w1"), 3.0)
     assert not core.fleet.workers
-    core.handle(WorkerJoined(a_record("w1")), 4.0)
+    core.handle(WorkerRegistered(a_record("w1")), 4.0)
     assert shown(core, core.bookings.requests_at("w1")) == WorkerMetrics()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from placement_build import a_core, an_acceptance, an_ask, load_of
+from placement_build import a_core, an_acceptance, an_ask, backlog_in, load_of
 from placement_rig import RATE, Rig, tokens
 
 from kvfleet.placement.events import Answer, Fail, PlaceAsked, Tick
@@ -64,7 +64,7 @@ def test_who_only_asks_has_nobody_else_refused() -> None:
         for number in range(300):
             ask_for(rig, "loud", an_ask(f"r{round_}.{number}", prompt_ids=tokens(number, 8_000)))
         for worker in ("w0", "w1"):
-            backlog = rig.core.workloads.of(rig.core.fleet.workers[worker].column, rig.now).backlog_tokens
+            backlog = backlog_in(rig.core.workloads, rig.core.fleet.workers[worker].column)
             assert seconds * RATE / 2 < backlog <= seconds * RATE
         if not round_:
             rig.wait(BOOKING_LIMIT_S + 0.1)
@@ -85,7 +85,10 @@ def test_a_burst_of_long_prompts_counts_until_the_workers_word_is_here() -> None
     bookings = Bookings(workloads)
 
     def book(at: float) -> int:
-        return sum(len(bookings.book(("a", f"{at}.{n}"), 0, "w1", column, RATE, at, silent_s=1.0)) for n in range(40))
+        return sum(
+            len(bookings.book(Booked("a", f"{at}.{n}", 0, "w1", int(RATE), silent_ms=1000), column, at))
+            for n in range(40)
+        )
 
     assert book(1.0) == 0, "40 s of prefill"
     for number in range(40):
@@ -128,7 +131,7 @@ def test_the_newest_of_each_tenant_at_each_worker_count_and_the_accepted_all_do(
     for tenant in ("a", "b"):
         for worker, column in columns.items():
             for number in range(5):
-                gone = bookings.book((tenant, f"{worker}.{number}"), 0, worker, column, 10, 1.0)
+                gone = bookings.book(Booked(tenant, f"{worker}.{number}", 0, worker, 10), column, 1.0)
                 assert gone == ([(tenant, f"{worker}.{number - 2}")] if number >= 2 else [])
     assert len(bookings) == 8
     for worker in columns:
@@ -137,7 +140,7 @@ def test_the_newest_of_each_tenant_at_each_worker_count_and_the_accepted_all_do(
         bookings.check_integrity()
     assert (len(bookings), bookings.running) == (4, 4)
     for number in range(5, 9):
-        bookings.book(("a", f"r{number}"), 0, "w1", columns["w1"], 10, 1.0)
+        bookings.book(Booked("a", f"r{number}", 0, "w1", 10), columns["w1"], 1.0)
         bookings.hear("w1", an_acceptance(f"r{number}", "a"), 1.0)
     assert (len(bookings), bookings.running) == (4, 8)
     bookings.check_integrity()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from placement_build import a_beat, a_core, a_record, an_acceptance, an_ask, load_of
+from placement_build import a_beat, a_core, a_record, an_acceptance, an_ask, backlog_in, load_of, requests_in
 from placement_rig import Rig
 
 from kvfleet.placement.core import PlacementCore
-from kvfleet.placement.events import Answer, PlaceAsked, Tick, WorkerLeft, WorkerNewEpoch, WorkerUpdated
+from kvfleet.placement.events import Answer, PlaceAsked, Tick, WorkerLeft, WorkerRegistered
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, HEARTBEAT_PERIOD_S, Bookings
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.messages import Booked, BookedBatch, Passed, PlaceRequest, State
@@ -73,13 +73,13 @@ def test_a_worker_that_leaves_or_restarts_takes_its_bookings_along() -> None:
     at = {w: core.bookings.requests_at(w) for w in ("w1", "w2")}
     core.handle(WorkerLeft("w1"), 1.1)
     assert booked(core) == at["w2"]
-    core.handle(WorkerNewEpoch(a_record("w2", epoch="e2")), 1.2)
+    core.handle(WorkerRegistered(a_record("w2", epoch="e2")), 1.2)
     assert booked(core) == 0
 
 
 def test_only_who_goes_without_draining_is_counted_as_lost() -> None:
     core = a_core("w1", "w2")
-    core.handle(WorkerUpdated(replace(a_record("w1"), state=State.DRAINING)), 1.0)
+    core.handle(WorkerRegistered(replace(a_record("w1"), state=State.DRAINING)), 1.0)
     core.handle(WorkerLeft("w1"), 1.1)
     assert core.undrained_total == 0
     core.handle(WorkerLeft("w2"), 1.2)
@@ -100,12 +100,12 @@ def test_releasing_twice_changes_nothing() -> None:
     workloads = Workloads()
     column = workloads.add(0, 16, 0.0)
     bookings = Bookings(workloads)
-    bookings.book(("t", "r"), 0, "w", column, 10, 1.0)
-    assert workloads.of(column, 1.0).requests == 1
+    bookings.book(Booked("t", "r", 0, "w", 10), column, 1.0)
+    assert requests_in(workloads, column) == 1
     for _ in range(2):
         bookings.release(("t", "r"), 1.0)
         assert (len(bookings), bookings.requests_at("w")) == (0, 0)
-        assert workloads.of(column, 1.0).requests == 0
+        assert requests_in(workloads, column) == 0
     bookings.check_integrity()
     workloads.check_integrity()
 
@@ -121,7 +121,7 @@ def test_a_worker_that_is_quicker_than_the_word_of_a_booking_is_not_counted_twic
     assert (len(rig.core.bookings), rig.core.bookings.running) == (0, 1)
     rig.beat("w0", running=1)
     assert load_of(rig.core, "w0") == 1
-    assert rig.core.workloads.of(0, rig.now).backlog_tokens == 0
+    assert backlog_in(rig.core.workloads, 0) == 0
     rig.core.check_integrity()
 
 
@@ -132,7 +132,7 @@ def test_what_a_heartbeat_has_counted_is_not_corrected_again() -> None:
         rig.pass_("w0", f"r{number}", Passed.ACCEPTED)
     rig.beat("w0", queued=1000, waiting=10)  # it is a hundred each
     rig.pass_("w0", "r0", Passed.STARTED, prompt=100)
-    assert rig.core.workloads.of(0, rig.now).backlog_tokens == 1000
+    assert backlog_in(rig.core.workloads, 0) == 1000
 
 
 def test_there_are_never_more_than_so_many() -> None:
@@ -140,7 +140,7 @@ def test_there_are_never_more_than_so_many() -> None:
     column = loads.add(1.0, 16, 0.0)
     bookings = Bookings(loads, max_booked=8)
     for number in range(50):
-        bookings.book(("public", f"r{number}"), 0, "w1", column, 10, float(number) / 100)
+        bookings.book(Booked("public", f"r{number}", 0, "w1", 10), column, float(number) / 100)
         if number % 2:
             bookings.hear("w1", an_acceptance(f"r{number}"), float(number) / 100)
         bookings.check_integrity()

@@ -138,7 +138,7 @@ def test_columns_are_used_again_and_remember_nothing() -> None:
     loads.drop(41)
     again = loads.add(0, 16, 1.0)
     assert again == 41
-    assert loads.of(again, 1.0).requests == 0
+    assert loads.requests_of(at(again)).tolist() == [0.0]
     assert loads.credits_of(at(41)).tolist() == [1.0]
     loads.check_integrity()
 

@@ -74,7 +74,7 @@ async def test_a_cancelled_prefill_stops_in_the_midst_of_its_chunk(desk: Desk, r
     prompt = list(range(30))
     desk.thread.submit(spec("gone", prompt))
     await entered(runner)
-    desk.thread.cancel("gone")
+    desk.thread.cancel("gone", 0)
     await desk.ends(1)
     assert isinstance(desk.transcript.ends["gone", 0], Cancelled)
     assert desk.thread.counters.steps_aborted_total == 1
@@ -113,7 +113,7 @@ async def test_a_step_that_serves_others_too_is_finished(runner: LayeredRunner) 
     desk.thread.start()
     await entered(runner)
     assert runner.steps == [[0, 0]]
-    desk.thread.cancel("gone")
+    desk.thread.cancel("gone", 0)
     runner.open.set()
     await desk.ends(2)
     desk.thread.stop()
@@ -128,10 +128,10 @@ async def test_an_attempt_ends_with_all_its_choices(desk: Desk, runner: LayeredR
     for choice in range(2):
         desk.thread.submit(spec("a", [1, 2, 3], sampling=Sampling(8, n=2), choice=choice))
     await entered(runner)
-    desk.thread.cancel("somebody else")
+    desk.thread.cancel("somebody else", 0)
     await asyncio.sleep(0.02)
     assert desk.thread.counters.steps_aborted_total == 0
-    desk.thread.cancel("a")
+    desk.thread.cancel("a", 0)
     await desk.ends(2)
     assert desk.thread.counters.steps_aborted_total == 1
     assert desk.thread.cancel_to_free.count == 1, "of one that is not there nothing is freed"
@@ -154,7 +154,7 @@ async def test_what_is_cancelled_before_a_step_begins_is_not_in_it(runner: Layer
     desk = Desk(engine)
     runner.open.set()
     desk.thread.submit(spec("gone", [1, 2, 3]))
-    engine.cancels = {"now": lambda: desk.thread.cancel("gone")}
+    engine.cancels = {"now": lambda: desk.thread.cancel("gone", 0)}
     desk.thread.start()
     await desk.ends(1)
     desk.thread.stop()
@@ -198,7 +198,8 @@ def test_a_whole_simulated_step_takes_what_it_should() -> None:
 def test_an_abort_needs_everybody() -> None:
     engine = make_engine()
     abort = engine.runner.abort
-    abort.ask("a", None)
+    for attempt in range(2):
+        abort.ask("a", attempt)
     abort.check()  # between steps there is nothing to give up
     for request, attempt in (("a", 0), ("a", 1), ("b", 0)):
         engine.add(spec(request, [1, 2], attempt=attempt))
@@ -213,7 +214,8 @@ def test_an_abort_needs_everybody() -> None:
     abort.ask("b", 0)
     with pytest.raises(StepAborted):
         abort.check()
-    abort.obeyed("a", None)
+    for attempt in range(2):
+        abort.obeyed("a", attempt)
     abort.check()
     abort.ask("a", 0)
     abort.check()
@@ -228,7 +230,7 @@ async def test_a_request_that_ends_by_itself_is_as_good_as_cancelled(desk: Desk,
     runner.open.set()
     desk.thread.submit(spec("r", [1]))
     await desk.ends(1)
-    desk.thread.cancel("r")
+    desk.thread.cancel("r", 0)
     desk.thread.submit(spec("later", [2]))
     await desk.ends(2)
     assert desk.transcript.ends["later", 0] is FinishReason.LENGTH

@@ -142,7 +142,7 @@ def test_cancel_pause_and_resume_are_for_all_choices_of_an_attempt() -> None:
         transcript.take(engine.step())
     assert len(engine.scheduler.running) == 2
     engine.cancel("r", 1)
-    engine.cancel("r")
+    engine.cancel("r", 0)
     transcript.run(engine)
     assert [type(end) for end in transcript.ends.values()] == [Cancelled] * 4
     assert engine.pool.used == 0

@@ -112,7 +112,6 @@ def test_every_turn_feeds_only_what_is_new(turns: int, block_size: int) -> None:
         transcript = Transcript().run(engine)
         cached = max(len(history) - 1, 0)
         assert transcript.started[f"turn{turn}", 0].cached_tokens == cached
-        assert transcript.finished[f"turn{turn}", 0].cached_tokens == cached
         assert transcript.fed == len(prompt) - cached + 9 - 1
         assert transcript.tokens[f"turn{turn}", 0] == expected_tokens(prompt, Sampling(9, temperature=0.0))
         history = prompt + transcript.tokens[f"turn{turn}", 0]
@@ -235,8 +234,8 @@ def test_cancel_ends_it_and_frees_its_blocks(state: str) -> None:
     engine.add(spec("r", range(10)))
     transcript.take(engine.step())
     if state == "paused":
-        engine.pause("r")
-    engine.cancel("nobody")
+        engine.pause("r", 0)
+    engine.cancel("nobody", 0)
     engine.cancel("r", 7)
     engine.cancel("r", 0)
     engine.check_integrity()
@@ -252,11 +251,11 @@ def test_paused_sequence_holds_no_blocks_and_goes_on_where_it_was() -> None:
     for _ in range(3):
         transcript.take(engine.step())
     fed = transcript.fed
-    engine.pause("r")
+    engine.pause("r", 0)
     engine.check_integrity()
     assert not engine.has_work
     assert engine.pool.used == 0
-    engine.resume("r")
+    engine.resume("r", 0)
     transcript.run(engine)
     assert transcript.tokens["r", 0] == expected_tokens(range(10), GREEDY8)
     assert transcript.fed == 17  # what was computed before the pause was found again
@@ -492,7 +491,7 @@ def test_load_counts() -> None:
     load = engine.load()
     assert (load.waiting, load.running, load.blocks_used, load.queued_prefill_tokens) == (0, 0, 0, 0)
     assert load.prompt_tokens_total == 15
-    assert load.hit_tokens_total == transcript.finished["b", 0].cached_tokens == 4
+    assert load.hit_tokens_total == transcript.started["b", 0].cached_tokens == 4
     assert load.fed_tokens_total == transcript.fed == (10 + 7) + (1 + 7)
     assert load.generated_tokens_total == 16
 

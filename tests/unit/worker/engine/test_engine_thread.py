@@ -67,14 +67,14 @@ async def test_refused_request_comes_back_failed(desk: Desk) -> None:
 
 async def test_cancel_pause_resume(desk: Desk) -> None:
     desk.thread.submit(spec("cancelled", [1], max_tokens=400))
-    desk.thread.cancel("cancelled")
+    desk.thread.cancel("cancelled", 0)
     desk.thread.submit(spec("paused", [2]))
-    desk.thread.post(lambda engine: engine.pause("paused"))
+    desk.thread.post(lambda engine: engine.pause("paused", 0))
     await desk.ends(1)
     assert isinstance(desk.transcript.ends["cancelled", 0], Cancelled)
     await asyncio.sleep(0.02)
     assert ("paused", 0) not in desk.transcript.ends
-    desk.thread.post(lambda engine: engine.resume("paused"))
+    desk.thread.post(lambda engine: engine.resume("paused", 0))
     await desk.ends(2)
     assert desk.transcript.ends["paused", 0] is FinishReason.LENGTH
 
@@ -92,7 +92,7 @@ async def test_answers_arrive_after_exactly_the_results_before_them(desk: Desk) 
     for at in range(30):
         desk.thread.submit(spec(f"r{at}", [at] * 9, max_tokens=30))
         digest = await desk.thread.call(lambda engine: engine.kv.digest)
-        assert digest == 0 or desk.events.seq_of(digest) > 0
+        assert digest == 0 or desk.events.snapshot({}, digest)[0].seq > 0
     await desk.ends(30)
 
 

@@ -6,8 +6,8 @@ import pytest
 from engine_rig import Clock, make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFinished
 from kvfleet.worker.schedule.sequence import SequenceTrace
+from kvproto.messages import ChoiceFinished
 
 
 def run(engine: Engine, clock: Clock, steps: int = 1000) -> int:
@@ -62,7 +62,7 @@ def test_one_that_never_ran_has_an_end_alone() -> None:
     engine.add(spec("other", range(4), max_tokens=50))
     engine.add(spec("traced", range(4), trace=trace))
     run(engine, clock, steps=3)
-    engine.cancel("traced")
+    engine.cancel("traced", 0)
     assert (trace.admitted, trace.prefilled, trace.ended) == (None, None, 1003.0)
     assert not engine._traced.undrawn
 
@@ -90,7 +90,7 @@ def test_tracing_changes_nothing_that_is_generated() -> None:
             engine.add(spec(f"r{number}", range(7 * number, 7 * number + 9), max_tokens=12, trace=trace))
         found: list[object] = []
         while engine.has_work:
-            found += [(type(one), one) for one in engine.step().outputs if isinstance(one, SequenceFinished)]
+            found += [(type(one), one) for one in engine.step().outputs if isinstance(one, ChoiceFinished)]
         return found
 
     assert outputs(traced=True) == outputs(traced=False)

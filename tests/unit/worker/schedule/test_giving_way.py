@@ -6,11 +6,11 @@ import pytest
 from engine_rig import make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished
+from kvfleet.worker.engine.outputs import SequenceFailed
 from kvfleet.worker.schedule.giving_way import Departures
 from kvfleet.worker.serve.request_intake import check_capacity
 from kvproto.errors import Overloaded
-from kvproto.messages import GenerateRequest, Load, PriorityLoad, Rates, Sampling
+from kvproto.messages import ChoiceFinished, GenerateRequest, Load, PriorityLoad, Rates, Sampling
 
 PROMPT = tuple(range(20, 28))
 
@@ -43,7 +43,7 @@ def shed(engine: Engine) -> list[str]:
 def finished(engine: Engine) -> set[str]:
     ended = set()
     while engine.has_work:
-        ended |= {output.request for output in engine.step().outputs if isinstance(output, SequenceFinished)}
+        ended |= {output.request for output in engine.step().outputs if isinstance(output, ChoiceFinished)}
     return ended
 
 
@@ -77,10 +77,10 @@ def test_what_has_begun_is_never_sent_away() -> None:
 
 def test_a_paused_one_that_had_begun_is_not_sent_away() -> None:
     engine = an_engine(("a", 0), slots=1)
-    engine.pause("a")
+    engine.pause("a", 0)
     engine.add(spec("b", prompt("b"), 30, priority=1))
     engine.step()
-    engine.resume("a")
+    engine.resume("a", 0)
     engine.add(spec("new", PROMPT, 4, priority=2))
     engine.make_room("new", 0, 1)
     assert shed(engine) == ["new"]

@@ -155,7 +155,7 @@ def test_higher_priority_takes_blocks_but_not_in_vain() -> None:
     engine.add(spec("huge", range(200, 240), max_tokens=1, priority=1))  # 10 blocks: not even without the low one
     transcript.take(engine.step())
     assert {s.spec.request for s in engine.scheduler.running} == {"same", "low"}
-    engine.cancel("huge")
+    engine.cancel("huge", 0)
     engine.add(spec("high", range(300, 316), max_tokens=1, priority=1))
     transcript.take(engine.step())
     assert {s.spec.request for s in engine.scheduler.running} | {"high"} == {"same", "high"}
@@ -213,10 +213,10 @@ def test_running_past_the_deadline_fails_at_the_next_step(paused: bool) -> None:
     for _ in range(3):
         transcript.take(engine.step())
     if paused:
-        engine.pause("late")
+        engine.pause("late", 0)
     clock.now += 1.0
     if paused:
-        engine.resume("late")
+        engine.resume("late", 0)
     transcript.take(engine.step())
     end = transcript.ends["late", 0]
     assert isinstance(end, DeadlineExceeded)
@@ -307,7 +307,7 @@ def test_two_busy_tenants_are_served_alike_whatever_they_ask_for() -> None:
     served = {tenant: share.served for tenant, share in shares.items()}
     assert sum(served.values()) > 1500
     assert abs(served["long"] - served["short"]) <= 6 * 33
-    engine.cancel("nobody")
+    engine.cancel("nobody", 0)
 
 
 def test_prompts_of_two_tenants_take_turns() -> None:

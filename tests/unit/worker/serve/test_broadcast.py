@@ -14,6 +14,7 @@ from kvproto import codec
 from kvproto.messages import BlockRun, KvEvents, Milestone, Milestones, Passed, Tier, TierEvents
 from kvproto.subjects import Subjects
 from kvservice.event_log import IDLE_PERIOD_S
+from tests.support.kv_events import decode_events
 from tests.support.waiting import LIMIT_S
 
 S = Subjects()
@@ -37,7 +38,7 @@ class Rig:
 
     def send(self, subject: str, data: bytes) -> None:
         if subject == S.events("w0"):
-            self.events.append(codec.decode_events(data))
+            self.events.append(decode_events(data))
         else:
             assert subject == S.milestones("w0")
             self.milestones.append(codec.decode(Milestones, data))

@@ -8,7 +8,6 @@ import pytest
 
 from kvfleet.worker.engine.outputs import (
     SequenceFailed,
-    SequenceFinished,
     SequenceOutput,
     SequenceStarted,
 )
@@ -56,7 +55,7 @@ def test_life_of_an_attempt() -> None:
     ((_, sent),) = book.add(SequenceStarted("r", 0, 7, 5, 0.25), 0.0)
     assert sent == Started("r", 0, "w0", 7, {"device": 5}, 0.25)
     book.add(Tokens("r", 0, 0, 0, (4, 5), ("a", "b")), 0.0)
-    ((_, done),) = book.add(SequenceFinished("r", 0, FinishReason.STOP, 7, 2, 5), 1.0)
+    ((_, done),) = book.add(ChoiceFinished("r", 0, 0, FinishReason.STOP, 2), 1.0)
     assert done == Finished("r", 0, FinishReason.STOP, 7, 2, 5, "w0")
     assert book.add(SequenceFailed("r", 0, EngineFailure("late")), 1.0) == [], "one terminal frame only"
     assert book.running == []
@@ -66,7 +65,7 @@ def test_life_of_an_attempt() -> None:
     assert stream.ids == [4, 5]
     assert stream.terminal == done
     book.sweep(1.0 + KEEP_FINISHED_S + 0.1)
-    assert len(book._records) == 0
+    assert book.known("r", 0) is None
     assert book.repeat("r", 0, 0) == []
 
 
@@ -138,8 +137,8 @@ def tokens(choice: int, index: int, *ids: int) -> Tokens:
     return Tokens("r", 0, choice, index, ids, tuple(str(one) for one in ids), scores)
 
 
-def done(choice: int, total: int, reason: FinishReason = FinishReason.STOP, cached: int = 0) -> SequenceFinished:
-    return SequenceFinished("r", 0, reason, 7, total, cached, choice)
+def done(choice: int, total: int, reason: FinishReason = FinishReason.STOP) -> ChoiceFinished:
+    return ChoiceFinished("r", 0, choice, reason, total)
 
 
 def test_several_choices_end_one_by_one_and_the_attempt_once() -> None:
@@ -151,11 +150,11 @@ def test_several_choices_end_one_by_one_and_the_attempt_once() -> None:
         SequenceStarted("r", 0, 7, 0, 0.5, 1),
         SequenceStarted("r", 0, 7, 6, 0.7, 0),  # finds what choice 1 computed: not what was cached before
         tokens(1, 0, 11, 12),
-        done(1, 2, cached=6),
+        done(1, 2),
         tokens(0, 0, 1),
-        done(0, 1, FinishReason.LENGTH, cached=6),
+        done(0, 1, FinishReason.LENGTH),
         tokens(2, 0, 21),
-        done(2, 1, cached=6),
+        done(2, 1),
     )
     assert out == [
         Started("r", 0, "w0", 7, {}, 0.5),
@@ -186,7 +185,8 @@ def test_a_continued_attempt_generates_what_has_not_ended() -> None:
     record = book.open(several(3, continuations=before), "", "public", 0.0)
     assert record.pending == {0, 2}
     assert record.output_tokens == 3
-    assert say(book, tokens(0, 2, 3), done(0, 3), done(2, 0))[-1] == Finished("r", 0, FinishReason.STOP, 7, 4, 0, "w0")
+    out = say(book, SequenceStarted("r", 0, 7, 0, 0.0), tokens(0, 2, 3), done(0, 3), done(2, 0))
+    assert out[-1] == Finished("r", 0, FinishReason.STOP, 7, 4, 0, "w0")
 
 
 def test_an_attempt_of_which_only_the_end_was_lost_is_concluded_without_the_engine() -> None:
@@ -266,14 +266,15 @@ def test_what_is_kept_of_finished_ones_is_bounded_in_tokens(scored: bool, monkey
         book.open(replace(request(), request=f"r{number}"), "", "public", 0.0)
         ids, text = tuple(range(each)), ("",) * each
         scores = (TokenLogprobs(-1.0, tuple(range(100)), (-1.0,) * 100),) * each if scored else ()
+        book.add(SequenceStarted(f"r{number}", 0, 7, 0, 0.0), 0.0)
         book.add(Tokens(f"r{number}", 0, 0, 0, ids, text, scores), 0.0)
-        book.add(SequenceFinished(f"r{number}", 0, FinishReason.STOP, 7, each, 0), 1.0)
-    assert 8 <= len(book._records) < 10
+        book.add(ChoiceFinished(f"r{number}", 0, 0, FinishReason.STOP, each), 1.0)
+    assert 8 <= len(book._finished) < 10
     assert book.known("r49", 0) is not None
     assert book.known("r0", 0) is None
     assert len(book.running) == 0
     book.sweep(100.0)
-    assert len(book._records) == book._kept == 0
+    assert len(book._finished) == book._kept == 0
     big = book.open(replace(request(), request="big"), "", "public", 0.0)
     book.add(Tokens("big", 0, 0, 0, (1,) * 20_000, ("",) * 20_000), 0.0)
     book.end(big, Finished("big", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)

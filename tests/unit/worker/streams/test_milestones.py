@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceFinished, SequenceStarted
+from kvfleet.worker.engine.outputs import SequenceFailed, SequenceStarted
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.milestones import KEPT, PER_MESSAGE, MilestoneLog
 from kvproto import codec
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, KvfleetError
 from kvproto.messages import (
+    ChoiceFinished,
     Continuation,
     Failed,
     FinishReason,
@@ -52,7 +53,7 @@ def test_an_attempt_that_finishes() -> None:
         (SequenceStarted("r", 3, 7, 5, 0.5), 10.75),  # told with its first step
         (tokens(0), 10.75),
         (tokens(1), 11.0),
-        (SequenceFinished("r", 3, FinishReason.STOP, 7, 2, 5), 12.0),
+        (ChoiceFinished("r", 3, 0, FinishReason.STOP, 2), 12.0),
         (SequenceFailed("r", 3, EngineFailure("late")), 13.0),
     ):
         book.frames.add(output, now)
@@ -114,8 +115,8 @@ def test_several_choices_are_one_attempt() -> None:
         SequenceStarted("r", 3, 7, 7, 0.0, 0),
         tokens(choice=1),
         tokens(choice=0),
-        SequenceFinished("r", 3, FinishReason.STOP, 7, 1, 0, 1),
-        SequenceFinished("r", 3, FinishReason.STOP, 7, 1, 7, 0),
+        ChoiceFinished("r", 3, 1, FinishReason.STOP, 1),
+        ChoiceFinished("r", 3, 0, FinishReason.STOP, 1),
     ):
         book.frames.add(output, 10.0)
     said = book.said()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvfleet.worker.tiers.transfer_threads import Deadlines
+from kvfleet.worker.tiers.transfers import Deadlines
 from tests.support.waiting import LIMIT_S
 
 

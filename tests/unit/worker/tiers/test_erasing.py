@@ -190,7 +190,7 @@ def test_what_a_paused_sequence_computed_past_that_goes_too(rig: Rig) -> None:
     transcript = Transcript()
     while len(transcript.tokens["cut", 0]) < 20:
         transcript.take(rig.engine.step())
-    rig.engine.pause("cut")
+    rig.engine.pause("cut", 0)
     rig.settle()
     rig.engine.cancel("cut", 0, (0,))
     rig.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.tiers.quarantine import (
+from kvfleet.worker.tiers.source import (
     FAULTS,
     FIRST_TERM_S,
     FORGIVEN_S,

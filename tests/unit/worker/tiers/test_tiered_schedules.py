@@ -83,7 +83,7 @@ class TieredSchedule(Schedule):
                 self.meddle()
             if not self.busy and not to_come:
                 for request in self.paused:
-                    self.engine.resume(request)
+                    self.engine.resume(request, self.attempt_of(request))
                 if not self.busy:
                     return
             self.step()

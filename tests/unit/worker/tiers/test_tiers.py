@@ -13,7 +13,7 @@ from memory_remote import Faults
 from tier_rig import SIZE, TieredRig
 
 from kvfleet.worker.blocks.chain_location import names_of
-from kvfleet.worker.tiers.lending import PeerStore
+from kvfleet.worker.network.lending import PeerStore
 from kvproto.block_hash import ForkedRoot, chain
 from kvproto.messages import Sampling, Tier
 from tests.support.waiting import LIMIT_S
@@ -210,7 +210,7 @@ class TestVault:
         self.stored(rig)
         rig.add("b", PROMPT)
         rig.until(lambda: rig.tiers.restorer.held() != [])
-        rig.engine.cancel("b")
+        rig.engine.cancel("b", 0)
         rig.until(lambda: ("b", 0) in rig.transcript.ends and not rig.tiers.restorer.held())
         assert rig.pool.used == 0
 
@@ -219,9 +219,9 @@ class TestVault:
         self.stored(rig)
         rig.add("b", PROMPT)
         rig.until(lambda: rig.tiers.restorer.held() != [])
-        rig.engine.pause("b")
+        rig.engine.pause("b", 0)
         rig.until(lambda: not rig.tiers.restorer.held())
-        rig.engine.resume("b")
+        rig.engine.resume("b", 0)
         rig.until(lambda: ("b", 0) in rig.transcript.ends)
         assert rig.transcript.tokens["b", 0] == expected_tokens(PROMPT, GREEDY)
 

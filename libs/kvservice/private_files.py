@@ -1,4 +1,4 @@
-"""Adapter: temporary folders of this process alone.
+"""Adapter: files and folders that are this user's alone: secrets, and temporary folders of this process.
 
     TMPDIR/kvf-XXXXXXXX/.owner      locked while the process lives; the kernel unlocks it
 
@@ -16,8 +16,37 @@ import stat
 import tempfile
 from pathlib import Path
 
+from kvproto.errors import InvalidRequest
+
 PREFIX = "kvf-"  # short: a socket's path has 107 bytes at most
 OWNER = ".owner"
+
+
+def read_secret(path: Path, field: str) -> str:
+    """Without surrounding blanks. Raises InvalidRequest."""
+    try:
+        text = path.read_text("ascii").strip()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}", field=field) from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{path} holds something else than text", field=field) from None
+    if not text:
+        raise InvalidRequest(f"{path} is empty", field=field)
+    return text
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Mode 0600; the file appears whole or not at all. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def make_own_folder() -> Path:

@@ -4,7 +4,7 @@ A newcomer without a GPU or a download gets a Hugging Face folder like any other
 contexts long enough for reuse to matter. This file owns the tokenizer, the chat format, the recipe, and the figures in
 the model card. It knows nothing of kvfleet.
 
-    python -m scripts.train_demo_model --data shakespeare.txt --out services/worker/model/demo_model
+    python -m kvfleet.worker.model.train_demo_model --data shakespeare.txt --out services/worker/model/demo_model
 
 The text is about 400,000 tokens, so the recipe works against overfitting: residual dropout, BPE dropout, weight decay
 and two views of each speech (as the play prints it, and as chat turns). The seed fixes all but BPE dropout, for which

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from kvfleet.worker.tiers.block_codec import (
+from kvfleet.worker.blocks.block_codec import (
     LOSSLESS_DB,
     SNR_GATE_DB,
     BlockShape,

@@ -1,5 +1,5 @@
-"""The threads of a worker's transfers: one for each connection to a vault or peer, and one for deadlines. Loops: each
-owns its thread, and the jobs or calls that wait.
+"""What all transfers of a worker share: their settings, thread-safe counts, and threads, one for each connection to a
+vault or peer, and one for deadlines. Loops: each owns its thread, and the jobs or calls that wait.
 
     connecting ──▶ connected ──job failed──▶ connecting      jobs wait
         │ cannot                     ▲
@@ -15,16 +15,24 @@ import heapq
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from kvfleet.worker.blocks.block_codec import BlockShape
+from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerTimeout, ProtocolError
 from kvproto.errors import KvfleetError
+from kvproto.messages import Tier, TierLoad
+from kvservice.distribution import Distribution
 
 logger = logging.getLogger(__name__)
+
+LOOK_LIMIT_S = 0.02
+TIERS = (Tier.VAULT, Tier.PEER)
+SNR_DB = (35.0, 38.0, 40.0, 41.0, 42.0, 43.0, 44.0, 45.0, 46.0, 48.0, 50.0, 60.0, 200.0)  # from the gate to no loss
 
 MAX_JOBS = 256
 FIRST_PAUSE_S = 0.1  # after a connect that failed; doubles
@@ -36,6 +44,89 @@ REASONS = ((PeerTimeout, "timeout"), (HandshakeRefused, "refused"), (ProtocolErr
 
 Connect = Callable[[], DataPlaneClient]
 Use = Callable[[DataPlaneClient], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    worker: str
+    host: str
+    kv_format: bytes  # of the worker's pool, as is the shape
+    shape: BlockShape
+    codec: BlockCodec = BlockCodec.RAW  # of what it writes to vaults
+    max_queued_bytes: int = 256 * 1024 * 1024  # for one vault
+    look_limit_s: float = LOOK_LIMIT_S
+
+
+@dataclass(eq=False, slots=True)
+class RemoteCounts:
+    snr_db: Distribution = field(default_factory=lambda: Distribution(SNR_DB))  # of blocks that were quantised
+    quantised_raw_bytes: int = 0
+    quantised_bytes: int = 0
+    kept_raw: int = 0  # that would have lost too much, or held what is no number
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _offloaded: int = 0
+    _failures: dict[Tier, Counter[str]] = field(default_factory=lambda: {tier: Counter() for tier in TIERS})
+    _open: list[tuple[Tier, DataPlaneClient]] = field(default_factory=list)
+    _received: Counter[Tier] = field(default_factory=Counter)  # over connections that have ended
+    _sent: Counter[Tier] = field(default_factory=Counter)
+
+    def offloaded(self, blocks: int) -> None:
+        """Blocks that a vault did not have and has now."""
+        with self._lock:
+            self._offloaded += blocks
+
+    def quantised(self, snr_db: float, raw_bytes: int, nbytes: int) -> None:
+        with self._lock:
+            self.snr_db.observe(snr_db)
+            self.quantised_raw_bytes += raw_bytes
+            self.quantised_bytes += nbytes
+
+    def stayed_raw(self) -> None:
+        with self._lock:
+            self.kept_raw += 1
+
+    def connected(self, tier: Tier, connection: DataPlaneClient) -> None:
+        with self._lock:
+            self._count_ended()
+            self._open.append((tier, connection))
+
+    def transfers(self) -> dict[Tier, tuple[int, int]]:
+        """Bytes received and sent."""
+        with self._lock:
+            self._count_ended()
+            received, sent = self._received.copy(), self._sent.copy()
+            for tier, connection in self._open:
+                received[tier] += connection.link.bytes_in
+                sent[tier] += connection.link.bytes_out
+            return {tier: (received[tier], sent[tier]) for tier in TIERS}
+
+    def _count_ended(self) -> None:
+        ended = [one for one in self._open if one[1].closed]
+        self._open = [one for one in self._open if one not in ended]
+        for tier, connection in ended:
+            self._received[tier] += connection.link.bytes_in
+            self._sent[tier] += connection.link.bytes_out
+
+    def failed(self, tier: Tier, reason: str, count: int = 1) -> None:
+        with self._lock:
+            self._failures[tier][reason] += count
+
+    @property
+    def not_offloaded(self) -> int:
+        """Blocks that were to be written to a vault, and were not."""
+        with self._lock:
+            reasons = self._failures[Tier.VAULT].items()
+            return sum(count for reason, count in reasons if reason.startswith(("put_", "offload_")))
+
+    def loads(self) -> dict[str, TierLoad]:
+        with self._lock:
+            return {
+                tier.value: TierLoad(
+                    offloaded_blocks_total=self._offloaded if tier is Tier.VAULT else 0,
+                    failures_total=dict(self._failures[tier]),
+                )
+                for tier in TIERS
+            }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,10 +7,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.blocks.chain_location import BlockName
-from kvfleet.worker.tiers.vault_ring import VaultRing, by_root
+from kvfleet.worker.blocks.chain_location import BlockName, VaultRing, by_root
 from kvproto.block_hash import chain, pack_ids, parent_of
-from kvproto.dataplane.block import RUN_BLOCKS, runs_of
+from kvproto.dataplane.block import RUN_BLOCKS
 from kvproto.hash_ring import HashRing
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
@@ -19,7 +18,7 @@ ROOT, OTHER = b"r" * 16, b"o" * 16
 def names_of(blocks: int, seed: int = 0, root: bytes = ROOT) -> list[BlockName]:
     ids = [random.Random(seed).randrange(1000) for _ in range(2 * blocks)]
     hashes = chain(root, ids, 2)
-    keys = [key for key, start, end in runs_of(hashes) for _ in range(start, end)]
+    keys = [hashes[at - at % RUN_BLOCKS] for at in range(len(hashes))]
     return [
         BlockName(root, hashes[at], parent_of(root, hashes, at), pack_ids(ids[2 * at : 2 * at + 2]), keys[at])
         for at in range(blocks)

@@ -113,15 +113,3 @@ class PeerStore(BlockStore):
         for pool, chain in chains:
             pool.release(chain)
         del self.tiers.lent[id(chains)]
-
-    def reserve(self, header: BlockHeader) -> memoryview | None:
-        return None
-
-    def commit(self, header: BlockHeader, buffer: memoryview) -> bool:
-        return False
-
-    def abandon(self, header: BlockHeader, buffer: memoryview) -> None:
-        pass
-
-    def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
-        return 0
