@@ -20,11 +20,11 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.harness.yardstick_machine import Machine
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceStarted, StepResult
 from kvfleet.worker.model.assembly import KvDtype, build_runner, with_kv_dtype
 from kvfleet.worker.model.loader import Dtype, LoadFormat, load_model
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
 from kvproto.messages import ChoiceFinished, Sampling, Tokens
 from tests.support.id_detokenizer import IdDetokenizer

@@ -27,8 +27,9 @@ from kvcpu.blocks import AttentionForm, KvShape
 from kvcpu.vector.memory import huge_pages
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool
-from kvfleet.worker.schedule.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.messages import Sampling
+from kvsampling.draw import Draw
 
 SEQUENCES, LENGTH, HEAD_DIM, FLOOR = 16, 1_000, 64, 0.4
 

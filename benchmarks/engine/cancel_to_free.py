@@ -18,8 +18,8 @@ from benchmarks.engine._engine import CORES, ROOT, Ours, fresh_prompts
 from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
-from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.port.outputs import SequenceFailed, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvproto.errors import Cancelled
 from kvproto.messages import ChoiceFinished, Sampling, Tokens
 

@@ -21,8 +21,8 @@ from benchmarks.harness.yardsticks import Hops, tokens_per_s
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakePace, FakeRunner
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvproto.messages import Sampling, Tokens
 from tests.support.id_detokenizer import IdDetokenizer
 from tests.support.up import Up

@@ -17,10 +17,10 @@ from benchmarks.tiers._vault import Vault
 from kvfleet.worker.blocks.block_codec import BlockShape, warm_up
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceStarted, StepResult
 from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.model.loader import Dtype, LoadFormat
-from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteTiers

@@ -23,7 +23,7 @@ from benchmarks.engine._engine_models import model_folder
 from benchmarks.harness.report import finish, parser, progress
 from benchmarks.tiers._tiered import TieredOurs
 from benchmarks.tiers._vault import Vault
-from kvfleet.worker.engine.outputs import SequenceStarted
+from kvfleet.worker.port.outputs import SequenceStarted
 from kvproto.messages import ChoiceFinished, Tokens
 
 SESSIONS, AT_ONCE = 16, 4

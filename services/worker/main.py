@@ -18,6 +18,7 @@ from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import watch_device
 from kvfleet.worker.model.model_folder import resolve_model, served_name
+from kvfleet.worker.network.engine_tiers import EngineTiers
 from kvfleet.worker.network.tier_network import TierNetwork
 from kvfleet.worker.serve.demand import preload
 from kvfleet.worker.serve.loop import WorkerLoop
@@ -154,17 +155,17 @@ def assemble(
     )
     engine.tiers.wake = thread.wake
     data_plane = network.listen(engine.tiers, thread) if network is not None and network.remote is not None else ()
-    lease.record = record = replace(
+    lease.record = replace(
         lease.record,
-        blocks=engine.pool.num_blocks,
-        block_bytes=engine.runner.bytes_per_block,
+        blocks=thread.facts.blocks,
+        block_bytes=thread.facts.block_bytes,
         data_plane=data_plane,
-        kv_format=engine.runner.memory.kv_format,
+        kv_format=thread.facts.kv_format,
     )
     encode_prompt = prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json))
-    parts = WorkerParts(settings, connection, subjects, lease, record, thread, bundle, encode_prompt, tracer)
+    tiers = EngineTiers(thread, network, settings.block_size, settings.fleet_key.encode())
+    parts = WorkerParts(settings, connection, subjects, lease, thread, tiers, bundle, encode_prompt, tracer)
     if network is not None:
-        parts.remote, parts.meet = network.remote, network.meet
         parts.somebody_is_ready = network.somebody_is_ready
     worker = WorkerLoop(parts, on_fatal, on_drain)
     return worker, thread

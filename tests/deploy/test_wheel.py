@@ -17,6 +17,7 @@ from tests.support.up import Up
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("kvfleet", "kvproto", "kvservice", "kvcpu", "kvsampling", "kvfleet_vllm")
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +49,9 @@ def said(command: list[str], folder: Path, **env: str) -> subprocess.CompletedPr
 def test_it_installs_our_packages_with_their_types(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {
-        "kvfleet", "kvproto", "kvservice", "kvcpu", f"kvfleet-{kvfleet.__version__}.dist-info",
+        *PACKAGES, f"kvfleet-{kvfleet.__version__}.dist-info",
     }  # fmt: skip
-    assert {f"{package}/py.typed" for package in ("kvfleet", "kvproto", "kvservice", "kvcpu")} <= set(names)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     shipped = {f"kvfleet/{path.relative_to(ROOT / 'services')}" for path in (ROOT / "services").rglob("*.py")}
     assert shipped <= set(names)
 

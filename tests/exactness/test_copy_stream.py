@@ -15,8 +15,9 @@ from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.kv_pool import pinned_memory, stream_of
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.schedule.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.messages import Sampling
+from kvsampling.draw import Draw
 
 DRAW = Draw(Sampling(1, temperature=0.0), 0, 0)
 

@@ -18,8 +18,8 @@ from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.loader import load_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.block_hash import root
 from kvproto.messages import ChoiceFinished, FinishReason, Sampling

@@ -12,13 +12,15 @@ from kvcpu.blocks import KvShape
 from kvfleet.worker.engine.engine_factory import _torch_runner
 from kvfleet.worker.model import assembly, kv_pool
 from kvfleet.worker.model.assembly import meter_of, step_bytes
-from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, is_out_of_memory
+from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.settings import WorkerSettings
 from kvproto.errors import OutOfMemory
+from kvsampling.draw import Drawn
+from kvsampling.sampler import is_out_of_memory
 
 
 class CountingMeter:

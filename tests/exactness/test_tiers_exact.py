@@ -21,11 +21,11 @@ from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.blocks.block_codec import BlockShape, warm_up
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.network.lending import PeerStore
-from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.port.outputs import SequenceStarted, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteTiers

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.assembly import trial_logits
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
@@ -23,11 +22,13 @@ from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.model.sampling.sampler import sample
+from kvfleet.worker.port.outputs import SequenceStarted, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.messages import ChoiceFinished, Sampling, Tokens
+from kvsampling.draw import Drawn
+from kvsampling.sampler import sample
 from tests.support.id_detokenizer import IdDetokenizer
 
 TOLERANCE = 1e-4

@@ -20,8 +20,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("decide", "settings"), ("producers",), ("core",), ("io", "simulate"),
     ),
     "kvfleet.worker": (
-        ("eviction", "settings", "text"), ("blocks",), ("schedule",), ("model",), ("tiers",), ("engine",),
-        ("network", "streams"), ("serve",),
+        ("eviction", "settings", "text"), ("blocks",), ("port",), ("schedule",), ("model",), ("tiers",), ("engine",),
+        ("network", "streams", "vllm"), ("serve",),
     ),
     "kvfleet.vault": (("settings", "store"), ("disk",)),
     "kvfleet.cli": (

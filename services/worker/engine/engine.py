@@ -16,19 +16,22 @@ from kvfleet.worker.blocks.pool_integrity import PoolAudit
 from kvfleet.worker.engine.engine_counters import EngineCounters
 from kvfleet.worker.engine.kv_holdings import KvHoldings
 from kvfleet.worker.engine.live_sequences import LiveSequences, TracedDraws
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
 from kvfleet.worker.model.base import ModelRunner, StepAborted
-from kvfleet.worker.schedule.giving_way import full, giving_way
+from kvfleet.worker.port.capacity import full
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
+from kvfleet.worker.schedule.giving_way import giving_way
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Sequence, SequenceSpec, SequenceState
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvfleet.worker.schedule.step_pacer import run_step
-from kvfleet.worker.schedule.step_plan import Drawn, StepPlan
+from kvfleet.worker.schedule.step_plan import StepPlan
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers, Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import ChoiceFinished, FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
+from kvsampling.draw import Drawn
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +110,14 @@ class Engine:
         """From any thread, before `cancel`: abort a step that runs only for this."""
         self.runner.abort.ask(request, attempt)
 
-    def hand_over(self, request: str, attempt: int, *, keep: bool) -> None:
-        """Drop an attempt without an output: it goes on elsewhere. Peers can fetch its blocks; with `keep` they go to
+    def let_go(self, attempts: Items[tuple[str, int]], *, keep: bool) -> None:
+        """Drop attempts without an output: they go on elsewhere. Peers can fetch their blocks; with `keep` they go to
         vaults as well."""
-        for sequence in self.sequences.find(request, attempt):
-            if keep and sequence.state is not SequenceState.FINISHED:
-                self.tiers.paused(sequence)
-            self._leave(sequence)
+        for attempt in attempts:
+            for sequence in self.sequences.find(*attempt):
+                if keep and sequence.state is not SequenceState.FINISHED:
+                    self.tiers.paused(sequence)
+                self._leave(sequence)
 
     def pause(self, request: str, attempt: int) -> None:
         """The attempt's blocks become evictable; `resume` finds again what survived."""

@@ -12,15 +12,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
-from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.port.capacity import Attempt
+from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
+from kvfleet.worker.port.outputs import SequenceFailed, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
+from kvproto.block_hash import Root
 from kvproto.errors import EngineFailure, KvfleetError
+from kvproto.messages import Inspection, Tier
 from kvservice.distribution import Distribution
 
 logger = logging.getLogger(__name__)
@@ -31,11 +35,10 @@ MEASURE_PERIOD_S = 0.05
 NOTHING_RAN_S = 0.001
 IDLE_PERIOD_S = 1.0  # idle rates change too: links are measured
 CHECK_PERIOD_S = 1.0  # when idle
-POLL_S = 0.02
 
 
 @dataclass(eq=False)
-class EngineThread:
+class EngineThread(EnginePort):
     """Owns `engine` from `start` to `stop`. Methods and callbacks are for the loop's thread unless they say otherwise.
 
     `on_crash` hears of an exception out of a step: the thread is gone then, and all sequences, present and future, fail
@@ -61,6 +64,8 @@ class EngineThread:
 
     def __post_init__(self) -> None:
         self.counters = self.engine.counters
+        runner = self.engine.runner
+        self.facts = EngineFacts(self.engine.pool.num_blocks, runner.bytes_per_block, runner.memory.kv_format)
         self.measured = self.engine.load(), self.engine.rates()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -81,17 +86,37 @@ class EngineThread:
         self._command(partial(self._add, spec))
 
     def cancel(self, request: str, attempt: int, received: Sequence[int] = ()) -> None:
-        """No later step has it; the current one is aborted if it runs only for this."""
+        """No later step has them; the current one is aborted if it runs only for this."""
         self.engine.give_up(request, attempt)
         self._command(partial(self._cancel, request, attempt, received, time.monotonic()))
+
+    def pause(self, request: str, attempt: int) -> None:
+        self.post(lambda engine: engine.pause(request, attempt))
+
+    def resume(self, request: str, attempt: int) -> None:
+        self.post(lambda engine: engine.resume(request, attempt))
+
+    def make_room(self, request: str, attempt: int, count: int) -> asyncio.Future[frozenset[Attempt]]:
+        return self.call(lambda engine: engine.make_room(request, attempt, count))
+
+    def let_go(self, attempts: Sequence[Attempt], *, keep: bool) -> asyncio.Future[None]:
+        return self.call(lambda engine: engine.let_go(attempts, keep=keep))
+
+    def holdings(self) -> asyncio.Future[tuple[Mapping[Tier, Sequence[bytes]], int]]:
+        return self.call(lambda engine: (engine.kv.holdings(), engine.kv.digest))
+
+    def inspect(self, root: Root, ids: Sequence[int]) -> asyncio.Future[Inspection]:
+        return self.call(lambda engine: engine.kv.inspect(root, ids))
+
+    def erase(self, root: Root, ids: Sequence[int], keep: int) -> asyncio.Future[int]:
+        return self.call(lambda engine: engine.kv.erase(root, ids, keep))
+
+    def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> asyncio.Future[tuple[Any, Any]]:
+        return self.call(lambda engine: engine.kv.read_kv(root, ids, layer))
 
     def wake(self) -> None:
         """Have the engine maintain its tiers. From any thread."""
         self._wake.set()
-
-    @property
-    def is_lending(self) -> bool:
-        return bool(self.engine.tiers.lent)
 
     @property
     def protected_blocks_total(self) -> int:
@@ -119,11 +144,6 @@ class EngineThread:
     def post(self, work: Callable[[Engine], None]) -> None:
         """Like `call`, from any thread, without an answer."""
         self._command(partial(work, self.engine))
-
-    async def settled(self) -> None:
-        """Until nothing is on its way to lower tiers. Raises EngineFailure."""
-        while not await self.call(lambda engine: engine.tiers.offloader.is_settled):
-            await asyncio.sleep(POLL_S)
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)

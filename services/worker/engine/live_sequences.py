@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from kvfleet.worker.model.base import ModelRunner
-from kvfleet.worker.schedule.giving_way import Attempt
+from kvfleet.worker.port.capacity import Attempt
+from kvfleet.worker.port.sequence_spec import Key, SequenceSpec, SequenceTrace
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Key, Sequence, SequenceSpec, SequenceState, SequenceTrace
+from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer

@@ -21,11 +21,12 @@ from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.runner import TorchRunner
-from kvfleet.worker.model.sampling import sampler
 from kvfleet.worker.model.support import name_of, trial_positions
-from kvfleet.worker.schedule.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
 from kvproto.messages import Sampling
+from kvsampling import sampler
+from kvsampling.draw import Draw
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvfleet.worker.schedule.sequence import Sequence as Work
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
+from kvsampling.draw import Drawn
 
 
 class StepAborted(Exception):

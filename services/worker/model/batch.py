@@ -9,7 +9,8 @@ from itertools import chain
 import numpy as np
 
 from kvcpu.blocks import Batch, Ints
-from kvfleet.worker.schedule.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Slice
+from kvsampling.draw import Draw
 
 
 @dataclass(frozen=True, slots=True)

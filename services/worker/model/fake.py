@@ -19,9 +19,10 @@ from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.model.base import Abort, BlockMemory, StepAborted, host_memory
-from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
+from kvsampling.draw import Draw, Drawn, Scored
 
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9

@@ -23,23 +23,13 @@ from kvcpu.vector.numbers import LEVELS
 from kvfleet.worker.model.base import host_memory
 from kvproto.dataplane.block import kv_format
 from kvproto.errors import OutOfMemory
+from kvsampling.sampler import is_out_of_memory
 from kvservice.host import free_bytes as host_bytes_free
 
 log = logging.getLogger(__name__)
 
 REGISTER_PORTABLE = 1  # for all contexts of the process
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-_NO_MEMORY = (
-    "DefaultCPUAllocator",
-    "can't allocate memory",
-    "not enough memory",
-    "CUDA out of memory",
-    "CUDA error: out of memory",  # of the driver, not of torch's allocator
-    "HIP out of memory",
-    "_STATUS_ALLOC_FAILED",  # CUBLAS, CUDNN, CUSOLVER, CUSPARSE: their workspaces are not the allocator's either
-    "ALLOCATION_FAILED",
-)
 
 
 class KvPool:
@@ -124,13 +114,6 @@ class KvPool:
         runs = self.gather(rows.reshape(-1)).view(len(blocks), 2, shape.kv_heads, self.block_size, shape.head_dim)
         kv = runs.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens].cpu()
         return kv[0].contiguous(), kv[1].contiguous()
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: torch tells for CUDA by type, for the host only in words."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
 
 
 def free_bytes(device: torch.device) -> int:

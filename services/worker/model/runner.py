@@ -12,11 +12,12 @@ from kvcpu.blocks import Ints
 from kvfleet.worker.model.attention.interface import AttentionBackend, attending
 from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, is_out_of_memory, stream_of
+from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, stream_of
 from kvfleet.worker.model.loader import LoadedModel
-from kvfleet.worker.model.sampling.sampler import sample
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import OutOfMemory
+from kvsampling.draw import Drawn
+from kvsampling.sampler import is_out_of_memory, sample
 
 
 class TorchRunner:

@@ -16,70 +16,15 @@ from collections.abc import Sequence as Items
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 
-from kvfleet.worker.blocks.chain_location import ChainLocation
 from kvfleet.worker.blocks.content_index import common_prefix
+from kvfleet.worker.port.sequence_spec import Key, SequenceSpec
 from kvfleet.worker.schedule.tenants import TenantAccount, TenantShare
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.text_stream import TextStream
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
-from kvproto.messages import FinishReason, Sampling, Tier
+from kvproto.messages import FinishReason, Tier
 
 AGE_S = 20.0  # of waiting are worth a level of priority
-
-Key = tuple[str, int, int]  # request, attempt, choice
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """One tier's part of one restore."""
-
-    tier: Tier
-    began: float
-    ended: float
-    wanted: int
-    blocks: int
-    nbytes: int
-    failure: str = ""
-
-
-@dataclass(slots=True)
-class SequenceTrace:
-    """Of a traced sequence, in the engine's clock. The engine's thread fills it, never per token; the loop reads it
-    once the sequence has ended."""
-
-    enqueued: float | None = None
-    admitted: float | None = None  # into the first step that it runs in
-    prefilled: float | None = None  # its first new token was drawn
-    ended: float | None = None
-    chunks: int = 0  # of prompt, also after a preemption
-    fed_tokens: int = 0  # in chunks
-    drawn_tokens: int = 0  # by this attempt
-    steps: int = 0  # of the engine between the first token and the end
-    preemptions: int = 0
-    restores: list[Restored] = field(default_factory=list)
-    steps_before: int = 0  # the engine's count at the first token
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceSpec:
-    """An earlier attempt generated `output_ids`, and its client has `text_sent` characters of them. `root` starts the
-    block hash chain (16 bytes, salted per tenant). `deadline` is monotonic. `choice` numbers the continuations of one
-    prompt, which share its blocks."""
-
-    request: str
-    attempt: int
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    root: Root
-    output_ids: tuple[int, ...] = ()
-    text_sent: int = 0
-    tenant: str = "public"
-    priority: int = 0
-    deadline: float | None = None
-    choice: int = 0
-    exact: bool = False  # nothing lossy is used
-    trace: SequenceTrace | None = None  # of a traced request
-    location: ChainLocation | None = None
 
 
 class SequenceState(Enum):

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf, sqrt
 
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import KvfleetError, OutOfMemory
+from kvsampling.draw import Drawn
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What one forward pass does: which tokens of which sequences, in which blocks. Plain values, made by the scheduler.
 
-Draw and Slice never change; freezing them would cost three times as much.
+A Slice never changes; freezing it would cost three times as much.
 """
 
 from __future__ import annotations
@@ -10,29 +10,7 @@ from dataclasses import dataclass, field
 
 from kvfleet.worker.schedule.sequence import Sequence
 from kvproto.errors import KvfleetError
-from kvproto.messages import Sampling, TokenLogprobs
-
-
-@dataclass(slots=True)
-class Draw:
-    """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone. `prompt_ids` and
-    `output_ids` are for penalties, else empty; `output_ids` is the sequence's own, which grows."""
-
-    sampling: Sampling
-    choice: int
-    index: int
-    prompt_ids: Items[int] = ()
-    output_ids: Items[int] = ()
-    banned: Items[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    token: int
-    logprobs: TokenLogprobs
-
-
-Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
+from kvsampling.draw import Draw
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ A long answer is fetched part by part, and kept so that all parts are of one ans
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 from array import array
@@ -16,10 +15,9 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvfleet.worker.blocks.chain_location import names_of
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvproto import codec
-from kvproto.block_hash import Root, chain
+from kvproto.block_hash import Root
 from kvproto.connection import Message
 from kvproto.errors import InvalidRequest, KvfleetError, NotFound, PayloadTooLarge, PermissionDenied
 from kvproto.ids import DEFAULT_TENANT, is_token
@@ -32,7 +30,6 @@ PART_BYTES = 768 * 1024
 KEEP_S = 15.0  # answers, and ids of unfinished questions
 MAX_KEPT = 8  # of each
 MAX_IDS = 4_194_304  # as many as any message may have
-VAULT_LIMIT_S = 0.1
 REGION_COMMANDS = (AdminCommand.BUNDLE, AdminCommand.STATS, AdminCommand.ERASE)  # open to other regions
 
 
@@ -124,7 +121,7 @@ class AdminDesk:
             return b""
         root = self.parts.roots.of(tenant, ids)
         if request.command is AdminCommand.INSPECT:
-            inspection = await self.parts.engine.call(lambda engine: engine.kv.inspect(root, ids))
+            inspection = await self.parts.engine.inspect(root, ids)
             return codec.encode(await self._with_vaults(inspection, root, ids))
         if request.command is AdminCommand.ERASE:
             await self._erase(request, tenant, ids)
@@ -136,7 +133,7 @@ class AdminDesk:
 
         async def erase(one: tuple[int, ...]) -> None:
             root = self.parts.roots.of(tenant, one)
-            await self.parts.engine.call(lambda engine: engine.kv.erase(root, one, request.keep))
+            await self.parts.engine.erase(root, one, request.keep)
 
         chains = [ids]
         for stray in request.strays:
@@ -148,22 +145,10 @@ class AdminDesk:
 
     async def _with_vaults(self, inspection: Inspection, root: Root, ids: Sequence[int]) -> Inspection:
         """Adds what vaults have, if they answer in time."""
-        if self.parts.remote is None:
+        in_vaults = await self.parts.tiers.in_vaults(root, ids) * self.parts.record.block_size
+        if not in_vaults:
             return inspection
-        loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        size = self.parts.record.block_size
-        names = names_of(root, chain(root, ids, size), ids, size)
-
-        def on_ready() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(answered.set)
-
-        finding = self.parts.remote.look(names, exact=False, peer="", on_ready=on_ready)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(answered.wait(), VAULT_LIMIT_S)
-        if not finding.vault:
-            return inspection
-        held = max((*inspection.tiers.values(), finding.vault * size))
+        held = max((*inspection.tiers.values(), in_vaults))
         return replace(inspection, tiers=inspection.tiers | {Tier.VAULT.value: held})
 
     async def _kv(self, request: AdminRequest, tenant: str, root: Root) -> bytes:
@@ -175,7 +160,7 @@ class AdminDesk:
         if request.part and key in self._kept:
             return self._kept[key][1]
         try:
-            k, v = await self.parts.engine.call(lambda engine: engine.kv.read_kv(root, request.ids, request.layer))
+            k, v = await self.parts.engine.read_kv(root, request.ids, request.layer)
         except IndexError:
             raise NotFound(f"there is no layer {request.layer}", field="layer") from None
         data = await asyncio.get_running_loop().run_in_executor(None, _to_safetensors, k, v)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import KvPublisher, StepResult
+from kvfleet.worker.port.engine_port import EnginePort
+from kvfleet.worker.port.outputs import KvPublisher, StepResult
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.outbox import Outbox
 from kvproto import codec
@@ -47,13 +47,13 @@ class Broadcast:
         self._send_events(self.publisher.batch(results, now, hold=not self._snapshots))
         self.wake()
 
-    async def snapshot(self, engine: EngineThread, asked: Tier | None) -> list[Snapshot]:
+    async def snapshot(self, engine: EnginePort, asked: Tier | None) -> list[Snapshot]:
         """All parts of what the engine holds now. Meanwhile no change is held back, so the digest is always that of an
         event. Raises EngineFailure."""
         self._snapshots += 1
         try:
             self._send_events(self.publisher.flush(asyncio.get_running_loop().time()))
-            held, digest = await engine.call(lambda engine: (engine.kv.holdings(), engine.kv.digest))
+            held, digest = await engine.holdings()
         finally:
             self._snapshots -= 1
         return self.publisher.snapshot(held, digest, asked)

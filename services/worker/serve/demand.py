@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.serve.worker_parts import WorkerParts
-from kvfleet.worker.tiers.offloader import Chain
 from kvproto import codec
-from kvproto.block_hash import HASH_BYTES, ForkedRoot, Root
+from kvproto.block_hash import HASH_BYTES
 from kvproto.errors import KvfleetError
-from kvproto.messages import HotChain, PreloadPlan, PreloadRequest, Tier
+from kvproto.messages import PreloadPlan, PreloadRequest, Tier
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +36,14 @@ async def preload(parts: WorkerParts) -> None:
     except (KvfleetError, TimeoutError) as error:
         log.info("nothing is preloaded: %s", error or "placement does not answer")
         return
-    before = await parts.engine.call(_addressed)
+    before = await _addressed(parts)
     end = asyncio.get_running_loop().time() + limit_s
     for hot in plan.chains:
         left = end - asyncio.get_running_loop().time()
         if left <= 0:
             break
-        if (meeting := parts.meet(hot.source)) is not None:
-            await meeting
-        await _bring(parts, hot, min(left, CHAIN_S))
-    came = await parts.engine.call(_addressed) - before
+        await parts.tiers.preload(hot, min(left, CHAIN_S))
+    came = await _addressed(parts) - before
     log.info("preloaded %d blocks of %d prefixes that %s named", came, len(plan.chains), plan.placement)
 
 
@@ -63,7 +59,7 @@ async def leave_behind(parts: WorkerParts, limit_s: float) -> None:
             if not parts.somebody_is_ready():
                 return
             await asyncio.sleep(ANNOUNCED_S)
-            rates = await parts.engine.call(lambda engine: engine.tiers.rates())
+            rates = await parts.tiers.rates()
             if parts.somebody_is_ready() and Tier.VAULT.value in rates:
                 await _leave(parts)
     except TimeoutError:
@@ -79,40 +75,17 @@ async def _ask(parts: WorkerParts, blocks: int, *, leaving: bool = False) -> Pre
     return codec.decode(PreloadPlan, answer.data)
 
 
-async def _bring(parts: WorkerParts, hot: HotChain, limit_s: float) -> None:
-    chain, tier = _chain(hot), Tier.PEER if hot.source else Tier.VAULT
-    await parts.engine.call(
-        lambda engine: engine.tiers.restorer.preload(chain.root, chain.hashes, tier, hot.source, limit_s)
-    )
-    while await parts.engine.call(lambda engine: engine.tiers.restorer.preloading):
-        await asyncio.sleep(POLL_S)
-
-
 async def _leave(parts: WorkerParts) -> None:
-    blocks = await parts.engine.call(_addressed)
+    blocks = await _addressed(parts)
     plan = await _ask(parts, max(blocks, 1), leaving=True)
-    chains = [_chain(hot) for hot in plan.chains[:MOST_CHAINS] if hot.source == parts.record.id]
+    chains = [hot for hot in plan.chains[:MOST_CHAINS] if hot.source == parts.record.id]
     if not chains:
         return
-
-    def offer(engine: Engine) -> None:
-        for chain in chains:
-            engine.tiers.offloader.offer_chain(chain)
-
-    await parts.engine.call(offer)
-    await parts.engine.settled()
-    offered = sum(chain.end for chain in chains)
+    await parts.tiers.offer(chains)
+    offered = sum(len(hot.hashes) // HASH_BYTES for hot in chains)
     log.info("%d blocks of %d prefixes in demand were left to vaults", offered, len(chains))
 
 
-def _addressed(engine: Engine) -> int:
-    return engine.pool.index.addressed
-
-
-def _chain(hot: HotChain) -> Chain:
-    root: Root = hot.root
-    if hot.public_blocks:
-        root = ForkedRoot(hot.public_root, hot.root, hot.public_blocks)
-    raw = hot.hashes
-    hashes = [raw[at : at + HASH_BYTES] for at in range(0, len(raw) - len(raw) % HASH_BYTES, HASH_BYTES)]
-    return Chain(root, hashes, len(hashes))
+async def _addressed(parts: WorkerParts) -> int:
+    held, _ = await parts.engine.holdings()
+    return len(held[Tier.DEVICE])

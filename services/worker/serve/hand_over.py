@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams.records import AttemptRecord, Reader
 from kvproto import codec
@@ -56,7 +55,7 @@ class HandOver:
             return
         await self._move(until)
         await wait(lambda: any(record.readers for record in self._moved), until)
-        await wait(lambda: self.parts.engine.is_lending, until)
+        await wait(lambda: self.parts.tiers.is_lending, until)
 
     async def _move(self, until: float) -> None:
         clock = asyncio.get_running_loop().time
@@ -68,9 +67,9 @@ class HandOver:
                 record.trace.moving_since = time.time_ns()
         try:
             async with asyncio.timeout_at(settled_by):
-                await self.parts.engine.call(lambda engine: _hand_over(engine, keys, keep=to_vaults))
+                await self.parts.engine.let_go(keys, keep=to_vaults)
                 if to_vaults:
-                    await self.parts.engine.settled()
+                    await self.parts.tiers.settled()
         except TimeoutError:
             log.warning("the engine has not let go of all blocks in time")
         except KvfleetError as error:  # the engine is gone
@@ -142,11 +141,6 @@ def _plain(record: AttemptRecord) -> Reader | None:
 
 def _needs_placement(record: AttemptRecord) -> bool:
     return bool(record.watchers) and _plain(record) is not None and not record.is_left
-
-
-def _hand_over(engine: Engine, keys: list[tuple[str, int]], *, keep: bool) -> None:
-    for key in keys:
-        engine.hand_over(*key, keep=keep)
 
 
 def _carried(record: AttemptRecord, asked: GenerateRequest, worker: str, now: float) -> GenerateRequest:

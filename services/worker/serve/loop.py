@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from kvfleet.worker.engine.outputs import SequenceFailed, StepResult
+from kvfleet.worker.port.outputs import SequenceFailed, StepResult
 from kvfleet.worker.serve.admin import REGION_COMMANDS, AdminDesk
 from kvfleet.worker.serve.demand import leave_behind
 from kvfleet.worker.serve.hand_over import HandOver

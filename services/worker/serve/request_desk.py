@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from kvfleet.worker.network.chain_lookup import ChainLookup, Hashed
-from kvfleet.worker.schedule.giving_way import Attempt, Departures
+from kvfleet.worker.port.capacity import Attempt, Departures
+from kvfleet.worker.port.engine_port import Hashed
 from kvfleet.worker.serve.request_intake import check_capacity, check_request, content_of, of_its_asker, sequences_of
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams import request_trace
@@ -64,7 +64,6 @@ class RequestDesk:
     def __post_init__(self) -> None:
         parts = self.parts
         self._fleet_key = parts.settings.fleet_key.encode()
-        self._chain_lookup = ChainLookup(parts.remote, parts.engine, parts.record.block_size, self._fleet_key)
         self._engine, self._frames, self._outbox = parts.engine, parts.frames, parts.outbox
 
     def close(self) -> None:
@@ -88,7 +87,7 @@ class RequestDesk:
             asked = Asked(request, tenant, message.reply)
             if asked.key in self._preparing:
                 return
-            meeting = self.parts.meet(request.source)
+            meeting = self.parts.tiers.meet(request.source)
             known = len(request.prompt_ids) + _generated(request)
             if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
                 self._preparing.add(asked.key)  # so that a cancel finds it
@@ -111,8 +110,8 @@ class RequestDesk:
             ids = request.prompt_ids or tuple(await on_thread(self.parts.encode_prompt, request.prompt or ""))
             root = self.parts.roots.of(asked.tenant, ids)
             hashed: Hashed = {}
-            if self._chain_lookup.would_look(request, len(ids) + _generated(request)):
-                hashed = await on_thread(self._chain_lookup.hash, request, root, ids)
+            if self.parts.tiers.would_look(request, len(ids) + _generated(request)):
+                hashed = await on_thread(self.parts.tiers.hash, request, root, ids)
             if asked.key in self._preparing:  # else it was cancelled meanwhile
                 give_way = self._check(request)  # others came meanwhile
                 self._take(asked, ids, root, give_way, hashed)
@@ -172,7 +171,7 @@ class RequestDesk:
             root=root,
             tenant=tenant,
             deadline=deadline,
-            location=self._chain_lookup.of(request, root, ids, hashed, trace.span.traceparent if trace else ""),
+            location=self.parts.tiers.locate(request, root, ids, hashed, trace.span.traceparent if trace else ""),
             trace=trace.sequence if trace else None,
         )
         for spec in specs:
@@ -185,7 +184,7 @@ class RequestDesk:
 
         self._departures.asked += count
         key = request.request, request.attempt
-        self._engine.call(lambda engine: engine.make_room(*key, count)).add_done_callback(answered)
+        asyncio.ensure_future(self._engine.make_room(*key, count)).add_done_callback(answered)
 
     def _check(self, request: GenerateRequest, before: int = 0) -> int:
         """`before`: requests being prepared. Returns how many sequences have to give way."""
@@ -269,10 +268,10 @@ class RequestDesk:
         if record.wants_pause and (again or not parked):
             record.paused_at = asyncio.get_running_loop().time()
             if not parked:
-                self._engine.post(lambda engine: engine.pause(*key))
+                self._engine.pause(*key)
         elif parked and not record.wants_pause:
             record.paused_at = None
-            self._engine.post(lambda engine: engine.resume(*key))
+            self._engine.resume(*key)
 
     async def on_resend(self, message: Message) -> None:
         """An attempt that is unknown here is answered with WorkerLost."""

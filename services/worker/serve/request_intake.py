@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from kvfleet.worker.blocks.chain_location import ChainLocation
-from kvfleet.worker.schedule.giving_way import could_give_way, full, until_served
-from kvfleet.worker.schedule.sequence import SequenceSpec, SequenceTrace
+from kvfleet.worker.port.capacity import could_give_way, full, until_served
+from kvfleet.worker.port.sequence_spec import Locate, SequenceSpec, SequenceTrace
 from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import EXPIRES, Draining, InvalidRequest, ModelNotFound, Overloaded, Unavailable
@@ -78,7 +77,7 @@ def sequences_of(
     root: Root,
     tenant: str,
     deadline: float | None,
-    location: Callable[[int], ChainLocation | None] = lambda choice: None,
+    location: Locate = lambda choice: None,
     trace: SequenceTrace | None = None,
 ) -> Iterator[SequenceSpec]:
     """One per choice, from where an earlier attempt left it. `trace` goes to the first."""

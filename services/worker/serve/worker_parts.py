@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import KvPublisher
-from kvfleet.worker.network.tier_network import Meet
+from kvfleet.worker.port.engine_port import EnginePort, TierPort
+from kvfleet.worker.port.outputs import KvPublisher
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.outbox import Outbox
-from kvfleet.worker.tiers.remote import RemoteTiers
 from kvproto.block_hash import TenantRoots
 from kvproto.connection import Connection
 from kvproto.members import Lease
@@ -32,14 +30,13 @@ class WorkerParts:
     connection: Connection
     subjects: Subjects
     lease: Lease
-    record: WorkerRecord
-    engine: EngineThread
+    engine: EnginePort
+    tiers: TierPort
     bundle: Bundle
     encode_prompt: Callable[[str], list[int]]
     tracer: Tracer = tracing.NULL
-    remote: RemoteTiers | None = None
     somebody_is_ready: Callable[[], bool | None] = lambda: False
-    meet: Meet = lambda worker: None
+    record: WorkerRecord = field(init=False)
     roots: TenantRoots = field(init=False)
     milestones: MilestoneLog = field(init=False)
     frames: FrameBook = field(init=False)
@@ -47,7 +44,9 @@ class WorkerParts:
     broadcast: Broadcast = field(init=False)
 
     def __post_init__(self) -> None:
-        me, publisher = self.record, KvPublisher(self.record.epoch)
+        assert isinstance(self.lease.record, WorkerRecord)
+        self.record = me = self.lease.record
+        publisher = KvPublisher(me.epoch)
         self.roots = TenantRoots(me.model_revision, me.block_size, me.public_prefixes, self.settings.fleet_key.encode())
         self.milestones = MilestoneLog(me.id, me.epoch)
         self.frames = FrameBook(me.id, self.milestones)

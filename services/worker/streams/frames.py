@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceOutput, SequenceStarted
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, Terminal, tracks_of
 from kvproto.errors import Unavailable

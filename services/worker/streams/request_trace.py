@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from kvfleet.worker.schedule.sequence import SequenceTrace
+from kvfleet.worker.port.sequence_spec import SequenceTrace
 from kvproto.messages import Failed, Finished, GenerateRequest, Moved, Started
 from kvservice.tracing import Span, Tracer, Value, by_nats, unix_ns
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_of
 from kvfleet.worker.model.base import BlockMemory
-from kvfleet.worker.schedule.sequence import Restored
+from kvfleet.worker.port.sequence_spec import Restored
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.break_even import ComputeSeconds, RestoredPart

@@ -133,7 +133,7 @@ async def test_a_cancel_while_it_is_offered_to_placement_is_kept(worker: FakeWor
 async def test_a_cancel_after_the_engine_let_go_is_kept(worker: FakeWorker, placement: Placement, name: str) -> None:
     await placement.ask(name, watched=True)
     (record,) = worker.loop.frames.running
-    await worker.thread.call(lambda engine: engine.hand_over("r1", 0, keep=False))
+    await worker.thread.let_go([("r1", 0)], keep=False)
     await placement.cancel(f"_prd.public.{name}")
     await until(lambda: record.is_left)
     async with asyncio.timeout(DRAIN_S):

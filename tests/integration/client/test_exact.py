@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvproto.block_hash import chain
 from kvproto.client import Client, Generation
 from kvproto.errors import KvfleetError

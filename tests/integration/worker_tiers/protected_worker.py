@@ -12,10 +12,10 @@ from kvfleet.worker.blocks.block_codec import BlockShape
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceStarted
 from kvfleet.worker.model.fake import FakePace, FakeRunner
+from kvfleet.worker.port.outputs import SequenceStarted
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import SequenceSpec
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress

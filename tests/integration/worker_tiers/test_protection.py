@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from kvfleet.worker.engine.outputs import SequenceStarted
+from kvfleet.worker.port.outputs import SequenceStarted
 from kvfleet.worker.tiers.protection import PERIOD_S, PROTECT_S
 from kvproto.messages import Sampling, Tokens
 from tests.integration.worker_tiers.protected_worker import (

@@ -9,14 +9,15 @@ from hypothesis import HealthCheck, settings
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceStarted, StepResult
 from kvfleet.worker.model.fake import FakeRunner, _value
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.schedule.step_plan import Draw, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, FinishReason, Overflow, Sampling, TokenLogprobs, Tokens
+from kvsampling.draw import Draw
 from tests.support.id_detokenizer import IdDetokenizer
 
 ROOT = b"tenant root 16 b"

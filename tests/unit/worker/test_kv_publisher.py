@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from engine_rig import Transcript, make_engine, spec
 
-from kvfleet.worker.engine.outputs import KvPublisher, StepResult
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.port.outputs import KvPublisher, StepResult
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import BlockRun, KvEvents, Tier, TierEvents
+from kvsampling.draw import Drawn
 from kvservice.event_log import HASHES_PER_PART, IDLE_PERIOD_S
 
 A, B, C, P = (bytes([letter]) * 16 for letter in b"abcp")

@@ -14,12 +14,13 @@ from dataclasses import replace
 import pytest
 from engine_rig import ROOT, Clock, Transcript, WindowedRunner, expected_tokens, make_engine, spec
 
-from kvfleet.worker.engine.outputs import StepResult
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.schedule.sequence import SequenceSpec
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.port.outputs import StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import Cancelled, ContextLengthExceeded, DeadlineExceeded, KvfleetError, OutOfMemory
 from kvproto.messages import FinishReason, Overflow, Sampling, Tier
+from kvsampling.draw import Drawn
 
 SCHEDULES = 2000
 MOST_STEPS = 3000

@@ -13,8 +13,8 @@ from memory_remote import Faults, MemoryRemote
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceStarted, StepResult
 from kvfleet.worker.model.fake import FakePace, FakeRunner
+from kvfleet.worker.port.outputs import SequenceStarted, StepResult
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers

@@ -12,12 +12,13 @@ from engine_rig import expected_tokens, make_engine, spec
 from test_engine_thread import Desk
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import StepResult
 from kvfleet.worker.model.base import StepAborted
 from kvfleet.worker.model.fake import FakePace, FakeRunner
-from kvfleet.worker.schedule.step_plan import Draw, Drawn, Slice
+from kvfleet.worker.port.outputs import StepResult
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import Cancelled
 from kvproto.messages import FinishReason, Sampling
+from kvsampling.draw import Draw, Drawn
 from tests.support.waiting import LIMIT_S
 
 SHAPE = {"num_blocks": 64, "block_size": 4, "vocab_size": 1000, "context_length": 512}

@@ -9,9 +9,10 @@ from engine_rig import Transcript, expected_tokens, make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
+from kvsampling.draw import Drawn
 from tests.support.id_detokenizer import IdDetokenizer, IdStream
 
 PROMPT = tuple(range(100, 121))

@@ -12,7 +12,7 @@ from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -22,6 +22,7 @@ from kvproto.errors import (
     OutOfMemory,
 )
 from kvproto.messages import FinishReason, Sampling
+from kvsampling.draw import Drawn
 from tests.support.id_detokenizer import IdDetokenizer, IdStream
 
 GREEDY8 = Sampling(8, temperature=0.0)

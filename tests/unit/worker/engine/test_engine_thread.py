@@ -11,11 +11,12 @@ from engine_rig import Transcript, expected_tokens, make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.engine.outputs import KvPublisher, StepResult
 from kvfleet.worker.model.fake import FakePace, FakeRunner
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.port.outputs import KvPublisher, StepResult
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
 from kvproto.messages import FinishReason, Sampling
+from kvsampling.draw import Drawn
 from tests.support.waiting import LIMIT_S
 
 

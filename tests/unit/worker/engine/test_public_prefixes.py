@@ -14,7 +14,7 @@ from kvfleet.worker.engine.bundle import MAX_PUBLIC_PREFIXES, _whole_blocks, rea
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.main import worker_record
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
-from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.block_hash import ForkedRoot, TenantRoots, chain, public_prefix

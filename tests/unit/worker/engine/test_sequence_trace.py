@@ -6,7 +6,7 @@ import pytest
 from engine_rig import Clock, make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.schedule.sequence import SequenceTrace
+from kvfleet.worker.port.sequence_spec import SequenceTrace
 from kvproto.messages import ChoiceFinished
 
 

@@ -9,8 +9,9 @@ import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
 from kvfleet.worker.model.fake import FakeRunner
-from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.messages import FinishReason, Sampling, TokenLogprobs
+from kvsampling.draw import Draw, Drawn, Scored
 
 GREEDY8 = Sampling(8, temperature=0.0)
 

@@ -12,8 +12,9 @@ import pytest
 from engine_rig import Transcript, expected_tokens, make_engine, spec
 
 from kvfleet.worker.model.fake import FakePace, FakeRunner
-from kvfleet.worker.schedule.step_plan import Draw, Scored, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.messages import Sampling
+from kvsampling.draw import Draw, Scored
 
 GREEDY = Draw(Sampling(1, temperature=0.0), 0, 0)
 
@@ -100,7 +101,7 @@ def _timed(runner: FakeRunner, slices: list[Slice]) -> float:
 def test_engine_and_fake_import_neither_torch_nor_nats() -> None:
     code = (
         "import sys; import kvfleet.worker.engine.engine_thread, kvfleet.worker.model.fake; "
-        "import kvfleet.worker.engine.outputs; "
+        "import kvfleet.worker.port.outputs; "
         "sys.exit(bool({'torch', 'transformers', 'nats', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,8 @@ import pytest
 from engine_rig import make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import SequenceFailed
-from kvfleet.worker.schedule.giving_way import Departures
+from kvfleet.worker.port.capacity import Departures
+from kvfleet.worker.port.outputs import SequenceFailed
 from kvfleet.worker.serve.request_intake import check_capacity
 from kvproto.errors import Overloaded
 from kvproto.messages import ChoiceFinished, GenerateRequest, Load, PriorityLoad, Rates, Sampling

@@ -12,10 +12,11 @@ from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import AGE_S, Sequence
-from kvfleet.worker.schedule.step_plan import Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.schedule.waiting_queue import Group, ServiceOrder
 from kvproto.errors import DeadlineExceeded, OutOfMemory
 from kvproto.messages import FinishReason, Sampling
+from kvsampling.draw import Drawn
 
 
 def test_decodes_go_first_and_prompts_are_chunked() -> None:

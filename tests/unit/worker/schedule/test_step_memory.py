@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet.worker.schedule.step_pacer import RECOVER_STEPS, TokenBudget, run_step
-from kvfleet.worker.schedule.step_plan import Draw, Drawn, Slice
+from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
+from kvsampling.draw import Draw, Drawn
 
 DRAW = Draw(Sampling(1), 0, 0)
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvfleet.worker.engine.outputs import KvPublisher, StepResult
+from kvfleet.worker.port.outputs import KvPublisher, StepResult
 from kvfleet.worker.serve import broadcast
 from kvfleet.worker.serve.broadcast import MILESTONE_PERIOD_S, Broadcast
 from kvfleet.worker.streams.milestones import PER_MESSAGE, MilestoneLog
@@ -163,7 +163,7 @@ async def test_a_snapshot_is_of_an_event_even_if_changes_were_held_back(rig: Rig
     class Engine:
         """Its thread between two steps."""
 
-        async def call(self, query: object) -> tuple[object, int]:
+        async def holdings(self) -> tuple[object, int]:
             change(b"c" * 16)
             answer = {}, digest
             change(b"d" * 16)

@@ -9,7 +9,7 @@ from engine_rig import ROOT, expected_tokens, spec
 from tier_rig import SIZE, TieredRig
 
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
-from kvfleet.worker.engine.outputs import SequenceStarted
+from kvfleet.worker.port.outputs import SequenceStarted
 from kvproto.block_hash import chain
 from kvproto.messages import Sampling, Tier, Tokens
 
@@ -61,7 +61,7 @@ def go_on(rig: TieredRig, outputs: list[int], *, handed_over: bool) -> SequenceS
 def test_it_leaves_without_a_word_and_its_blocks_stay(make_rig: MakeRig) -> None:
     rig = make_rig()
     outputs = generate_some(rig, 10)
-    rig.engine.hand_over("a", 0, keep=False)
+    rig.engine.let_go([("a", 0)], keep=False)
     rig.engine.check_integrity()
     assert not rig.engine.scheduler.running
     said = [output for result in rig.results for output in result.outputs]
@@ -74,7 +74,7 @@ def test_at_most_one_partial_block_is_computed_again(make_rig: MakeRig, produced
     """Although computing would be quicker than fetching."""
     first = make_rig()
     outputs = generate_some(first, produced)
-    first.engine.hand_over("a", 0, keep=False)
+    first.engine.let_go([("a", 0)], keep=False)
     second = make_rig(remote=True, prefill_tokens_per_s=1e9)
     given = give_blocks(first, second, [*PROMPT, *outputs], Tier.PEER)
     assert given == (len(PROMPT) + len(outputs) - 1) // SIZE
@@ -89,7 +89,7 @@ def test_a_worker_that_has_just_come_has_measured_nobody_yet(
 ) -> None:
     first = make_rig()
     outputs = generate_some(first, 10)
-    first.engine.hand_over("a", 0, keep=False)
+    first.engine.let_go([("a", 0)], keep=False)
     second = make_rig(remote=True, prefill_tokens_per_s=1e9)
     give_blocks(first, second, [*PROMPT, *outputs], tier)
     monkeypatch.setattr(second.remote, "speed", lambda tier: None)
@@ -100,7 +100,7 @@ def test_what_was_not_handed_over_is_computed_where_that_is_quicker(make_rig: Ma
     """The control."""
     first = make_rig()
     outputs = generate_some(first, 10)
-    first.engine.hand_over("a", 0, keep=False)
+    first.engine.let_go([("a", 0)], keep=False)
     second = make_rig(remote=True, prefill_tokens_per_s=1e9)
     give_blocks(first, second, [*PROMPT, *outputs], Tier.PEER)
     assert go_on(second, outputs, handed_over=False).recomputed_tokens == len(PROMPT) + len(outputs)
@@ -111,7 +111,7 @@ def test_with_nobody_to_take_over_its_blocks_go_to_vaults(make_rig: MakeRig) -> 
     outputs = generate_some(rig, 10)
     assert rig.remote is not None
     assert not rig.remote.kept[Tier.VAULT]
-    rig.engine.hand_over("a", 0, keep=True)
+    rig.engine.let_go([("a", 0)], keep=True)
     rig.until(lambda: rig.tiers.offloader.is_settled)
     hashes = chain(ROOT, [*PROMPT, *outputs][: len(PROMPT) + len(outputs) - 1], SIZE)
     assert set(hashes) <= set(rig.remote.kept[Tier.VAULT])
@@ -119,5 +119,5 @@ def test_with_nobody_to_take_over_its_blocks_go_to_vaults(make_rig: MakeRig) -> 
 
 def test_an_attempt_that_is_not_there_is_no_fault(make_rig: MakeRig) -> None:
     rig = make_rig()
-    rig.engine.hand_over("nobody", 3, keep=True)
+    rig.engine.let_go([("nobody", 3)], keep=True)
     assert rig.run("b", PROMPT) == expected_tokens(PROMPT, Sampling(4, temperature=0.0))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvfleet.worker.engine.outputs import (
+from kvfleet.worker.port.outputs import (
     SequenceFailed,
     SequenceOutput,
     SequenceStarted,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.worker.engine.outputs import SequenceFailed, SequenceStarted
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.milestones import KEPT, PER_MESSAGE, MilestoneLog
 from kvproto import codec

@@ -14,7 +14,7 @@ from test_tiered_schedules import TieredSchedule
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import ForkedRoot, Root, chain

@@ -15,8 +15,8 @@ from test_random_schedules import MOST_STEPS, Schedule
 
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.engine.outputs import StepResult
-from kvfleet.worker.schedule.sequence import SequenceSpec
+from kvfleet.worker.port.outputs import StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.tiers import protection
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers

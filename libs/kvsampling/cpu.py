@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcpu.sampling import sampling_call as c
 from kvcpu.vector import team
 from kvcpu.vector.compiled import entry
-from kvfleet.worker.model.sampling.portable import NATURAL, DrawSettings, weight_bits
+from kvsampling.portable import NATURAL, DrawSettings, weight_bits
 
 Fields: TypeAlias = dict[int, npt.NDArray[Any] | int]
 UNDONE = np.int64(-1)  # neither a token nor a sum of weights

@@ -16,15 +16,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfleet.worker.model.kv_pool import is_out_of_memory
-from kvfleet.worker.model.sampling import portable
-from kvfleet.worker.model.sampling.changes import LogitChanges, apply, wants_changes
-from kvfleet.worker.model.sampling.portable import DrawSettings, is_greedy, weight_bits
-from kvfleet.worker.schedule.step_plan import Draw, Drawn, Scored
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import Sampling, TokenLogprobs
+from kvsampling import portable
+from kvsampling.changes import LogitChanges, apply, wants_changes
+from kvsampling.draw import Draw, Drawn, Scored
+from kvsampling.portable import DrawSettings, is_greedy, weight_bits
 
 log = logging.getLogger(__name__)
+
+_NO_MEMORY = (
+    "DefaultCPUAllocator",
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",  # of the driver, not of torch's allocator
+    "HIP out of memory",
+    "_STATUS_ALLOC_FAILED",  # CUBLAS, CUDNN, CUSOLVER, CUSPARSE: their workspaces are not the allocator's either
+    "ALLOCATION_FAILED",
+)
 
 ROWS_AT_ONCE = 16  # bounds the copies of large vocabularies, float32 or float64
 
@@ -133,6 +143,13 @@ def _failure(error: Exception) -> KvfleetError:
     return EngineFailure(f"sampling failed: {type(error).__name__}: {error}")
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: torch tells for CUDA by type, for the host only in words."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
+
+
 def _parts(rows: Sequence[int], draws: Sequence[Draw]) -> Iterator[tuple[Sequence[int], list[Draw]]]:
     """Some rows at a time, each with its draw."""
     for at in range(0, len(rows), ROWS_AT_ONCE):
@@ -156,6 +173,6 @@ def _put(drawn: list[Drawn], rows: Sequence[int], found: Sequence[Drawn]) -> Non
 def _way(device: torch.device) -> _Way:
     if device.type != "cpu":
         return portable
-    from kvfleet.worker.model.sampling import cpu  # here, so that a GPU worker does not load compiled kernels
+    from kvsampling import cpu  # here, so that a GPU worker does not load compiled kernels
 
     return cpu

@@ -12,11 +12,11 @@ from engine_rig import relaxed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet.worker.model.sampling.portable import uniform
-from kvfleet.worker.model.sampling.sampler import sample
-from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.errors import EngineFailure
 from kvproto.messages import Sampling
+from kvsampling.draw import Draw
+from kvsampling.portable import uniform
+from kvsampling.sampler import sample
 
 
 @pytest.fixture(autouse=True, scope="module")

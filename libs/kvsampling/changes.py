@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.errors import InvalidRequest
+from kvsampling.draw import Draw
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -25,11 +25,11 @@ from transformers.generation.logits_process import (
 )
 
 from kvcpu.vector.compiled import entry
-from kvfleet.worker.model.sampling import cpu, portable
-from kvfleet.worker.model.sampling.portable import DrawSettings, weight_bits
-from kvfleet.worker.model.sampling.sampler import sample, warm_up
-from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.messages import Sampling
+from kvsampling import cpu, portable
+from kvsampling.draw import Draw
+from kvsampling.portable import DrawSettings, weight_bits
+from kvsampling.sampler import sample, warm_up
 
 LIMITS = [
     {},
@@ -161,8 +161,8 @@ import resource
 import torch
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
-from kvfleet.worker.model.sampling.sampler import sample, warm_up
-from kvfleet.worker.schedule.step_plan import Draw
+from kvsampling.sampler import sample, warm_up
+from kvsampling.draw import Draw
 
 torch.set_num_threads(1)
 warm_up(torch.device("cpu"))

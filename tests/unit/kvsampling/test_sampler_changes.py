@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfleet.worker.model.sampling.changes import LogitChanges, apply
-from kvfleet.worker.model.sampling.sampler import sample
-from kvfleet.worker.schedule.step_plan import Draw, Scored
 from kvproto.errors import EngineFailure, InvalidRequest
 from kvproto.messages import Sampling
+from kvsampling.changes import LogitChanges, apply
+from kvsampling.draw import Draw, Scored
+from kvsampling.sampler import sample
 
 VOCAB = 60
 PROMPT = (3, 3, 7, 41)

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from kvcpu.sampling.sampling_call import DEEPEST, MANTISSA_BITS, POWERS_OF_2
-from kvfleet.worker.schedule.step_plan import Draw
 from kvproto.messages import Sampling
+from kvsampling.draw import Draw
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -1,0 +1,34 @@
+"""What is asked of a sampler, and its answer, for one row of logits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from kvproto.errors import KvfleetError
+from kvproto.messages import Sampling, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Draw:
+    """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone. `prompt_ids` and
+    `output_ids` are for penalties, else empty; `output_ids` is the sequence's own, which grows.
+
+    It never changes; freezing it would cost three times as much.
+    """
+
+    sampling: Sampling
+    choice: int
+    index: int
+    prompt_ids: Items[int] = ()
+    output_ids: Items[int] = ()
+    banned: Items[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    token: int
+    logprobs: TokenLogprobs
+
+
+Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn

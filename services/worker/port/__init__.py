@@ -1,0 +1,1 @@
+"""What the worker's loop knows of an engine, whichever it is: `engine_port` first."""

@@ -1,0 +1,123 @@
+"""What the worker's loop knows of an engine, and of the blocks below and beside it. Pure.
+
+    serve ──▶ EnginePort   sequences, what is cached, how busy it is    the own engine's thread, a vLLM server
+          └─▶ TierPort     blocks of vaults and other workers           the data plane
+
+Both are used on the loop's thread and never block it. An engine hands its results, in the order in which they came
+about, to the callback that it was made with; an answer comes after all results that were there before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvfleet.worker.blocks.chain_location import BlockName
+from kvfleet.worker.port.capacity import Attempt
+from kvfleet.worker.port.sequence_spec import Locate, SequenceSpec
+from kvproto.block_hash import Root
+from kvproto.messages import GenerateRequest, HotChain, Inspection, Load, Rates, Tier
+
+Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # a request's chains, by the output of a choice so far
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What never changes while the engine lives. `block_bytes` of KV in one block on the device; `kv_format` names the
+    bytes' layout, which must be that of a worker that takes them; empty where they never leave the engine."""
+
+    blocks: int
+    block_bytes: int
+    kv_format: bytes
+
+
+class EnginePort(Protocol):
+    """Awaitables raise EngineFailure where the engine is gone. A sequence that is submitted ends in one terminal output
+    whatever happens, those of a dead engine in EngineFailure."""
+
+    facts: EngineFacts
+    measured: tuple[Load, Rates]  # not older than about a second
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the present step has taken so far."""
+        ...
+
+    def submit(self, spec: SequenceSpec) -> None: ...
+
+    def cancel(self, request: str, attempt: int, received: Sequence[int] = ()) -> None:
+        """End an attempt's sequences with Cancelled. KV past the tokens of each choice that its last reader has
+        `received` is forgotten: no erase could name it."""
+        ...
+
+    def pause(self, request: str, attempt: int) -> None:
+        """Let others have its place and blocks until `resume`."""
+        ...
+
+    def resume(self, request: str, attempt: int) -> None: ...
+
+    def make_room(self, request: str, attempt: int, count: int) -> Awaitable[frozenset[Attempt]]:
+        """Fail `count` fresh sequences of lower priority, or else this attempt if fresh. Returns the attempts."""
+        ...
+
+    def let_go(self, attempts: Sequence[Attempt], *, keep: bool) -> Awaitable[None]:
+        """Drop attempts without an output: they go on elsewhere. With `keep` their blocks go to vaults as well."""
+        ...
+
+    def holdings(self) -> Awaitable[tuple[Mapping[Tier, Sequence[bytes]], int]]:
+        """All full blocks, and the digest under which events lead to them."""
+        ...
+
+    def inspect(self, root: Root, ids: Sequence[int]) -> Awaitable[Inspection]: ...
+
+    def erase(self, root: Root, ids: Sequence[int], keep: int) -> Awaitable[int]:
+        """Forget KV of `ids` past the first `keep`, unless others continue it. Returns how many blocks went."""
+        ...
+
+    def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> Awaitable[tuple[Any, Any]]:
+        """K and V `[tokens, kv_heads, head_dim]` of the cached part. Raises IndexError for an unknown layer."""
+        ...
+
+
+class TierPort(Protocol):
+    """`meet` is awaited before a worker is asked for blocks, unless it is None: its address is known."""
+
+    @property
+    def is_lending(self) -> bool:
+        """Whether peers read blocks from here right now."""
+        ...
+
+    def meet(self, worker: str) -> Awaitable[None] | None: ...
+
+    def would_look(self, request: GenerateRequest, tokens: int) -> bool: ...
+
+    def hash(self, request: GenerateRequest, root: Root, ids: tuple[int, ...]) -> Hashed:
+        """Takes long for a long request. Called on any thread."""
+        ...
+
+    def locate(
+        self, request: GenerateRequest, root: Root, ids: tuple[int, ...], hashed: Hashed, traceparent: str
+    ) -> Locate:
+        """Begin to ask for a request's chains. Fresh choices share their prompt, and so one question."""
+        ...
+
+    async def in_vaults(self, root: Root, ids: Sequence[int]) -> int:
+        """How many leading blocks vaults have, if they answer in time."""
+        ...
+
+    async def rates(self) -> Mapping[str, float]:
+        """Bytes per second by tier, of those that there are."""
+        ...
+
+    async def preload(self, chain: HotChain, limit_s: float) -> None:
+        """Bring a chain to the device, or what comes of it in time."""
+        ...
+
+    async def offer(self, chains: Sequence[HotChain]) -> None:
+        """Have vaults keep them. Returns when they are there."""
+        ...
+
+    async def settled(self) -> None:
+        """Until nothing is on its way to lower tiers."""
+        ...

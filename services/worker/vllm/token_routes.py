@@ -1,0 +1,145 @@
+"""Loop: vLLM's token routes over HTTP: ids in, ids out. Owned by the sidecar's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from kvproto.errors import ContextLengthExceeded, EngineFailure, InvalidRequest, KvfleetError, ModelNotFound
+from kvproto.messages import TokenLogprobs
+
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+ID_PREFIX = "generate-tokens-"  # what vLLM puts in front of a request's id, and wants back to abort it
+CONNECT_S = 5.0
+ANSWER_S = 10.0  # for a short question
+MAX_LINE = 1 << 20  # bytes of one chunk
+MAX_ERROR = 1000  # characters of a foreign message that are repeated
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """Some next tokens of a sequence. `finish`: it ends with them, by `stop`, the id, if that is the reason."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: str | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUsage:
+    """Comes last, if at all: how many of the prompt's tokens were cached."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class TokenRoutes:
+    """`url` is the server's, without a path. `open` first, on the loop."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    async def open(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(self.url, timeout=timeout, connector=connector, read_bufsize=MAX_LINE)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def generate(self, body: Mapping[str, Any], alternatives: int = 0) -> AsyncIterator[NextTokens | PromptUsage]:
+        """Stream one sequence. Leaving the iteration closes the connection, which aborts it.
+
+        Log probabilities have so many `alternatives`: a body that asks for them has to ask for one more, as vLLM counts
+        the drawn token among them. Raises InvalidRequest, ContextLengthExceeded, ModelNotFound, or EngineFailure for
+        all that is not the request's fault.
+        """
+        try:
+            async with self._session.post(
+                GENERATE, data=orjson.dumps(body), headers={"content-type": "application/json"}
+            ) as answer:
+                if answer.status != 200:
+                    raise _refusal(answer.status, await answer.text(errors="replace"))
+                async for line in answer.content:
+                    if line.startswith(b"data: "):
+                        if line.startswith(b"data: [DONE]"):
+                            return
+                        for part in _parts(line[6:], alternatives):
+                            yield part
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise EngineFailure(f"vLLM at {self.url} is gone: {type(error).__name__}: {error}") from error
+        raise EngineFailure(f"vLLM at {self.url} ended a stream before its end")
+
+    async def abort(self, request: str) -> None:
+        """Raises EngineFailure."""
+        await self._ask("POST", ABORT, {"request_ids": [ID_PREFIX + request]})
+
+    async def get(self, path: str) -> bytes:
+        """Raises EngineFailure unless it is answered with 200 in time."""
+        return await self._ask("GET", path)
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        data = None if body is None else orjson.dumps(body)
+        headers = {"content-type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        try:
+            async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as answer:
+                found = await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineFailure(f"{self.url}{path} does not answer: {type(error).__name__}: {error}") from error
+        if answer.status != 200:
+            raise EngineFailure(
+                f"{self.url}{path} answers {answer.status}: {found[:MAX_ERROR].decode(errors='replace')}"
+            )
+        return found
+
+
+def _parts(data: bytes, alternatives: int) -> list[NextTokens | PromptUsage]:
+    """What one chunk tells. Raises EngineFailure if it is no chunk, or tells of an error."""
+    try:
+        chunk = orjson.loads(data)
+        if "error" in chunk:
+            raise EngineFailure(f"vLLM failed: {_message(chunk)}")
+        found: list[NextTokens | PromptUsage] = [_part(choice, alternatives) for choice in chunk["choices"]]
+        if usage := chunk.get("usage"):
+            details = usage.get("prompt_tokens_details") or {}
+            found.append(PromptUsage(usage["prompt_tokens"], details.get("cached_tokens") or 0))
+        return found
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise EngineFailure(f"vLLM sent a chunk that is none: {type(error).__name__}: {data[:80]!r}") from error
+
+
+def _part(choice: Mapping[str, Any], alternatives: int) -> NextTokens:
+    scored = (choice.get("logprobs") or {}).get("content") or ()
+    logprobs = tuple(_logprobs(one, alternatives) for one in scored)
+    return NextTokens(tuple(choice["token_ids"] or ()), logprobs, choice["finish_reason"], choice.get("stop_reason"))
+
+
+def _logprobs(scored: Mapping[str, Any], alternatives: int) -> TokenLogprobs:
+    """vLLM lists the drawn token first, then the others from the best on. Of equal ones ours come in id order."""
+    best = sorted((-one["logprob"], one["token_id"]) for one in scored["top_logprobs"])[:alternatives]
+    return TokenLogprobs(scored["logprob"], tuple(token for _, token in best), tuple(-value for value, _ in best))
+
+
+def _refusal(status: int, text: str) -> KvfleetError:
+    try:
+        message = _message(orjson.loads(text))
+    except (orjson.JSONDecodeError, TypeError, AttributeError):
+        message = text[:MAX_ERROR]
+    if status == 400:
+        kind = ContextLengthExceeded if "maximum context length" in message else InvalidRequest
+        return kind(f"vLLM refuses it: {message}")
+    if status == 404:
+        return ModelNotFound(f"vLLM does not have it: {message}", field="model")
+    return EngineFailure(f"vLLM answered {status}: {message}")
+
+
+def _message(found: Mapping[str, Any]) -> str:
+    error = found.get("error", found)
+    return str(error.get("message", error) if isinstance(error, Mapping) else error)[:MAX_ERROR]
