@@ -52,7 +52,7 @@ run: $(VENV)/.run
 	@exec $(BIN)/kvfleet up $(FLAGS)
 
 test: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --part quick
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadscope --part quick
 
 check-all: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --part slow

@@ -3,7 +3,7 @@
 A test that must take a minute of waiting begins in a test marked `first` and is judged in one marked `last`; the rest
 of its part runs in between.
 
-`make test` runs three lanes beside each other, since half of the time is waiting. Each takes the next part when it is
+`make test` runs four lanes beside each other, since half of the time is waiting. Each takes the next part when it is
 done with one, so all end at about the same time.
 
 What takes long and seldom tells anything that the rest does not is left to `make check-all` (`SLOW`), which CI runs
