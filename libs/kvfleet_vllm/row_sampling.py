@@ -31,6 +31,7 @@ KEY = "kvfleet"  # in vLLM's extra_args
 VERSION = 1
 _ASKED = frozenset(("version", "request", "choice", "prompt", "stop_ids", "sampling", "failures"))
 _SAMPLING = frozenset(field.name for field in fields(Sampling))
+TELL_S = 0.5  # a worker that does not read must not hold up vLLM's step for longer
 CHOSEN = torch.finfo(torch.float32).max
 
 
@@ -113,6 +114,7 @@ def _tell(row: SampledRow, index: int, error: KvfleetError) -> None:
     message = msgpack.packb([row.request, row.choice, index, error.code, str(error)])
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(TELL_S)
             sender.sendto(message, row.failures)
     except OSError as gone:  # the worker is gone, and with it who would read the token
         log.warning("request %s: %s; its worker does not hear of it: %s", row.request, error, gone)

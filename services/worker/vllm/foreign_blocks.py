@@ -81,10 +81,10 @@ class ForeignBlocks:
         for at, name in enumerate(names):
             mine = tuple(hashes[at * each : (at + 1) * each])
             self._blocks.setdefault(name, _Block(mine)).copies += 1
-        new = [one for one in hashes if one not in self._copies]
+        new = {one for one in hashes if one not in self._copies}
         for one in hashes:
             self._copies[one] = self._copies.get(one, 0) + 1
-        return _addition(before, hashes, set(new))
+        return _addition(before, hashes, new)
 
     def _start(self, event: Mapping[str, Any], parent: ForeignHash | None) -> bytes | None:
         """What the first block is chained onto: the last of our blocks in its parent, or the root; None if unknown."""

@@ -105,7 +105,7 @@ def _parts(data: bytes, alternatives: int) -> list[NextTokens | PromptUsage]:
     try:
         chunk = orjson.loads(data)
         if "error" in chunk:
-            raise EngineFailure(f"vLLM failed: {_message(chunk)}")
+            raise _error(chunk["error"]["code"], _message(chunk))  # as a status, after one of 200
         found: list[NextTokens | PromptUsage] = [_part(choice, alternatives) for choice in chunk["choices"]]
         if usage := chunk.get("usage"):
             details = usage.get("prompt_tokens_details") or {}
@@ -132,12 +132,17 @@ def _refusal(status: int, text: str) -> KvfleetError:
         message = _message(orjson.loads(text))
     except (orjson.JSONDecodeError, TypeError, AttributeError):
         message = text[:MAX_ERROR]
+    return _error(status, message)
+
+
+def _error(status: int, message: str) -> KvfleetError:
+    """What is the request's own fault is not retryable: it would fail at every worker."""
     if status == 400:
         kind = ContextLengthExceeded if "maximum context length" in message else InvalidRequest
         return kind(f"vLLM refuses it: {message}")
     if status == 404:
         return ModelNotFound(f"vLLM does not have it: {message}", field="model")
-    return EngineFailure(f"vLLM answered {status}: {message}")
+    return EngineFailure(f"vLLM failed with {status}: {message}")
 
 
 def _message(found: Mapping[str, Any]) -> str:

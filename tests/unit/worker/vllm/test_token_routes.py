@@ -151,6 +151,13 @@ async def test_what_is_no_stream_is_the_engines_failure(server: Server, routes: 
         _ = [one async for one in routes.generate({})]
 
 
+async def test_a_refusal_after_the_first_byte_is_the_requests_own_fault(server: Server, routes: TokenRoutes) -> None:
+    """As `validate_params` of a logits processor refuses: with 200, then an error of code 400."""
+    server.streams('{"error": {"message": "another version", "type": "BadRequestError", "code": 400}}', "[DONE]")
+    with pytest.raises(InvalidRequest, match="another version"):
+        _ = [one async for one in routes.generate({})]
+
+
 async def test_a_server_that_dies_in_the_middle(server: Server, routes: TokenRoutes) -> None:
     async def die() -> None:
         for connection in list(server.runner.server.connections):  # type: ignore[union-attr]
