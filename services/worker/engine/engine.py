@@ -18,9 +18,9 @@ from kvfleet.worker.engine.kv_holdings import KvHoldings
 from kvfleet.worker.engine.live_sequences import LiveSequences, TracedDraws
 from kvfleet.worker.model.base import ModelRunner, StepAborted
 from kvfleet.worker.port.capacity import full
+from kvfleet.worker.port.giving_way import giving_way
 from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
 from kvfleet.worker.port.sequence_spec import SequenceSpec
-from kvfleet.worker.schedule.giving_way import giving_way
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvfleet.worker.schedule.step_pacer import run_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvfleet.worker.schedule.giving_way import by_priority
+from kvfleet.worker.port.giving_way import by_priority
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.sequence import Sequence
 from kvfleet.worker.schedule.tenants import TenantCosts

@@ -129,6 +129,10 @@ class EngineThread(EnginePort):
         return copier.speed_in.bytes_total, copier.speed_out.bytes_total
 
     @property
+    def is_ready(self) -> bool:
+        return True  # a worker ends with its engine
+
+    @property
     def step_age_s(self) -> float:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began

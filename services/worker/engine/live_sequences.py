@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count
 
 from kvfleet.worker.model.base import ModelRunner
+from kvfleet.worker.port.acceptance import check_spec, stop_ids_of, text_of
 from kvfleet.worker.port.capacity import Attempt
 from kvfleet.worker.port.sequence_spec import Key, SequenceSpec, SequenceTrace
 from kvfleet.worker.schedule.scheduler import Scheduler
@@ -15,10 +15,7 @@ from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvfleet.worker.schedule.tenants import TenantCosts
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
-from kvfleet.worker.text.text_stream import StopStrings, TextStream
-from kvproto.errors import EngineFailure, InvalidRequest, OutOfMemory
-
-logger = logging.getLogger(__name__)
+from kvproto.errors import InvalidRequest, OutOfMemory
 
 
 @dataclass(eq=False)
@@ -40,7 +37,7 @@ class LiveSequences:
         siblings = self._choices.get(attempt, [])
         if any(sibling.spec.choice == spec.choice for sibling in siblings):
             raise InvalidRequest("this attempt is running already", field="request")
-        _check(spec, self.runner.vocab_size)
+        check_spec(spec, self.runner.vocab_size)
         sampling, blocks, prompt = spec.sampling, self.runner.num_blocks, len(spec.prompt_ids)
         window = ContextWindow.of(prompt, sampling.max_tokens, self.runner.context_length, sampling.overflow)
         total = prompt + len(spec.output_ids)
@@ -49,14 +46,13 @@ class LiveSequences:
             raise OutOfMemory(f"{needed} blocks are needed, this worker has {blocks}")
         if siblings and siblings[0].spec.prompt_ids != spec.prompt_ids:
             raise InvalidRequest("all choices of an attempt must have the same prompt", field="prompt_ids")
-        eos_ids = () if sampling.ignore_eos else self.runner.eos_ids
         sequence = Sequence(
             spec,
             self.runner.block_size,
             (next(self._arrivals), now),
             window=window,
-            stop_ids=frozenset(eos_ids).union(sampling.stop_ids),
-            text=self._text(spec),
+            stop_ids=stop_ids_of(spec, self.runner.eos_ids),
+            text=text_of(spec, self.detokenizer),
             siblings=siblings,
             account=self.costs.of(spec.tenant),
         )
@@ -65,16 +61,6 @@ class LiveSequences:
         self._choices[attempt] = siblings
         siblings.append(sequence)
         return sequence
-
-    def _text(self, spec: SequenceSpec) -> TextStream:
-        try:
-            text = TextStream(self.detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
-            text.replay(spec.output_ids, spec.text_sent)
-        except Exception as error:  # a tokenizer's bug is that request's alone
-            about = {"request": spec.request}
-            logger.exception("request %s: its tokens could not be made text", spec.request, extra=about)
-            raise EngineFailure(f"the request's tokens could not be made text: {error}") from error
-        return text
 
     def remove(self, sequence: Sequence) -> None:
         attempt = sequence.key[:2]
@@ -128,21 +114,3 @@ class TracedDraws:
                 trace.prefilled, trace.steps_before = now, self.steps
             elif sequence.state is not SequenceState.FINISHED:
                 self.undrawn.append((sequence, trace))
-
-
-def _check(spec: SequenceSpec, vocab_size: int) -> None:
-    """`context_window` checks lengths. NaN fails every comparison, so each one says what must hold."""
-    sampling = spec.sampling
-    if not spec.prompt_ids:
-        raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")
-    for name, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            raise InvalidRequest(f"token ids must lie in 0 to {vocab_size - 1}", field=name)
-    if sampling.max_tokens < 1:
-        raise InvalidRequest("must be at least 1", field="max_tokens")
-    if not sampling.temperature >= 0:
-        raise InvalidRequest("must be at least 0", field="temperature")
-    if not 0 <= sampling.top_p <= 1:
-        raise InvalidRequest("must lie in 0 to 1", field="top_p")
-    if sampling.top_k < 0:
-        raise InvalidRequest("must be at least 0", field="top_k")

@@ -40,6 +40,11 @@ class EnginePort(Protocol):
     measured: tuple[Load, Rates]  # not older than about a second
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it takes sequences now. One that is not may come back; what is submitted meanwhile fails."""
+        ...
+
+    @property
     def step_age_s(self) -> float:
         """How long the present step has taken so far."""
         ...

@@ -17,7 +17,6 @@ from operator import attrgetter
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.schedule.block_tables import BlockTables
-from kvfleet.worker.schedule.giving_way import Queued
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
 from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
 from kvfleet.worker.schedule.step_plan import Slice, StepPlan
@@ -81,7 +80,7 @@ class Scheduler:
         self.tables.let_go(sequence)
         sequence.slide(self.pool.block_size)
 
-    def queued(self) -> list[Queued]:
+    def queued(self) -> list[tuple[Sequence, int]]:
         size = self.pool.block_size
         waiting = [  # choices share their prompt
             (s, max(len(s.ids) - self.pool.index.depth(s.hashes) * size, 1) if s is s.siblings[0] else 0)

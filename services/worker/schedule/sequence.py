@@ -104,6 +104,11 @@ class Sequence:
         return self.spec.request, self.spec.attempt, self.spec.choice
 
     @property
+    def is_fresh(self) -> bool:
+        """It waits, and nothing of it was ever sent."""
+        return self.state is SequenceState.WAITING and not self.started and not self.spec.output_ids
+
+    @property
     def remaining(self) -> int:
         """Known tokens without KV."""
         return len(self.ids) - self.computed

@@ -45,9 +45,9 @@ class WorkerLoop:
         self._on_drain = on_drain
         self._subscriptions: list[Subscription] = []
         self.tasks = VitalTasks(on_fatal)
-        self._state = State.READY
+        self._is_draining = False
         self.hand_over = HandOver(parts)
-        self.requests = RequestDesk(parts, lambda: self._state, self.tasks.spawn)
+        self.requests = RequestDesk(parts, lambda: self._is_draining, self.tasks.spawn)
         self.admin = AdminDesk(parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain)
 
     async def start(self) -> None:
@@ -75,7 +75,7 @@ class WorkerLoop:
         ):
             self._subscriptions.append(await self.parts.connection.subscribe(subject, callback))
         await self.parts.connection.synced()
-        await self.parts.lease.set(replace(self.record, state=State.READY))
+        await self.parts.lease.set(replace(self.record, state=self.state))
         self.tasks.spawn(self.parts.lease.run(lambda error: self._on_fatal(str(error))), "lease")
         self.tasks.spawn(self.outbox.run(), "outbox")
         self.tasks.spawn(self._beat(), "heartbeat")
@@ -84,17 +84,27 @@ class WorkerLoop:
         self.begin_drain()
         self._on_drain()
 
-    def begin_drain(self) -> None:
-        if self._state is not State.DRAINING:
-            self._state = State.DRAINING
-            self.tasks.spawn(self._announce_drain(), "draining")
+    @property
+    def state(self) -> State:
+        if self._is_draining:
+            return State.DRAINING
+        return State.READY if self.parts.engine.is_ready else State.STARTING
 
-    async def _announce_drain(self) -> None:
+    def begin_drain(self) -> None:
+        if not self._is_draining:
+            self._is_draining = True
+            self.on_state()
+
+    def on_state(self) -> None:
+        """The engine went away or came back, or a drain began."""
+        self.tasks.spawn(self._announce(), "state")
+
+    async def _announce(self) -> None:
         await self._publish_heartbeat()
         try:
-            await self.parts.lease.set(replace(self.record, state=State.DRAINING))
+            await self.parts.lease.set(replace(self.record, state=self.state))
         except KvfleetError as error:
-            log.warning("the record does not say draining yet: %s", error)
+            log.warning("the record does not say %s yet: %s", self.state.value, error)
 
     async def drain(self) -> None:
         """Take no new work, hand over what runs, and leave blocks in demand to vaults, for a bounded time."""
@@ -173,7 +183,7 @@ class WorkerLoop:
         return Heartbeat(
             worker=self.record.id,
             epoch=self.record.epoch,
-            state=self._state,
+            state=self.state,
             load=load,
             rates=rates,
             event_seq=self.parts.broadcast.publisher.seq,

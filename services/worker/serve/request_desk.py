@@ -24,9 +24,9 @@ from kvfleet.worker.streams.records import AttemptRecord, Reader, failure
 from kvproto import codec
 from kvproto.block_hash import Root
 from kvproto.connection import Message, is_no_responders
-from kvproto.errors import CodecError, InvalidRequest, KvfleetError, WorkerLost
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, Unavailable, WorkerLost
 from kvproto.fleet_view import RECONNECT_GRACE_S
-from kvproto.messages import Accepted, CancelRequest, GenerateRequest, PauseRequest, ResendRequest, State
+from kvproto.messages import Accepted, CancelRequest, GenerateRequest, PauseRequest, ResendRequest
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.trace_context import in_headers, sampled
 
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
 @dataclass(eq=False)
 class RequestDesk:
     parts: WorkerParts
-    state: Callable[[], State]
+    is_draining: Callable[[], bool]
     spawn: Spawn
     requests_total: int = 0
     refused_total: int = 0
@@ -189,10 +189,11 @@ class RequestDesk:
     def _check(self, request: GenerateRequest, before: int = 0) -> int:
         """`before`: requests being prepared. Returns how many sequences have to give way."""
         new, me = self._frames.known(request.request, request.attempt) is None, self.parts.record
-        draining = new and self.state() is State.DRAINING
-        check_request(request, model=me.model, draining=draining, unix_ms=time.time() * 1000)
+        check_request(request, model=me.model, draining=new and self.is_draining(), unix_ms=time.time() * 1000)
         if not new:
             return 0
+        if not self._engine.is_ready:
+            raise Unavailable("this worker's engine is away, or not there yet")
         limit = self.parts.settings.waiting + me.slots
         taken = self._frames.pending_sequences + before
         leaving = self._departures.count(self._frames.pending_of)

@@ -1,0 +1,47 @@
+"""What makes a sequence acceptable to any engine, and the text that it begins with. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from kvfleet.worker.port.sequence_spec import SequenceSpec
+from kvfleet.worker.text.detokenizer import Detokenizer
+from kvfleet.worker.text.text_stream import StopStrings, TextStream
+from kvproto.errors import EngineFailure, InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+
+def stop_ids_of(spec: SequenceSpec, eos_ids: Iterable[int]) -> frozenset[int]:
+    return frozenset(() if spec.sampling.ignore_eos else eos_ids).union(spec.sampling.stop_ids)
+
+
+def text_of(spec: SequenceSpec, detokenizer: Detokenizer) -> TextStream:
+    """Goes on where the earlier attempt's text ended. Raises EngineFailure if that cannot be rebuilt."""
+    try:
+        text = TextStream(detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
+        text.replay(spec.output_ids, spec.text_sent)
+    except Exception as error:  # a tokenizer's bug is that request's alone
+        about = {"request": spec.request}
+        logger.exception("request %s: its tokens could not be made text", spec.request, extra=about)
+        raise EngineFailure(f"the request's tokens could not be made text: {error}") from error
+    return text
+
+
+def check_spec(spec: SequenceSpec, vocab_size: int) -> None:
+    """Raises InvalidRequest. `context_window` checks lengths. NaN fails every comparison, so each says what must hold."""
+    sampling = spec.sampling
+    if not spec.prompt_ids:
+        raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")
+    for name, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise InvalidRequest(f"token ids must lie in 0 to {vocab_size - 1}", field=name)
+    if sampling.max_tokens < 1:
+        raise InvalidRequest("must be at least 1", field="max_tokens")
+    if not sampling.temperature >= 0:
+        raise InvalidRequest("must be at least 0", field="temperature")
+    if not 0 <= sampling.top_p <= 1:
+        raise InvalidRequest("must lie in 0 to 1", field="top_p")
+    if sampling.top_k < 0:
+        raise InvalidRequest("must be at least 0", field="top_k")
