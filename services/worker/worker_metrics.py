@@ -9,7 +9,7 @@ from typing import Any
 
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import DeviceWatch
-from kvfleet.worker.schedule.tenants import TenantAccount
+from kvfleet.worker.port.tenant_costs import TenantAccount
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.transfers import RemoteCounts

@@ -20,7 +20,7 @@ from kvfleet.placement.placement_metrics import readings as placement_readings
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.vault.vault_metrics import readings as vault_readings
 from kvfleet.worker.model.device_watch import CpuWatch
-from kvfleet.worker.schedule.tenants import TenantCosts
+from kvfleet.worker.port.tenant_costs import TenantCosts
 from kvfleet.worker.worker_metrics import readings as worker_readings
 from kvservice.distribution import Distribution
 from kvservice.metrics import LiveCollector, Reading, common_readings

@@ -13,11 +13,12 @@ from collections.abc import Sequence as Items
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.pool_integrity import PoolAudit
-from kvfleet.worker.engine.engine_counters import EngineCounters
+from kvfleet.worker.engine.engine_load import load_of
 from kvfleet.worker.engine.kv_holdings import KvHoldings
 from kvfleet.worker.engine.live_sequences import LiveSequences, TracedDraws
 from kvfleet.worker.model.base import ModelRunner, StepAborted
 from kvfleet.worker.port.capacity import full
+from kvfleet.worker.port.engine_counters import EngineCounters
 from kvfleet.worker.port.giving_way import giving_way
 from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
 from kvfleet.worker.port.sequence_spec import SequenceSpec
@@ -242,7 +243,8 @@ class Engine:
 
     def _start(self, sequence: Sequence, now: float) -> None:
         if self.sequences.is_first_start(sequence):
-            self.counters.started(sequence, now)
+            restored, waited = sum(sequence.restored.values()), now - sequence.enqueued
+            self.counters.started(sequence.account, len(sequence.ids), sequence.cached_tokens, restored, waited)
             self.tiers.started(sequence)
         sequence.started = True
         if (trace := sequence.spec.trace) is not None:
@@ -292,7 +294,7 @@ class Engine:
         return self.pool.take_changes(Tier.DEVICE) + self.tiers.host.take_changes()
 
     def load(self) -> Load:
-        return self.counters.load(self.scheduler, self.tiers, self._clock())
+        return load_of(self.scheduler, self.tiers, self.counters, self._clock())
 
     def rates(self) -> Rates:
         times = self._times

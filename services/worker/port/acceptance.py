@@ -30,7 +30,7 @@ def text_of(spec: SequenceSpec, detokenizer: Detokenizer) -> TextStream:
 
 
 def check_spec(spec: SequenceSpec, vocab_size: int) -> None:
-    """Raises InvalidRequest. `context_window` checks lengths. NaN fails every comparison, so each says what must hold."""
+    """Raises InvalidRequest. `context_window` checks lengths. NaN fails every comparison, so each says what holds."""
     sampling = spec.sampling
     if not spec.prompt_ids:
         raise InvalidRequest("the prompt is empty, at least 1 token is needed", field="prompt_ids")

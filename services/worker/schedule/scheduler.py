@@ -20,7 +20,7 @@ from kvfleet.worker.schedule.block_tables import BlockTables
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
 from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
 from kvfleet.worker.schedule.step_plan import Slice, StepPlan
-from kvfleet.worker.schedule.tenants import TenantShares
+from kvfleet.worker.schedule.tenant_shares import TenantShares
 from kvfleet.worker.schedule.waiting_queue import PromptLeaders, ServiceOrder, WaitingQueue
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
 from kvsampling.draw import Draw

@@ -18,7 +18,8 @@ from enum import Enum, auto
 
 from kvfleet.worker.blocks.content_index import common_prefix
 from kvfleet.worker.port.sequence_spec import Key, SequenceSpec
-from kvfleet.worker.schedule.tenants import TenantAccount, TenantShare
+from kvfleet.worker.port.tenant_costs import TenantAccount
+from kvfleet.worker.schedule.tenant_shares import TenantShare
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.text_stream import TextStream
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvfleet.worker.engine.engine_counters import EngineCounters
 from kvfleet.worker.model.device_watch import CpuWatch
+from kvfleet.worker.port.engine_counters import EngineCounters
 from kvfleet.worker.tiers.transfers import RemoteCounts
 from kvfleet.worker.worker_metrics import readings
 from kvproto.messages import Heartbeat, Load, Rates, State, Tier, TierLoad

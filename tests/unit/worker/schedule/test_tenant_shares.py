@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvfleet.worker.schedule.tenants import FORGET_FROM, TenantShares
+from kvfleet.worker.schedule.tenant_shares import FORGET_FROM, TenantShares
 
 
 def test_who_comes_back_starts_level_with_the_least_served() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.worker.schedule.tenants import OTHER, TenantCosts
+from kvfleet.worker.port.tenant_costs import OTHER, TenantCosts
 
 
 def test_a_step_is_shared_by_its_tokens() -> None:
