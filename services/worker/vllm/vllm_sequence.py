@@ -1,0 +1,159 @@
+"""One choice of one attempt as vLLM sees it: what it is asked for, and what comes of its tokens. Pure.
+
+    waiting ──asked──▶ in vLLM's queue ──scheduled──▶ running ──▶ ended
+       ▲ └──────────────pause, a full sliding context─────┘
+       └─ the first choice of a fresh attempt computes the prompt, the others wait for its first token
+
+vLLM is asked for plain tokens up to a number or a stop id. Text, stop strings and the sliding context are ours, and so
+is the draw, so that a sequence goes on anywhere as it would have here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, NamedTuple
+
+from kvfleet.worker.port.sequence_spec import Key, SequenceSpec
+from kvfleet.worker.port.tenant_costs import TenantAccount
+from kvfleet.worker.text.context_window import ContextWindow
+from kvfleet.worker.text.text_stream import NOTHING, Released, TextStream
+from kvfleet.worker.vllm.foreign_blocks import salt_of_root
+from kvfleet_vllm import wire
+from kvproto.block_hash import own_root
+from kvproto.messages import FinishReason, Sampling, TokenLogprobs
+
+SAMPLER_VERSION = 1  # as `kvfleet_vllm.row_sampling.VERSION`
+_DRAWING = {  # what of it a draw depends on
+    one.name: one.default
+    for one in fields(Sampling)
+    if one.name in ("temperature", "top_p", "top_k", "seed", "min_p", "min_tokens")
+    or one.name.endswith("_penalty")
+}
+
+
+class Sockets(NamedTuple):
+    """Paths of the worker's Unix sockets: for the connector's news, and for the sampler's failures."""
+
+    news: str
+    failures: str
+
+
+@dataclass(eq=False, slots=True)
+class VllmSequence:
+    spec: SequenceSpec
+    _: KW_ONLY
+    window: ContextWindow
+    stop_ids: frozenset[int]
+    text: TextStream
+    siblings: list[VllmSequence]
+    arrival: int
+    enqueued: float
+    account: TenantAccount
+    root: bytes = field(init=False)
+    outputs: list[int] = field(init=False)
+    num_prompt: int = field(init=False)  # of its tokens vLLM sees at first, whatever a sliding context drops later
+    name: str = ""  # under which vLLM has it
+    predicted: int = 0  # tokens that were cached when it came
+    cached_tokens: int = 0
+    is_running: bool = False
+    is_paused: bool = False
+    started: bool = False  # its reader knows
+    scheduled: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # it has a token, or ended without one
+    task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.root = own_root(self.spec.root)
+        self.outputs = list(self.spec.output_ids)
+        self.num_prompt = len(self.spec.prompt_ids) - self.window.start(len(self.spec.prompt_ids))
+
+    @property
+    def key(self) -> Key:
+        return self.spec.request, self.spec.attempt, self.spec.choice
+
+    @property
+    def is_fresh(self) -> bool:
+        return not (self.is_running or self.is_paused or self.started or self.spec.output_ids)
+
+    @property
+    def start(self) -> int:
+        """How many of its tokens are out of the context."""
+        return self.window.start(len(self.spec.prompt_ids) + len(self.outputs))
+
+    @property
+    def ids(self) -> list[int]:
+        """What vLLM sees."""
+        return [*self.spec.prompt_ids, *self.outputs][self.start :]
+
+    @property
+    def end(self) -> FinishReason | None:
+        """Why it ends now, stop ids aside."""
+        if self.text.stopped:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.outputs) >= self.window.max_tokens else None
+
+    def take(self, token: int, logprobs: TokenLogprobs | None) -> tuple[Released, FinishReason | None]:
+        """What may be told of the next token, and why the sequence ends with it, if so."""
+        stopped = token in self.stop_ids
+        released = NOTHING
+        if not stopped:
+            self.outputs.append(token)
+            self.account.generated_tokens += 1
+            released = self.text.push(token, logprobs)
+        reason = FinishReason.STOP if stopped else self.end
+        if reason is not None:
+            released = released.then(self.text.finish())
+            reason = FinishReason.STOP if self.text.stopped else reason
+        return released, reason
+
+    def body(self, model: str, sockets: Sockets) -> dict[str, Any]:
+        """Of a request to vLLM's token route."""
+        spec, asked, ids = self.spec, self.spec.sampling, self.ids
+        most = self.window.max_tokens - len(self.outputs)
+        if self.window.limit is not None:
+            most = min(most, self.window.limit - len(ids))
+        params: dict[str, Any] = {
+            "max_tokens": most,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(self.stop_ids),
+        }
+        if asked.logprobs is not None:
+            params["logprobs"] = asked.logprobs + 1  # vLLM counts the drawn token among them
+        if self._is_drawn():
+            params["extra_args"] = {wire.KEY: self._draw(sockets)}
+        return {
+            "request_id": self.name,
+            "model": model,
+            "token_ids": ids,
+            "stream": True,
+            "sampling_params": params,
+            "cache_salt": salt_of_root(self.root),
+            "priority": -spec.priority,  # vLLM serves the least first
+            "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": sockets.news}},
+        }
+
+    def _is_drawn(self) -> bool:
+        """Whether it takes more than the most probable token."""
+        asked = self.spec.sampling
+        changes = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty != 1, asked.logit_bias)
+        return bool(asked.temperature or any(changes) or (self.stop_ids and len(self.outputs) < asked.min_tokens))
+
+    def _draw(self, sockets: Sockets) -> Mapping[str, Any]:
+        asked, prompt = self.spec.sampling, len(self.spec.prompt_ids)
+        wanted = {name: value for name, value in ((name, getattr(asked, name)) for name in _DRAWING)}
+        changed = {name: value for name, value in wanted.items() if value != _DRAWING[name]}
+        bias = {str(token): value for token, value in asked.logit_bias.items()}
+        before = self.start - (prompt - self.num_prompt)  # tokens that a sliding context dropped
+        return {
+            "version": SAMPLER_VERSION,
+            "request": self.name,
+            "choice": self.spec.choice,
+            "prompt": self.num_prompt,
+            "dropped": [*self.spec.prompt_ids[prompt - self.num_prompt :], *self.outputs][:before],
+            "stop_ids": sorted(self.stop_ids),
+            "sampling": {"max_tokens": asked.max_tokens, "logit_bias": bias} | changed,
+            "failures": sockets.failures,
+        }
