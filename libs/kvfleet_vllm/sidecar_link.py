@@ -1,0 +1,90 @@
+"""The connection from vLLM's scheduler to the worker beside it. Owned by the scheduler's thread, and never holds it up.
+
+It needs no thread of its own: a Unix socket takes what fits into its buffer at once, and connects at once. A worker
+that has not read for so long that the buffer is full (hundreds of steps) is treated as one that is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+
+from kvfleet_vllm.wire import Decoder, Hello, Message, encode
+
+log = logging.getLogger(__name__)
+
+BUFFER = 1 << 20  # bytes asked for; the kernel may give less
+PART = 1 << 16
+
+
+class SidecarLink:
+    """Closed until `open`, and again when the other side is gone, does not read, or cannot be understood."""
+
+    def __init__(self, hello: Callable[[], Hello]) -> None:
+        self._hello = hello
+        self._path = ""  # of the connection there is, or the last one tried
+        self._socket: socket.socket | None = None
+        self._decoder = Decoder()
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
+
+    def open(self, path: str) -> None:
+        """To the worker that listens at `path`, unless it is open already."""
+        if self._socket is not None and path == self._path:
+            return
+        known = path == self._path
+        self.close("another worker asks")
+        self._path, self._decoder = path, Decoder()
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.setblocking(False)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        try:
+            link.connect(path)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+            link.close()
+            if not known:
+                log.warning("no connection to the worker at %s: %s", path, error)
+            return
+        self._socket = link
+        log.info("connected to the worker at %s", path)
+        self.send([self._hello()])
+
+    def send(self, messages: Sequence[Message]) -> None:
+        """All of them, or the link is closed. They are dropped where it is closed already."""
+        if self._socket is None or not messages:
+            return
+        try:
+            data = encode(messages)
+            if self._socket.send(data) < len(data):
+                self.close("the worker does not read")
+        except BlockingIOError:
+            self.close("the worker does not read")
+        except (OSError, ValueError, TypeError) as error:  # of encoding: ValueError, TypeError
+            self.close(str(error))
+
+    def receive(self) -> list[Message]:
+        """What has come since, without waiting."""
+        found: list[Message] = []
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(PART)
+                found += self._decoder.feed(data)
+            except BlockingIOError:
+                break
+            except (OSError, ValueError) as error:
+                self.close(str(error))
+                break
+            if not data:
+                self.close("the worker hung up")
+            elif len(data) < PART:
+                break
+        return found
+
+    def close(self, why: str) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+            log.warning("the connection to the worker at %s is closed: %s", self._path, why)

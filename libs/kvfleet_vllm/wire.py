@@ -1,0 +1,143 @@
+"""The messages between a worker and the vLLM server beside it, and their frames. Pure; both sides import it.
+
+    frame = 4 bytes, big endian, the length of the rest │ msgpack of [name, field, ...]
+
+They run over a Unix stream socket on which the worker listens. It names the path in each request, in the HTTP body:
+`kv_transfer_params: {"kvfleet": {"version": VERSION, "socket": PATH}}`. vLLM sends a Hello first. Either side closes
+the connection when it cannot read the other, or when the other does not read; vLLM comes back with the next request.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgpack
+
+KEY = "kvfleet"  # in a request's kv_transfer_params
+VERSION = 1
+MAX_FRAME = 1 << 20  # bytes after the length
+ERASE_HASHES = 4096  # at most in one Erase: it must fit into a socket's buffer while an idle vLLM reads nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """vLLM's first message. `instance` is drawn anew by each of its EngineCore processes. What a version of vLLM does
+    not tell is None in `facts`, see `engine_facts`."""
+
+    version: int
+    instance: str
+    pid: int
+    vllm: str
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """vLLM gave a request its blocks, for the first time or again after a preemption. Of its tokens `cached` were in
+    the device's cache and `restored` are brought from outside. Precedes the request's first token."""
+
+    request: str
+    cached: int
+    restored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """vLLM scheduled `tokens` tokens of `sequences` sequences at once, of all requests. `seconds` went by since the
+    step before was scheduled; 0.0 if vLLM had nothing to do in between. `prefill_tokens` of the tokens stood in a
+    prompt, or are outputs computed again after a preemption. Only the worker's own requests are in `preempted`."""
+
+    seconds: float
+    sequences: int
+    tokens: int
+    prefill_tokens: int
+    preempted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """From the worker: forget the cached blocks of these hashes, which are as vLLM's KV events have them. A request
+    that reaches vLLM after this message hits none of them. An idle vLLM reads it with the next request only."""
+
+    number: int
+    hashes: tuple[int | bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """The answer to an Erase: so many blocks lost their hashes, those in use included."""
+
+    number: int
+    blocks: int
+
+
+Message = Hello | Scheduled | Step | Erase | Erased
+
+_FORMS: dict[type[Message], tuple[type, ...]] = {
+    Hello: (int, str, int, str, dict),
+    Scheduled: (str, int, int),
+    Step: (float, int, int, int, list),
+    Erase: (int, list),
+    Erased: (int, int),
+}
+_ITEMS: dict[type[Message], type | tuple[type, ...]] = {Step: str, Erase: (int, bytes)}  # of the last field
+_NAMES = {kind.__name__: kind for kind in _FORMS}
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _FORMS}
+
+
+def encode(messages: Iterable[Message]) -> bytes:
+    """Their frames. Raises ValueError for a message that is too large."""
+    return b"".join(_frame(message) for message in messages)
+
+
+def _frame(message: Message) -> bytes:
+    kind = type(message)
+    body: bytes = msgpack.packb([kind.__name__, *(getattr(message, name) for name in _FIELDS[kind])])
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"a {kind.__name__} of {len(body)} bytes, more than {MAX_FRAME}")
+    return struct.pack(">I", len(body)) + body
+
+
+class Decoder:
+    """Cuts what a connection brings into messages. After a ValueError it is of no more use."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are whole now. Raises ValueError for what it cannot read."""
+        self._pending += data
+        found: list[Message] = []
+        start = 0
+        while len(self._pending) >= start + 4:
+            (size,) = struct.unpack_from(">I", self._pending, start)
+            if size > MAX_FRAME:
+                raise ValueError(f"a frame of {size} bytes, more than {MAX_FRAME}")
+            end = start + 4 + size
+            if len(self._pending) < end:
+                break
+            found.append(_message(bytes(self._pending[start + 4 : end])))
+            start = end
+        del self._pending[:start]
+        return found
+
+
+def _message(body: bytes) -> Message:
+    try:
+        name, *values = msgpack.unpackb(body)
+    except (ValueError, TypeError) as error:  # msgpack's own errors are ValueErrors
+        raise ValueError(f"a frame that is no message: {type(error).__name__}: {error}") from error
+    kind = _NAMES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"a message that is not known: {name!r:.80}")
+    form = _FORMS[kind]
+    if len(values) != len(form) or not all(map(isinstance, values, form)):
+        raise ValueError(f"a {name} of another form: {[type(value).__name__ for value in values]}")
+    if kind in _ITEMS:
+        if not all(isinstance(item, _ITEMS[kind]) for item in values[-1]):
+            raise ValueError(f"a {name} with items of another form")
+        values[-1] = tuple(values[-1])
+    return kind(*values)
