@@ -23,7 +23,8 @@ class SidecarLink:
 
     def __init__(self, hello: Callable[[], Hello]) -> None:
         self._hello = hello
-        self._path = ""  # of the connection there is, or the last one tried
+        self._path = ""
+        self._refused = ""  # the last path that nobody listened at, which is logged once
         self._socket: socket.socket | None = None
         self._decoder = Decoder()
 
@@ -32,12 +33,9 @@ class SidecarLink:
         return self._socket is not None
 
     def open(self, path: str) -> None:
-        """To the worker that listens at `path`, unless it is open already."""
+        """To the worker that listens at `path`, in place of another one, unless it is open already."""
         if self._socket is not None and path == self._path:
             return
-        known = path == self._path
-        self.close("another worker asks")
-        self._path, self._decoder = path, Decoder()
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link.setblocking(False)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
@@ -45,10 +43,12 @@ class SidecarLink:
             link.connect(path)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             link.close()
-            if not known:
-                log.warning("no connection to the worker at %s: %s", path, error)
+            if path != self._refused:
+                log.warning("no connection to the worker at %.200s: %s", path, error)
+            self._refused = path
             return
-        self._socket = link
+        self.close("another worker asks")
+        self._path, self._refused, self._socket, self._decoder = path, "", link, Decoder()
         log.info("connected to the worker at %s", path)
         self.send([self._hello()])
 

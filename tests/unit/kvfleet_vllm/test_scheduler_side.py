@@ -1,0 +1,220 @@
+"""vLLM's scheduler and the worker beside it over a real socket, with stand-ins for vLLM's objects."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvfleet_vllm import sidecar_link
+from kvfleet_vllm.scheduler_side import SchedulerSide, erase, socket_path
+from kvfleet_vllm.wire import VERSION, Decoder, Erase, Erased, Hello, Message, Scheduled, Step, encode
+
+HELLO = Hello(VERSION, "i", 1, "0", {})
+
+
+class Worker:
+    """The other side: it listens, and reads what there is."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(path)
+        self.listener.listen(4)
+        self.listener.setblocking(False)
+        self.link: socket.socket | None = None
+
+    def accept(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.link, _ = self.listener.accept()
+        self.link.setblocking(False)
+        self.decoder = Decoder()
+
+    def heard(self) -> list[Message]:
+        assert self.link is not None
+        found: list[Message] = []
+        try:
+            while data := self.link.recv(1 << 16):
+                found += self.decoder.feed(data)
+        except BlockingIOError:
+            pass
+        return found
+
+    def order(self, *hashes: int | bytes, number: int = 1) -> None:
+        assert self.link is not None
+        self.link.sendall(encode([Erase(number, hashes)]))
+
+    def die(self) -> None:
+        self.listener.close()
+        if self.link is not None:
+            self.link.close()
+        Path(self.path).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    one = Worker(str(tmp_path / "w"))
+    yield one
+    one.die()
+
+
+@pytest.fixture
+def side() -> Iterator[SchedulerSide]:
+    one = SchedulerSide(lambda: HELLO, clock=lambda: 0.0)
+    one.pool = Pool(4)
+    yield one
+    one.close()
+
+
+class Pool:
+    """Blocks 0, 1, ...; each but the last one has a hash, of which the last 8 bytes are its number."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = [SimpleNamespace(block_id=at, block_hash=key(at)) for at in range(count)]
+        self.blocks[-1].block_hash = None
+        self.cached_block_hashes_by_block: dict[int, set[bytes]] = {}
+        self.evicted: set[int] = set()
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        self.evicted |= blocks
+
+
+def key(number: int, group: int = 0) -> bytes:
+    return b"\xaa" * 24 + number.to_bytes(8, "big") + group.to_bytes(4, "big")
+
+
+def request(name: str, path: str | None) -> Any:
+    params = None if path is None else {"kvfleet": {"version": VERSION, "socket": path}}
+    return SimpleNamespace(request_id=f"generate-tokens-{name}-00000000", num_tokens=5, kv_transfer_params=params)
+
+
+def first_step(name: str) -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=f"generate-tokens-{name}-00000000", num_computed_tokens=0)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
+        num_scheduled_tokens={f"generate-tokens-{name}-00000000": 5},
+        total_num_scheduled_tokens=5,
+        preempted_req_ids=None,
+    )
+
+
+TOLD = Step(0.0, 1, 5, 5, ())
+
+
+def test_hello_then_the_news_of_a_step(side: SchedulerSide, worker: Worker) -> None:
+    side.request_added(request("nobody", None))
+    side.step(first_step("nobody"))
+    side.request_added(request("r", worker.path))
+    side.request_added(request("r2", worker.path))
+    side.step(first_step("r"))
+    worker.accept()
+    assert worker.heard() == [HELLO, TOLD, Scheduled("r", 0, 0)]
+    with pytest.raises(BlockingIOError):
+        worker.listener.accept()  # one connection for all
+
+
+def test_blocks_are_forgotten_before_a_later_request_looks_for_its_own(side: SchedulerSide, worker: Worker) -> None:
+    side.request_added(request("r", worker.path))
+    worker.accept()
+    worker.order(1, key(2)[:-4], 77, number=9)
+    side.request_added(request("other", None))
+    assert side.pool.evicted == {1, 2}
+    assert worker.heard()[1:] == [Erased(9, 2)]
+
+
+def test_a_step_obeys_too(side: SchedulerSide, worker: Worker) -> None:
+    side.request_added(request("r", worker.path))
+    worker.accept()
+    worker.order(0)
+    side.step(first_step("r"))
+    assert side.pool.evicted == {0}
+    assert worker.heard() == [HELLO, Erased(1, 1), TOLD, Scheduled("r", 0, 0)]
+
+
+def test_erasing_meets_copies_other_groups_and_names_of_unfinished_blocks() -> None:
+    pool = Pool(6)
+    pool.blocks[3].block_hash = key(1)
+    pool.blocks[4].block_hash = key(1, group=2)
+    pool.cached_block_hashes_by_block = {2: {key(8), key(9)}, 5: {key(7)}}
+    assert erase(pool, [1, 9]) == 4
+    assert pool.evicted == {1, 2, 3, 4}
+    assert erase(pool, []) == 0
+
+
+def test_a_worker_that_restarts_is_met_again(side: SchedulerSide, worker: Worker) -> None:
+    side.request_added(request("r", worker.path))
+    worker.accept()
+    worker.die()
+    side.step(first_step("r"))
+    side.request_added(request("r2", worker.path))  # nobody listens
+    side.step(first_step("r2"))
+    again = Worker(worker.path)
+    side.step(first_step("r2"))
+    with pytest.raises(BlockingIOError):
+        again.accept()  # it waits for a request
+    side.request_added(request("r3", again.path))
+    side.step(first_step("r3"))
+    again.accept()
+    assert again.heard() == [HELLO, TOLD, Scheduled("r3", 0, 0)]
+    again.die()
+
+
+def test_another_path_takes_over_once_it_is_reached(side: SchedulerSide, worker: Worker, tmp_path: Path) -> None:
+    side.request_added(request("r", worker.path))
+    worker.accept()
+    side.request_added(request("r2", str(tmp_path / "none")))
+    side.step(first_step("r"))
+    assert worker.heard() == [HELLO, TOLD, Scheduled("r", 0, 0)]
+    other = Worker(str(tmp_path / "other"))
+    side.request_added(request("r3", other.path))
+    other.accept()
+    assert other.heard() == [HELLO]
+    assert worker.link is not None
+    assert worker.link.recv(1) == b""
+    other.die()
+
+
+def test_a_worker_that_does_not_read_is_left(
+    side: SchedulerSide, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar_link, "BUFFER", 1 << 12)
+    side.request_added(request("r", worker.path))
+    worker.accept()
+    for _ in range(2000):
+        side.step(first_step("r"))  # would hang if it waited
+    heard = worker.heard()
+    assert 3 <= len(heard) < 4001
+    assert worker.link is not None
+    assert worker.link.recv(1) == b""
+    side.request_added(request("r2", worker.path))
+    worker.accept()
+    assert worker.heard() == [HELLO]
+
+
+def test_what_cannot_be_read_closes_the_connection(side: SchedulerSide, worker: Worker) -> None:
+    side.request_added(request("r", worker.path))
+    worker.accept()
+    assert worker.link is not None
+    worker.link.sendall(b"\xff" * 8)
+    side.step(first_step("r"))
+    assert worker.heard() == [HELLO]
+    assert worker.link.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"other": 1}, {"kvfleet": None}, {"kvfleet": {"version": 2, "socket": "/s"}},
+               {"kvfleet": {"version": 1}}, {"kvfleet": {"version": 1, "socket": 5}}],
+)  # fmt: skip
+def test_other_parameters_name_no_worker(params: Any) -> None:
+    assert socket_path(params) is None
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "x" * 300, "/none"])
+def test_a_path_that_cannot_be_reached_costs_nothing(side: SchedulerSide, path: str) -> None:
+    side.request_added(request("r", path))
+    side.step(first_step("r"))
