@@ -12,8 +12,8 @@ import asyncio
 import sys
 from dataclasses import replace
 
+from kvfleet.worker.backend import worker_record
 from kvfleet.worker.engine.bundle import read_bundle
-from kvfleet.worker.main import worker_record
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
@@ -49,7 +49,7 @@ class FrameSource:
         self._tasks: set[asyncio.Task[None]] = set()
         settings = WorkerSettings(id="source")
         self.bundle = read_bundle(DEMO_FOLDER, "demo", load_format="auto", dtype="auto", block_size=16)
-        self.record = worker_record(settings, "source", "demo", self.bundle)
+        self.record = worker_record(settings, "source", self.bundle, settings.slots)
 
     async def on_admin(self, message: Message) -> None:
         await self._connection.publish(message.reply, codec.encode(AdminReply(data=codec.encode(self.bundle))))

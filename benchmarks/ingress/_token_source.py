@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import uvloop
 
+from kvfleet.worker.backend import worker_record
 from kvfleet.worker.engine.bundle import read_bundle
-from kvfleet.worker.main import worker_record
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
@@ -61,7 +61,7 @@ class TokenSource:
         self._records: dict[str, WorkerRecord] = {}
         for number in range(first, first + workers):
             name = name_of(number)
-            record = worker_record(WorkerSettings(id=name), name, "demo", self.bundle)
+            record = worker_record(WorkerSettings(id=name), name, self.bundle, 256)
             self._records[name] = replace(record, state=State.READY)
 
     async def start(self) -> None:

@@ -20,6 +20,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from kvfleet_vllm.wire import KEY, VERSION
 from kvproto.errors import KvfleetError
 from kvproto.messages import Sampling
 from kvsampling.draw import Draw
@@ -27,9 +28,7 @@ from kvsampling.sampler import sample
 
 log = logging.getLogger(__name__)
 
-KEY = "kvfleet"  # in vLLM's extra_args
-VERSION = 1
-_ASKED = frozenset(("version", "request", "choice", "prompt", "stop_ids", "sampling", "failures"))
+_ASKED = frozenset(("version", "request", "choice", "prompt", "dropped", "stop_ids", "sampling", "failures"))
 _SAMPLING = frozenset(field.name for field in fields(Sampling))
 TELL_S = 0.5  # a worker that does not read must not hold up vLLM's step for longer
 CHOSEN = torch.finfo(torch.float32).max
@@ -51,8 +50,10 @@ class SampledRow:
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], ids: Sequence[int], outputs: Sequence[int]) -> SampledRow:
-        """`ids` are vLLM's prompt."""
+        """`ids` are vLLM's prompt, which a sliding context has `dropped` some tokens of."""
         prompt = asked["prompt"]
+        if asked["dropped"]:
+            ids = [*asked["dropped"], *ids]
         return cls(
             asked["request"],
             asked["choice"],

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
-from kvfleet_vllm.row_sampling import KEY, SampledRow, choose, sampling_of
+from kvfleet_vllm.row_sampling import SampledRow, choose, sampling_of
+from kvfleet_vllm.wire import KEY
 from kvsampling.sampler import warm_up
 
 

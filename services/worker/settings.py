@@ -13,6 +13,8 @@ from kvservice.data_plane import DataPlaneSettings
 class WorkerSettings(DataPlaneSettings):
     """One worker serves one model; several workers with different models make one fleet."""
 
+    engine: Literal["own", "vllm"] = Field("own", description="vllm: a vLLM server beside this worker, at engine_url")
+    engine_url: str = Field("http://127.0.0.1:8000", description="of that vLLM server")
     model: str = Field("demo", description="demo, a Hugging Face folder, or a hub id")
     served_model_name: str | None = Field(None, description="name that clients use; default: the model's own")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights from config.json")

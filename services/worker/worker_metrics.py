@@ -7,16 +7,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.model.device_watch import DeviceWatch
+from kvfleet.worker.port.engine_port import EnginePort
 from kvfleet.worker.port.tenant_costs import TenantAccount
 from kvfleet.worker.serve.loop import WorkerLoop
-from kvfleet.worker.tiers.remote import RemoteTiers
-from kvfleet.worker.tiers.transfers import RemoteCounts
 from kvproto.connection import Connection
-from kvproto.dataplane.server import DataPlaneCounters
 from kvproto.messages import Tier, TierLoad
-from kvservice.data_plane import HANDSHAKE_REFUSALS
 from kvservice.metrics import LabelledReader, Reader, Reading, common_readings
 
 # Name without `kvfleet_worker_`, help, and the attribute to read.
@@ -83,21 +78,6 @@ _ENGINE = (
         "counters.steps_aborted_total",
     ),
     ("cancel_to_free_max_seconds", "the longest of these", "cancel_to_free.max"),
-    (
-        "protected_blocks_total",
-        "blocks of running sequences given to vaults so that a crash costs less",
-        "protected_blocks_total",
-    ),
-)
-_QUANTISED = (
-    ("quantised_blocks_total", "such blocks", "snr_db.count"),
-    ("quantised_raw_bytes_total", "their bytes before", "quantised_raw_bytes"),
-    ("quantised_bytes_total", "their bytes after", "quantised_bytes"),
-    (
-        "kept_raw_blocks_total",
-        "blocks that were to be quantised and would have been below the gate of signal to noise",
-        "kept_raw",
-    ),
 )
 _TIERS = (Tier.DEVICE.value, Tier.HOST.value, Tier.VAULT.value, Tier.PEER.value)
 _FAILURES = (  # others exist once they happen
@@ -107,20 +87,20 @@ _FAILURES = (  # others exist once they happen
 Fields = tuple[tuple[str, str, str], ...]
 
 
-def _reading(name: str, text: str, read: Reader | None = None, **more: Any) -> Reading:
+def reading(name: str, text: str, read: Reader | None = None, **more: Any) -> Reading:
     return Reading(f"kvfleet_worker_{name}", text, read, **more)
 
 
-def _plain(fields: Fields, read: Callable[[], object]) -> list[Reading]:
+def plain(fields: Fields, read: Callable[[], object]) -> list[Reading]:
     def of_field(field: str) -> Reader:
         value = attrgetter(field)
         return lambda: float(value(read()))
 
-    return [_reading(name, text, of_field(field)) for name, text, field in fields]
+    return [reading(name, text, of_field(field)) for name, text, field in fields]
 
 
-def _labelled(name: str, labels: tuple[str, ...], text: str, read: LabelledReader) -> Reading:
-    return _reading(name, text, labels=labels, read_labelled=read)
+def labelled(name: str, labels: tuple[str, ...], text: str, read: LabelledReader) -> Reading:
+    return reading(name, text, labels=labels, read_labelled=read)
 
 
 def _by_label(
@@ -129,10 +109,10 @@ def _by_label(
     def of_field(field: str) -> LabelledReader:
         return lambda: {(key,): float(getattr(one, field)) for key, one in read().items()}
 
-    return [_labelled(name, (label,), text, of_field(field)) for name, text, field in fields]
+    return [labelled(name, (label,), text, of_field(field)) for name, text, field in fields]
 
 
-def _tier_readings(worker: WorkerLoop, engine: EngineThread) -> list[Reading]:
+def _tier_readings(worker: WorkerLoop, engine: EnginePort) -> list[Reading]:
     """Every worker shows all tiers, some of them at 0."""
 
     def known() -> dict[str, TierLoad]:
@@ -154,85 +134,23 @@ def _tier_readings(worker: WorkerLoop, engine: EngineThread) -> list[Reading]:
         }
 
     text = "blocks not had from the tier, or not in time"
-    return [*_by_label("tier", _TIER_LOAD, known), _labelled("tier_failures_total", ("tier", "reason"), text, failures)]
-
-
-def _transfer_readings(
-    engine: EngineThread, remote: RemoteTiers | None, served: Callable[[], DataPlaneCounters]
-) -> list[Reading]:
-    def moved() -> dict[tuple[str, ...], float]:
-        found = {Tier.HOST: engine.copied_bytes()}
-        found |= remote.counts.transfers() if remote is not None else {Tier.VAULT: (0, 0), Tier.PEER: (0, 0)}
-        to_peers = served()
-        came, went = found[Tier.PEER]
-        found[Tier.PEER] = came + to_peers.bytes_in, went + to_peers.bytes_out
-        return {
-            (tier.value, direction): float(count)
-            for tier, both in found.items()
-            for direction, count in zip(("in", "out"), both, strict=True)
-        }
-
-    def refused() -> dict[tuple[str, ...], float]:
-        counts = dict.fromkeys(HANDSHAKE_REFUSALS, 0) | dict(served().refused)
-        return {(reason,): float(count) for reason, count in counts.items()}
-
-    text = "bytes between device and host, or over the data plane; in: to this worker, or up to its device"
-    return [
-        _labelled("transfer_bytes_total", ("tier", "direction"), text, moved),
-        _labelled("refused_handshakes_total", ("reason",), "data-plane connections that were not let in", refused),
-    ]
-
-
-def _device_readings(worker: WorkerLoop, watch: DeviceWatch) -> list[Reading]:
-    record, device = worker.record, (watch.device,)
-
-    def utilisation() -> dict[tuple[str, ...], float]:
-        share = watch.utilisation()
-        return {} if share is None else {device: share}
-
-    def memory(which: int) -> LabelledReader:
-        return lambda: {device: float(watch.memory()[which])}
-
-    which_worker = "1; its labels say which worker this is, to be joined on the instance"
-    used = "memory in use: of a GPU by all, on the CPU by this process"
-    total = "memory that there is: the GPU's, or the host's or cgroup's"
-    busy = "share of the last moment in which something ran on the GPU; of GPUs with NVML alone"
-    return [
-        _labelled(
-            "info", ("worker", "model", "device"), which_worker, lambda: {(record.id, record.model, *device): 1.0}
-        ),
-        _labelled("device_memory_used_bytes", ("device",), used, memory(0)),
-        _labelled("device_memory_bytes", ("device",), total, memory(1)),
-        _labelled("device_utilisation_ratio", ("device",), busy, utilisation),
-    ]
+    return [*_by_label("tier", _TIER_LOAD, known), labelled("tier_failures_total", ("tier", "reason"), text, failures)]
 
 
 def readings(
-    worker: WorkerLoop,
-    connection: Connection,
-    engine: EngineThread,
-    watch: DeviceWatch,
-    remote: RemoteTiers | None = None,
-    served: Callable[[], DataPlaneCounters] = DataPlaneCounters,
-    certificates: Mapping[str, str | Path | None] = {},
+    worker: WorkerLoop, connection: Connection, certificates: Mapping[str, str | Path | None] = {}
 ) -> list[Reading]:
-    """`served`: transfers that peers asked for."""
-    quantised = remote.counts if remote is not None else RemoteCounts()
+    engine = worker.parts.engine
     free = "from a cancel to when the blocks of what it ended were free"
     wait = "from a request's coming to its first step"
-    noise = "signal to noise of blocks that were quantised for a vault"
     return [
-        *_plain(_LOAD, lambda: worker.heartbeat().load),
-        *_plain(_RATES, lambda: worker.heartbeat().rates),
+        *plain(_LOAD, lambda: worker.heartbeat().load),
+        *plain(_RATES, lambda: worker.heartbeat().rates),
         *_tier_readings(worker, engine),
         *_by_label("tenant", _TENANT, lambda: engine.counters.costs.accounts),
-        *_transfer_readings(engine, remote, served),
-        *_device_readings(worker, watch),
-        *_plain(_WORKER, lambda: worker),
-        *_plain(_ENGINE, lambda: engine),
-        *_plain(_QUANTISED, lambda: quantised),
-        _reading("cancel_to_free_seconds", free, read_histogram=engine.cancel_to_free.read),
-        _reading("queue_wait_seconds", wait, read_histogram=engine.counters.queue_waits.read),
-        _reading("quantised_snr_decibels", noise, read_histogram=quantised.snr_db.read),
+        *plain(_WORKER, lambda: worker),
+        *plain(_ENGINE, lambda: engine),
+        reading("cancel_to_free_seconds", free, read_histogram=engine.cancel_to_free.read),
+        reading("queue_wait_seconds", wait, read_histogram=engine.counters.queue_waits.read),
         *common_readings("worker", connection, certificates),
     ]

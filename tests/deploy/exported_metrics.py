@@ -20,7 +20,9 @@ from kvfleet.placement.placement_metrics import readings as placement_readings
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvfleet.vault.vault_metrics import readings as vault_readings
 from kvfleet.worker.model.device_watch import CpuWatch
+from kvfleet.worker.own_metrics import own_readings
 from kvfleet.worker.port.tenant_costs import TenantCosts
+from kvfleet.worker.vllm_metrics import vllm_readings
 from kvfleet.worker.worker_metrics import readings as worker_readings
 from kvservice.distribution import Distribution
 from kvservice.metrics import LiveCollector, Reading, common_readings
@@ -62,7 +64,7 @@ def by_process() -> dict[str, dict[str, Exported]]:
     found = {
         "ingress": _of_ingress(),
         "placement": _named(_described(placement_readings(_placement(), nats))),
-        "worker": _named(_described(worker_readings(_worker(), nats, _engine(), CpuWatch()))),
+        "worker": _named(_described(_worker_readings(nats))),
         "vault": _named(_described(vault_readings(_vault(), nats, None))),
     }
     common = _named(_described(common_readings("role", nats, {})))
@@ -87,8 +89,13 @@ def _placement() -> Any:
     return SimpleNamespace(core=core, **parts)
 
 
-def _worker() -> Any:
-    return SimpleNamespace(record=SimpleNamespace(id="w0", model="demo", block_bytes=1))
+def _worker_readings(nats: Any) -> list[Reading]:
+    engine = _engine()
+    record = SimpleNamespace(id="w0", model="demo", block_bytes=1)
+    worker: Any = SimpleNamespace(record=record, parts=SimpleNamespace(engine=engine))
+    server: Any = SimpleNamespace()
+    both = own_readings(worker, engine, CpuWatch()) + vllm_readings(worker, server)
+    return worker_readings(worker, nats) + list({one.name: one for one in both}.values())
 
 
 def _engine() -> Any:

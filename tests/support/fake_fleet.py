@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvfleet.worker.backend import worker_record
 from kvfleet.worker.engine.bundle import read_bundle, read_public_prefixes
 from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.main import assemble, worker_record
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.network.tier_network import TierNetwork
+from kvfleet.worker.own_backend import assemble
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.settings import WorkerSettings
 from kvproto.buckets import Bucket
@@ -108,7 +109,7 @@ class FakeFleet:
             self.nats_url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker), **self.login
         )
         bucket = await Bucket.open(connection, self.subjects.members_bucket)
-        lease = Lease(bucket, worker_record(chosen, worker, name, bundle))
+        lease = Lease(bucket, worker_record(chosen, worker, bundle, chosen.slots))
         fatal: list[str] = []
         network = TierNetwork(chosen, worker, f"host-of-{worker}", sockets) if sockets is not None else None
         engine = build_engine(chosen, self.folder, bundle, *([network.remote_for] if network is not None else []))

@@ -15,5 +15,6 @@ def main() -> None:
     gc.disable()  # imports make no garbage
     channel = socket.socket(fileno=int(sys.argv[1]))
     import_module("kvfleet.worker.main")
+    import_module("kvfleet.worker.own_backend")
     import_torch()
     fork_server.serve(channel)

@@ -108,9 +108,6 @@ class TierNetwork:
     _keys: BucketFollower | None = None
     _vaults: Members | None = None
     _peers: Peers | None = None
-    _workers: Members | None = None  # watched from when this one goes
-    _watching: asyncio.Task[None] | None = None
-    _model: str | None = None
     _refreshing: asyncio.Task[None] | None = None
     _known: list[SourceAddress] = field(default_factory=list)
 
@@ -145,9 +142,7 @@ class TierNetwork:
     async def follow(self, connection: Connection, subjects: Subjects, me: WorkerRecord) -> None:
         """Follow keys and addresses. Raises Unavailable."""
         self._keys = await follow_keys(connection, subjects, self.ring)
-        self._model = me.model
         self._vaults = Members(connection, subjects, hears=False, role=Role.VAULT)
-        self._workers = Members(connection, subjects, hears=False, role=Role.WORKER)
         await self._vaults.start()
         if self.remote is not None:
             self._peers = Peers(await Bucket.open(connection, subjects.members_bucket), me, self.remote.set_peers)
@@ -160,24 +155,6 @@ class TierNetwork:
     @property
     def served(self) -> DataPlaneCounters:
         return DataPlaneCounters() if self._server is None else self._server.counters
-
-    def somebody_is_ready(self) -> bool | None:
-        """Whether another worker of this model takes new work; None: not known yet. From the first call on, when this
-        worker is about to go, all workers are watched."""
-        if self._workers is None or self._model is None:
-            return False
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch_workers(), name="successors")
-        if not self._watching.done():
-            return None
-        return any(view.record.id != self.worker for view in self._workers.view.ready(self._model))
-
-    async def _watch_workers(self) -> None:
-        assert self._workers is not None
-        try:
-            await self._workers.start()
-        except Unavailable as error:
-            log.warning("who else serves this model is not known: %s", error)
 
     async def _keep_fresh(self) -> None:
         while True:
@@ -195,8 +172,8 @@ class TierNetwork:
             self.remote.set_vaults(found)
 
     async def stop(self) -> None:
-        await end(task for task in (self._refreshing, self._watching) if task is not None)
-        for followed in (self._vaults, self._workers, self._keys):
+        await end(task for task in (self._refreshing,) if task is not None)
+        for followed in (self._vaults, self._keys):
             if followed is not None:
                 await followed.stop()
         for owner in (self._server, self.remote):

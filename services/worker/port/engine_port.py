@@ -15,9 +15,11 @@ from typing import Any, Protocol
 
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.port.capacity import Attempt
+from kvfleet.worker.port.engine_counters import EngineCounters
 from kvfleet.worker.port.sequence_spec import Locate, SequenceSpec
 from kvproto.block_hash import Root
 from kvproto.messages import GenerateRequest, HotChain, Inspection, Load, Rates, Tier
+from kvservice.distribution import Distribution
 
 Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # a request's chains, by the output of a choice so far
 
@@ -37,6 +39,8 @@ class EnginePort(Protocol):
     whatever happens, those of a dead engine in EngineFailure."""
 
     facts: EngineFacts
+    counters: EngineCounters
+    cancel_to_free: Distribution  # seconds until the blocks of what was cancelled were free
     measured: tuple[Load, Rates]  # not older than about a second
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvproto.block_hash import HASH_BYTES, chain
+from kvproto.block_hash import HASH_BYTES, chain, digest_term
 from kvproto.messages import BlockRun, Tier, TierEvents
 
 DENSE = (None, "full_attention")  # kinds of cache groups whose blocks hold whole prefixes; None: not said
@@ -24,6 +24,7 @@ ForeignHash = bytes | int
 
 @dataclass(slots=True)
 class _Block:
+    parent: bytes  # of ours: the block before, or the root
     hashes: tuple[bytes, ...]  # of ours, in order
     copies: int = 0
 
@@ -35,12 +36,41 @@ class ForeignBlocks:
 
     block_size: int
     left_out_total: int = 0
+    evictions_total: int = 0
+    digest: int = 0  # of one tier, as an event log has it
     _blocks: dict[ForeignHash, _Block] = field(default_factory=dict)
+    _names: dict[bytes, ForeignHash] = field(default_factory=dict)  # by the last of ours in it
+    _children: dict[bytes, int] = field(default_factory=dict)  # how many of its blocks have this parent
     _copies: dict[bytes, int] = field(default_factory=dict)  # of each of ours
     _group: int | None = None  # of hybrid models one dense group is followed
 
     def hashes(self) -> list[bytes]:
         return list(self._copies)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """How many leading ones of a chain are held."""
+        return next((at for at, one in enumerate(hashes) if one not in self._copies), len(hashes))
+
+    def erasable(self, hashes: Sequence[bytes], keep: int) -> tuple[list[ForeignHash], int]:
+        """vLLM's names of the blocks that only this chain has: from its end back to one that others continue, or the
+        first `keep` of ours. Also how many of ours they are."""
+        names: list[ForeignHash] = []
+        count = 0
+        leaving: set[bytes] = set()  # parents of one that goes
+        for at in range(len(hashes), keep, -1):
+            name = self._names.get(hashes[at - 1])
+            if name is None:
+                continue
+            if self._children.get(hashes[at - 1], 0) > (hashes[at - 1] in leaving):
+                break
+            block = self._blocks[name]
+            names.append(name)
+            count += len(block.hashes)
+            leaving.add(block.parent)
+        return names, count
 
     def apply(self, events: Iterable[Mapping[str, Any]]) -> list[TierEvents]:
         """What one batch changed, in order. Raises KeyError, TypeError or ValueError for an event of another form."""
@@ -59,8 +89,9 @@ class ForeignBlocks:
     def clear(self) -> list[TierEvents]:
         """Nothing is cached any more: vLLM said so, or is another process now."""
         gone = tuple(self._copies)
-        self._blocks.clear()
-        self._copies.clear()
+        for known in (self._blocks, self._copies, self._names, self._children):
+            known.clear()
+        self.digest = 0
         return _removal(gone)
 
     def _follows(self, event: Mapping[str, Any]) -> bool:
@@ -80,10 +111,17 @@ class ForeignBlocks:
         each = size // self.block_size
         for at, name in enumerate(names):
             mine = tuple(hashes[at * each : (at + 1) * each])
-            self._blocks.setdefault(name, _Block(mine)).copies += 1
+            if (block := self._blocks.get(name)) is None:
+                parent_hash = hashes[at * each - 1] if at else before
+                block = self._blocks[name] = _Block(parent_hash, mine)
+                self._names[mine[-1]] = name
+                self._children[parent_hash] = self._children.get(parent_hash, 0) + 1
+            block.copies += 1
         new = {one for one in hashes if one not in self._copies}
         for one in hashes:
             self._copies[one] = self._copies.get(one, 0) + 1
+        for one in new:
+            self.digest ^= digest_term(one)
         return _addition(before, hashes, new)
 
     def _start(self, event: Mapping[str, Any], parent: ForeignHash | None) -> bytes | None:
@@ -102,13 +140,23 @@ class ForeignBlocks:
                 continue
             block.copies -= 1
             if block.copies == 0:
-                del self._blocks[name]
+                self._drop(name, block)
             for one in reversed(block.hashes):
                 self._copies[one] -= 1
                 if self._copies[one] == 0:
                     del self._copies[one]
+                    self.digest ^= digest_term(one)
                     gone.append(one)
+        self.evictions_total += len(gone)
         return _removal(gone)
+
+    def _drop(self, name: ForeignHash, block: _Block) -> None:
+        del self._blocks[name]
+        if self._names.get(block.hashes[-1]) == name:
+            del self._names[block.hashes[-1]]
+        self._children[block.parent] -= 1
+        if not self._children[block.parent]:
+            del self._children[block.parent]
 
 
 def salt_of_root(root: bytes) -> str:

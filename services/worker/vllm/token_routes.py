@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,14 @@ MAX_LINE = 1 << 20  # bytes of one chunk
 MAX_ERROR = 1000  # characters of a foreign message that are repeated
 
 
+class Answered(EngineFailure):
+    """The server is there, and answered something else than it should, with this HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 @dataclass(frozen=True, slots=True)
 class NextTokens:
     """Some next tokens of a sequence. `finish`: it ends with them, by `stop`, the id, if that is the reason."""
@@ -29,14 +37,6 @@ class NextTokens:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: str | None = None
     stop: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptUsage:
-    """Comes last, if at all: how many of the prompt's tokens were cached."""
-
-    prompt_tokens: int
-    cached_tokens: int
 
 
 class TokenRoutes:
@@ -53,7 +53,7 @@ class TokenRoutes:
     async def close(self) -> None:
         await self._session.close()
 
-    async def generate(self, body: Mapping[str, Any], alternatives: int = 0) -> AsyncIterator[NextTokens | PromptUsage]:
+    async def generate(self, body: Mapping[str, Any], alternatives: int = 0) -> AsyncGenerator[NextTokens, None]:
         """Stream one sequence. Leaving the iteration closes the connection, which aborts it.
 
         Log probabilities have so many `alternatives`: a body that asks for them has to ask for one more, as vLLM counts
@@ -81,7 +81,7 @@ class TokenRoutes:
         await self._ask("POST", ABORT, {"request_ids": [ID_PREFIX + request]})
 
     async def get(self, path: str) -> bytes:
-        """Raises EngineFailure unless it is answered with 200 in time."""
+        """Raises EngineFailure unless it is answered with 200 in time, Answered if with something else."""
         return await self._ask("GET", path)
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
@@ -91,26 +91,23 @@ class TokenRoutes:
         try:
             async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as answer:
                 found = await answer.read()
+        except aiohttp.ClientResponseError as error:
+            raise Answered(f"{self.url}{path} answers no HTTP: {error.message}", error.status) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineFailure(f"{self.url}{path} does not answer: {type(error).__name__}: {error}") from error
         if answer.status != 200:
-            raise EngineFailure(
-                f"{self.url}{path} answers {answer.status}: {found[:MAX_ERROR].decode(errors='replace')}"
-            )
+            text = found[:MAX_ERROR].decode(errors="replace")
+            raise Answered(f"{self.url}{path} answers {answer.status}: {text}", answer.status)
         return found
 
 
-def _parts(data: bytes, alternatives: int) -> list[NextTokens | PromptUsage]:
+def _parts(data: bytes, alternatives: int) -> list[NextTokens]:
     """What one chunk tells. Raises EngineFailure if it is no chunk, or tells of an error."""
     try:
         chunk = orjson.loads(data)
         if "error" in chunk:
             raise _error(chunk["error"]["code"], _message(chunk))  # as a status, after one of 200
-        found: list[NextTokens | PromptUsage] = [_part(choice, alternatives) for choice in chunk["choices"]]
-        if usage := chunk.get("usage"):
-            details = usage.get("prompt_tokens_details") or {}
-            found.append(PromptUsage(usage["prompt_tokens"], details.get("cached_tokens") or 0))
-        return found
+        return [_part(choice, alternatives) for choice in chunk["choices"]]
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise EngineFailure(f"vLLM sent a chunk that is none: {type(error).__name__}: {data[:80]!r}") from error
 
@@ -142,7 +139,7 @@ def _error(status: int, message: str) -> KvfleetError:
         return kind(f"vLLM refuses it: {message}")
     if status == 404:
         return ModelNotFound(f"vLLM does not have it: {message}", field="model")
-    return EngineFailure(f"vLLM failed with {status}: {message}")
+    return Answered(f"vLLM failed with {status}: {message}", status)
 
 
 def _message(found: Mapping[str, Any]) -> str:

@@ -24,12 +24,10 @@ from kvfleet_vllm import wire
 from kvproto.block_hash import own_root
 from kvproto.messages import FinishReason, Sampling, TokenLogprobs
 
-SAMPLER_VERSION = 1  # as `kvfleet_vllm.row_sampling.VERSION`
 _DRAWING = {  # what of it a draw depends on
     one.name: one.default
     for one in fields(Sampling)
-    if one.name in ("temperature", "top_p", "top_k", "seed", "min_p", "min_tokens")
-    or one.name.endswith("_penalty")
+    if one.name in ("temperature", "top_p", "top_k", "seed", "min_p", "min_tokens") or one.name.endswith("_penalty")
 }
 
 
@@ -55,8 +53,7 @@ class VllmSequence:
     outputs: list[int] = field(init=False)
     num_prompt: int = field(init=False)  # of its tokens vLLM sees at first, whatever a sliding context drops later
     name: str = ""  # under which vLLM has it
-    predicted: int = 0  # tokens that were cached when it came
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of what it begins with; until it is scheduled, by what vLLM has told of its blocks
     is_running: bool = False
     is_paused: bool = False
     started: bool = False  # its reader knows
@@ -81,6 +78,15 @@ class VllmSequence:
     def start(self) -> int:
         """How many of its tokens are out of the context."""
         return self.window.start(len(self.spec.prompt_ids) + len(self.outputs))
+
+    @property
+    def length(self) -> int:
+        return len(self.spec.prompt_ids) + len(self.outputs) - self.start
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that vLLM has to compute before the next one."""
+        return 0 if self.begun.is_set() and self.is_running else max(self.length - self.cached_tokens, 1)
 
     @property
     def ids(self) -> list[int]:
@@ -143,12 +149,11 @@ class VllmSequence:
 
     def _draw(self, sockets: Sockets) -> Mapping[str, Any]:
         asked, prompt = self.spec.sampling, len(self.spec.prompt_ids)
-        wanted = {name: value for name, value in ((name, getattr(asked, name)) for name in _DRAWING)}
-        changed = {name: value for name, value in wanted.items() if value != _DRAWING[name]}
+        changed = {name: getattr(asked, name) for name, usual in _DRAWING.items() if getattr(asked, name) != usual}
         bias = {str(token): value for token, value in asked.logit_bias.items()}
         before = self.start - (prompt - self.num_prompt)  # tokens that a sliding context dropped
         return {
-            "version": SAMPLER_VERSION,
+            "version": wire.VERSION,
             "request": self.name,
             "choice": self.spec.choice,
             "prompt": self.num_prompt,

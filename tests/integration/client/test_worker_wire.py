@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvfleet.worker.main import prompt_encoder_of
+from kvfleet.worker.backend import prompt_encoder_of
 from kvfleet.worker.network import engine_tiers
 from kvfleet.worker.serve import request_desk
 from kvproto import codec

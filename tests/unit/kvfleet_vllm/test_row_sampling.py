@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import msgpack
 import pytest
 import torch
 
-from kvfleet_vllm.row_sampling import VERSION, SampledRow, choose, sampling_of
+from kvfleet_vllm.row_sampling import SampledRow, choose, sampling_of
+from kvfleet_vllm.wire import VERSION
 from kvproto.messages import Sampling
 from kvsampling.draw import Draw
 from kvsampling.sampler import sample
@@ -21,12 +23,15 @@ PROMPT = [5, 6, 7, 5]
 STOPS = (1, 2)
 
 
-def asked(wants: Sampling, prompt: int = len(PROMPT), choice: int = 0, failures: str = "/nowhere") -> dict[str, Any]:
+def asked(
+    wants: Sampling, prompt: int = len(PROMPT), choice: int = 0, failures: str = "/nowhere", dropped: Sequence[int] = ()
+) -> dict[str, Any]:
     """As JSON brings it."""
     fields = {name: value for name, value in asdict(wants).items() if value is not None}
     fields["logit_bias"] = {str(token): value for token, value in wants.logit_bias.items()}
     return {
-        "version": VERSION, "request": "r", "choice": choice, "prompt": prompt, "stop_ids": list(STOPS),
+        "version": VERSION, "request": "r", "choice": choice, "prompt": prompt, "dropped": list(dropped),
+        "stop_ids": list(STOPS),
         "sampling": fields, "failures": failures,
     }  # fmt: skip
 
@@ -70,6 +75,16 @@ def generate(wants: Sampling, before: list[int], choice: int = 0) -> list[int]:
 def test_a_row_draws_as_the_own_engine_wherever_it_began(wants: Sampling, cut: int) -> None:
     whole = expected(wants)
     assert generate(wants, whole[:cut]) == whole[cut:]
+
+
+@pytest.mark.parametrize("wants", ASKED)
+def test_a_row_whose_context_slid_draws_as_one_that_has_all(wants: Sampling) -> None:
+    whole, known = expected(wants), 9
+    seen = [*PROMPT, *whole[:known]]
+    row = SampledRow.of(asked(wants, dropped=seen[:6]), seen[6:], [])
+    batch = logits(known)
+    choose(batch, {0: row})
+    assert int(batch[0].argmax()) == whole[known]
 
 
 def test_choices_differ() -> None:

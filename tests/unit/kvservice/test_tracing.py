@@ -236,7 +236,8 @@ async def test_closing_exports_what_has_ended_before_the_process_does() -> None:
 def test_no_endpoint_no_opentelemetry() -> None:
     """Not even imported, by any of the four services."""
     program = (
-        "import sys, kvfleet.ingress.main, kvfleet.placement.main, kvfleet.worker.main, kvfleet.vault.main\n"
+        "import sys, kvfleet.ingress.main, kvfleet.placement.main, kvfleet.vault.main\n"
+        "import kvfleet.worker.main, kvfleet.worker.own_backend\n"
         "from kvservice.lifecycle import Lifecycle\n"
         "from kvservice.settings import ServiceSettings\n"
         "from kvservice.tracing import NULL\nfrom kvservice.tracing_start import open_tracer\n"

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvfleet.worker.model.device_watch import CpuWatch
+from kvfleet.worker.own_metrics import own_readings
 from kvfleet.worker.port.engine_counters import EngineCounters
 from kvfleet.worker.tiers.transfers import RemoteCounts
 from kvfleet.worker.worker_metrics import readings
@@ -50,7 +51,9 @@ class Shown:
             step_age_s=0.0,
             counters=self.counters,
         )
-        self.registry.register(LiveCollector(readings(worker, connection, engine, CpuWatch(), remote)))
+        worker.parts = SimpleNamespace(engine=engine)
+        shown = readings(worker, connection) + own_readings(worker, engine, CpuWatch(), remote)
+        self.registry.register(LiveCollector(shown))
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat("w", "e", State.READY, replace(self.load, tiers=self.tiers), Rates())

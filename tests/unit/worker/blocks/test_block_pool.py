@@ -94,12 +94,21 @@ class NaivePool:
                 and held[0][0] != PUBLIC_ROOT
                 and ids[: len(before) + len(held)] == before + held
                 and not any(other == before + held for other, _ in self.content.values())
+                and not self._is_full_behind(len(before), ids, block)
             ]
             if not last:
                 return gone
             gone += len(last)
             for block in last:
                 del self.content[block]
+
+    def _is_full_behind(self, start: int, ids: Path, block: int) -> bool:
+        """Whether a full block of `ids` stayed, at `start` or later: erasing ended there."""
+        return any(
+            len(held) == SIZE and len(before) >= start and ids[: len(before) + SIZE] == before + held
+            for other, (before, held) in self.content.items()
+            if other != block
+        )
 
     def drop(self, path: Path) -> None:
         for block, (before, held) in list(self.content.items()):
@@ -245,6 +254,9 @@ SHARED = (*PUBLIC, 0)
 @given(operations, st.integers(2, 9))
 @example(  # a tail that is kept behind a block which was wrong, and which another sequence has computed again
     [("start", ROOT, SHARED, 4), ("drop", 0), ("start", ROOT, SHARED, 3), ("end", 1, False), ("end", 0, True)], 8
+)
+@example(  # a tail that a held block has grown past
+    [("start", ROOT, (0,), 1), ("end", 0, True), ("start", ROOT, (0, 0, 1), 3), ("erase", ROOT, (0, 0, 1))], 2
 )
 def test_pool_equals_its_naive_twin(steps: list[tuple], num_blocks: int) -> None:
     pair = Pair(num_blocks)

@@ -10,9 +10,9 @@ import pytest
 from engine_rig import Transcript, make_engine
 from tokenizers import Tokenizer
 
+from kvfleet.worker.backend import worker_record
 from kvfleet.worker.engine.bundle import MAX_PUBLIC_PREFIXES, _whole_blocks, read_bundle, read_public_prefixes
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.main import worker_record
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.settings import WorkerSettings
@@ -76,7 +76,7 @@ def test_a_record_says_what_its_bundle_has() -> None:
     bundle = read_bundle(
         DEMO_FOLDER, "demo", load_format="auto", dtype="auto", block_size=16, public_prefixes=[TEXT, "short"]
     )
-    record = worker_record(WorkerSettings(id="w", runner="fake"), "w", "demo", bundle)
+    record = worker_record(WorkerSettings(id="w", runner="fake"), "w", bundle, 4)
     (ids,) = bundle.public_prefixes
     assert record.public_prefixes == (public_prefix(ids),)
     roots = TenantRoots(record.model_revision, record.block_size, record.public_prefixes, b"")
@@ -127,6 +127,6 @@ def test_no_more_of_them_than_a_record_carries(tmp_path: Path) -> None:
         read_public_prefixes(path)
     assert caught.value.field == "public_prefixes_file"
     bundle = read_bundle(DEMO_FOLDER, "demo", load_format="auto", dtype="auto", block_size=16)
-    record = worker_record(WorkerSettings(id="w", runner="fake"), "w", "demo", bundle)
+    record = worker_record(WorkerSettings(id="w", runner="fake"), "w", bundle, 4)
     full = replace(record, public_prefixes=(PublicPrefix(16, bytes(16)),) * MAX_PUBLIC_PREFIXES)
     assert codec.decode(WorkerRecord, codec.encode(full)) == full

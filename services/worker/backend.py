@@ -1,0 +1,106 @@
+"""What an engine brings into a worker process, and what every worker process has besides.
+
+find    what it serves ──▶ the worker's record, which says `starting`
+load    the model, or nothing where another process has it
+assemble, start, stop    the worker's loop around it
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from kvfleet.worker.engine.bundle import bundle_hash
+from kvfleet.worker.serve.loop import WorkerLoop
+from kvfleet.worker.settings import WorkerSettings
+from kvproto import codec
+from kvproto.block_hash import public_prefix
+from kvproto.connection import Connection
+from kvproto.errors import InvalidRequest
+from kvproto.ids import new_epoch
+from kvproto.members import Lease
+from kvproto.messages import Bundle, State, WorkerRecord
+from kvproto.subjects import Subjects
+from kvservice.lifecycle import Lifecycle
+from kvservice.metrics import Reading
+from kvservice.tracing import Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a worker process is given."""
+
+    settings: WorkerSettings
+    life: Lifecycle
+    tracer: Tracer
+    connection: Connection
+    subjects: Subjects
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """`slots`: sequences that run at once."""
+
+    bundle: Bundle
+    slots: int
+
+
+class Backend(Protocol):
+    async def find(self) -> Served:
+        """Raises a KvfleetError that says in one line why nothing can be served."""
+        ...
+
+    async def load(self, record: WorkerRecord) -> None: ...
+
+    def assemble(self, lease: Lease) -> WorkerLoop: ...
+
+    async def start(self, worker: WorkerLoop) -> None:
+        """Until the worker can say that it is ready."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    def readings(self, worker: WorkerLoop) -> list[Reading]: ...
+
+
+def worker_record(settings: WorkerSettings, worker: str, bundle: Bundle, slots: int) -> WorkerRecord:
+    return WorkerRecord(
+        id=worker,
+        epoch=new_epoch(),
+        lease="",
+        state=State.STARTING,
+        model=bundle.model,
+        address=socket.gethostname(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions=codec.supported_versions(),
+        bundle=bundle_hash(bundle),
+        model_revision=bundle.model_revision,
+        block_size=settings.block_size,
+        context_length=bundle.context_length,
+        slots=slots,
+        started_unix_ms=int(time.time() * 1000),
+        public_prefixes=tuple(public_prefix(ids) for ids in bundle.public_prefixes),
+        attaches=True,
+    )
+
+
+def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """For text prompts of bare producers; the ingress sends ids. The encoder raises InvalidRequest."""
+
+    def encode(text: str) -> list[int]:
+        try:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise InvalidRequest(f"the prompt cannot be tokenised: {str(error)[:200]}", field="prompt") from None
+        if not ids:
+            raise InvalidRequest("the prompt has no tokens", field="prompt")
+        return ids
+
+    return encode

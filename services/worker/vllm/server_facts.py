@@ -1,0 +1,138 @@
+"""What a vLLM server is, as its connector tells it, and what of that a worker cannot live with. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvfleet_vllm.wire import Hello
+from kvproto.errors import EngineFailure
+
+OLDEST, NEWEST = (0, 31), (0, 32)  # releases that were tried
+LOGPROBS = 129  # 128 alternatives and the drawn token
+SAMPLER = "kvfleet_vllm.sampler:Sampler"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """`block_size` in tokens, `block_bytes` of one such block on one rank. `events`: as vLLM's flag has them."""
+
+    version: str
+    name: str
+    model: str  # a folder or a hub id
+    context_length: int
+    vocab_size: int
+    block_size: int
+    blocks: int
+    block_bytes: int
+    slots: int
+    dtype: str
+    cache_dtype: str
+    has_lora: bool
+    events: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, hello: Hello, name: str) -> ServerFacts:
+        """`name`: what clients of vLLM call the model. Raises EngineFailure if a fact is missing."""
+        told = hello.facts
+        try:
+            return cls(
+                version=hello.vllm,
+                name=name,
+                model=str(told["model"]),
+                context_length=int(told["max_model_len"]),
+                vocab_size=int(told["vocab_size"]),
+                block_size=int(told["block_size"]),
+                blocks=int(told["num_gpu_blocks"]),
+                block_bytes=int(told["bytes_per_block"] or 0),
+                slots=int(told["max_num_seqs"]),
+                dtype=str(told["dtype"]),
+                cache_dtype=str(told["cache_dtype"]),
+                has_lora=bool(told["enable_lora"]),
+                events=dict(told["kv_events"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineFailure(f"vLLM {hello.vllm} does not tell what it is: {error}") from None
+
+    def is_as(self, other: ServerFacts) -> bool:
+        """Whether a worker may go on with it after a restart."""
+        mine, others = (
+            (one.name, one.model, one.context_length, one.vocab_size, one.block_size, one.dtype, one.cache_dtype)
+            for one in (self, other)
+        )
+        return mine == others
+
+
+def is_known(version: str) -> bool:
+    parts = version.split(".")
+    return (
+        len(parts) > 1
+        and all(one.isdecimal() for one in parts[:2])
+        and (OLDEST <= (int(parts[0]), int(parts[1])) <= NEWEST)
+    )
+
+
+def missing_flags(told: Mapping[str, Any]) -> list[str]:
+    """Flags of `vllm serve` that a worker needs and this server was started without."""
+    events: Mapping[str, Any] = told.get("kv_events") or {}
+    needs = {
+        "--scheduling-policy priority": told.get("scheduling_policy") == "priority",
+        "--enable-prefix-caching": told.get("enable_prefix_caching") is not False,
+        "--no-async-scheduling": not told.get("async_scheduling"),
+        f"--max-logprobs {LOGPROBS}": not 0 <= (told.get("max_logprobs") or 0) < LOGPROBS,
+        f"--logits-processors {SAMPLER}": any(str(one) == SAMPLER for one in told.get("logits_processors") or ()),
+        "--kv-events-config with enable_kv_cache_events, publisher zmq, a replay_endpoint and a topic": bool(
+            events.get("enabled")
+            and events.get("publisher") == "zmq"
+            and events.get("replay_endpoint")
+            and events.get("topic")
+        ),
+    }
+    return [flag for flag, is_there in needs.items() if not is_there]
+
+
+def contradictions(
+    facts: ServerFacts, told: Mapping[str, Any], *, block_size: int, name: str | None, dtype: str
+) -> list[str]:
+    """What the worker's settings say otherwise. `block_size` is ours; `dtype` may be auto."""
+    found = []
+    if facts.block_size % block_size:
+        found.append(f"block_size: vLLM's blocks of {facts.block_size} tokens are not made of {block_size}")
+    if name is not None and name != facts.name:
+        found.append(f"served_model_name: vLLM serves {facts.name!r}, not {name!r}")
+    if dtype not in ("auto", facts.dtype):
+        found.append(f"dtype: vLLM computes in {facts.dtype}, not {dtype}")
+    if (ranks := told.get("data_parallel_size") or 1) > 1:
+        found.append(f"vLLM runs {ranks} data-parallel ranks: start one server, and one worker, for each")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class EventAddresses:
+    """Where vLLM's KV events come from, as seen from the worker. `binds`: the worker's end binds."""
+
+    endpoint: str
+    replay: str
+    topic: str
+    binds: bool
+
+    @classmethod
+    def of(cls, events: Mapping[str, Any], url: str) -> EventAddresses:
+        """vLLM connects to an endpoint that names a host, and binds one that does not, and every replay endpoint."""
+        host = urlsplit(url).hostname or "127.0.0.1"
+        endpoint = str(events["endpoint"])
+        binds = endpoint.startswith("tcp://") and not _is_open(endpoint)
+        return cls(_at(endpoint, host), _at(str(events["replay_endpoint"]), host), str(events["topic"]), binds)
+
+
+def _is_open(endpoint: str) -> bool:
+    return any(part in endpoint for part in ("*", "0.0.0.0", "[::]"))
+
+
+def _at(endpoint: str, host: str) -> str:
+    """An endpoint on all interfaces, as a client reaches it."""
+    if not endpoint.startswith("tcp://") or not _is_open(endpoint):
+        return endpoint
+    return f"tcp://{host}:{endpoint.rsplit(':', 1)[1]}"

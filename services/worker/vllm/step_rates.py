@@ -1,0 +1,38 @@
+"""How fast vLLM's steps are, from its connector's news. Pure; times are monotonic seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvfleet.worker.schedule.step_pacer import StepTimes
+from kvfleet_vllm.wire import Step
+from kvproto.messages import Rates
+
+
+@dataclass(eq=False, slots=True)
+class StepRates:
+    """vLLM tells of a step when it is scheduled, and how long the one before has taken."""
+
+    _times: StepTimes = field(default_factory=StepTimes)
+    _before: Step | None = None
+    _since: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """vLLM, so far idle, has something to do."""
+        self._since = now
+
+    def age(self, now: float) -> float:
+        """How long the present step has taken so far, or vLLM's silence since it was asked."""
+        return now - self._since
+
+    def observe(self, step: Step, now: float) -> None:
+        before, self._before, self._since = self._before, step, now
+        if before is not None and step.seconds:
+            decodes, prompt = before.tokens - before.prefill_tokens, before.prefill_tokens
+            self._times.observe(decodes, prompt, prompt * prompt / 2, step.seconds, now)
+
+    @property
+    def rates(self) -> Rates:
+        times = self._times
+        steps, tokens = times.decode_steps_per_s, times.decode_tokens_per_s
+        return Rates(times.prefill_tokens_per_s, steps, tokens, step_s=times.longest.seconds)

@@ -1,0 +1,363 @@
+"""Loop: a vLLM server as the engine of a worker. Owned by the worker's event loop.
+
+    submit ──▶ VllmSequence ──task──▶ TokenRoutes ──▶ tokens ──text, stop strings──▶ outputs ─┐
+    connector's news ──▶ started with the real hit, steps, preemptions ───────────────────────┼─▶ on_result
+    KV events ──▶ ForeignBlocks ──▶ changes ──────────────────────────────────────────────────┘
+
+What comes in one round of the loop is handed over together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from kvfleet.worker.port.capacity import Attempt, full
+from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
+from kvfleet.worker.port.giving_way import giving_way
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
+from kvfleet.worker.port.sequence_spec import SequenceSpec
+from kvfleet.worker.vllm.foreign_blocks import ForeignHash
+from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences
+from kvfleet.worker.vllm.step_rates import StepRates
+from kvfleet.worker.vllm.token_routes import NextTokens
+from kvfleet.worker.vllm.vllm_sequence import Sockets, VllmSequence
+from kvfleet_vllm.wire import Scheduled, Step
+from kvproto.block_hash import Root, chain, own_root
+from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError
+from kvproto.messages import ChoiceFinished, FinishReason, Inspection, Load, Rates, Tier, TierEvents, Tokens
+from kvproto.tasks import end
+from kvservice.distribution import Distribution
+
+log = logging.getLogger(__name__)
+
+NEWS_S = 2.0  # for the news that a sequence was scheduled, once its first token is here
+SETTLE_S = 0.3  # until vLLM has told of the last blocks of a sequence that ended
+
+Generate = Callable[[Mapping[str, Any], int], AsyncGenerator[NextTokens, None]]
+
+
+@dataclass(eq=False)
+class VllmEngine(EnginePort):
+    """`generate` and `abort` ask the server, `erase_blocks` its connector; `failure_of` tells why the sampler could not
+    draw the token of an index, for a name of vLLM's. It is not ready until `came`."""
+
+    live: LiveVllmSequences
+    facts: EngineFacts
+    sockets: Sockets
+    generate: Generate
+    abort: Callable[[str], Awaitable[None]]
+    erase_blocks: Callable[[Sequence[ForeignHash]], Awaitable[None]]
+    failure_of: Callable[[str, int], KvfleetError | None]
+    on_result: Callable[[list[StepResult]], None]
+    on_state: Callable[[], None]
+    prefix: str  # of the names that vLLM knows its requests by
+    cancel_to_free: Distribution = field(default_factory=Distribution)
+    preemptions_total: int = 0
+    _is_up: bool = False
+    _asked: dict[str, VllmSequence] = field(default_factory=dict)  # by the name that vLLM has
+    _numbers: count[int] = field(default_factory=count)
+    _rates: StepRates = field(default_factory=StepRates)
+    _outputs: list[SequenceOutput] = field(default_factory=list)
+    _changes: list[TierEvents] = field(default_factory=list)
+    _flush_due: bool = False
+    _aside: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.model, self.blocks, self.counters = self.live.model, self.live.blocks, self.live.counters
+
+    # What it is asked.
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_up
+
+    @property
+    def measured(self) -> tuple[Load, Rates]:  # type: ignore[override]
+        return self.live.load(self.preemptions_total, time.monotonic()), self._rates.rates
+
+    @property
+    def step_age_s(self) -> float:
+        return self._rates.age(time.monotonic()) if self._asked else 0.0
+
+    def submit(self, spec: SequenceSpec) -> None:
+        try:
+            if not self._is_up:
+                raise EngineFailure("vLLM is away")
+            sequence = self.live.accept(spec, time.monotonic())
+        except KvfleetError as error:
+            self._tell(SequenceFailed(spec.request, spec.attempt, error, spec.choice))
+            return
+        if (reason := sequence.end) is not None:  # the earlier attempt had all of it
+            self._start(sequence, Scheduled("", 0, 0))
+            self._finish(sequence, reason)
+        else:
+            self._go_on(sequence)
+
+    def cancel(self, request: str, attempt: int, received: Sequence[int] = ()) -> None:
+        for sequence in self.live.find(request, attempt):
+            choice = sequence.spec.choice
+            told = received[choice] if choice < len(received) else None
+            self._fail(sequence, Cancelled("the request was cancelled"), told=told)
+
+    def pause(self, request: str, attempt: int) -> None:
+        for sequence in self.live.find(request, attempt):
+            if not sequence.is_paused:
+                self._withdraw(sequence)
+                sequence.is_paused = True
+
+    def resume(self, request: str, attempt: int) -> None:
+        for sequence in self.live.find(request, attempt):
+            if sequence.is_paused:
+                sequence.is_paused = False
+                self._go_on(sequence)
+
+    def make_room(self, request: str, attempt: int, count: int) -> asyncio.Future[frozenset[Attempt]]:
+        found, shed = self.live.find(request, attempt), []
+        if found:
+            waiting = [one for one in self.live if not (one.is_running or one.is_paused)]
+            shed = giving_way(waiting, found[0].spec.priority, count)
+            if not shed and not any(one.started or one.is_running for one in found):
+                shed = found
+        rate, error = self._rates.rates.prefill_tokens_per_s, full(0.0)
+        if shed and rate:
+            least = min(one.spec.priority for one in shed)
+            error = full(sum(one.queued_tokens for one in self.live if one.spec.priority >= least) / rate)
+        for sequence in shed:
+            self._fail(sequence, error)
+        return self._answer(frozenset(sequence.key[:2] for sequence in shed))
+
+    async def let_go(self, attempts: Sequence[Attempt], *, keep: bool) -> None:
+        aborts = [self._leave(sequence) for attempt in attempts for sequence in self.live.find(*attempt)]
+        self._flush()
+        await asyncio.gather(*(abort for abort in aborts if abort is not None))
+
+    def holdings(self) -> asyncio.Future[tuple[Mapping[Tier, Sequence[bytes]], int]]:
+        return self._answer(({Tier.DEVICE: self.blocks.hashes()}, self.blocks.digest))
+
+    def inspect(self, root: Root, ids: Sequence[int]) -> asyncio.Future[Inspection]:
+        cached = self.blocks.depth(chain(own_root(root), ids, self.blocks.block_size)) * self.blocks.block_size
+        return self._answer(Inspection(cached, (), {Tier.DEVICE.value: cached}))
+
+    async def erase(self, root: Root, ids: Sequence[int], keep: int) -> int:
+        size = self.blocks.block_size
+        names, gone = self.blocks.erasable(chain(own_root(root), ids, size), keep // size)
+        if names:
+            await self.erase_blocks(names)
+        return gone
+
+    async def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> tuple[Any, Any]:
+        raise InvalidRequest("a vLLM worker does not show its keys and values", field="command")
+
+    # What its server tells.
+
+    def came(self) -> None:
+        if not self._is_up:
+            self._is_up = True
+            self.on_state()
+
+    def went(self, reason: str) -> None:
+        """The server is gone or hangs: all sequences go on elsewhere."""
+        was_up, self._is_up = self._is_up, False
+        for sequence in self.live:
+            self._fail(sequence, EngineFailure(reason))
+        if was_up:
+            self.on_state()
+
+    def on_scheduled(self, told: Scheduled) -> None:
+        sequence = self._asked.get(told.request)
+        if sequence is None:
+            return
+        sequence.is_running = True
+        sequence.cached_tokens = told.cached + told.restored
+        sequence.account.step_tokens += max(sequence.length - sequence.cached_tokens, 0)
+        if not sequence.started:
+            self._start(sequence, told)
+        sequence.scheduled.set()
+
+    def on_step(self, told: Step) -> None:
+        self._rates.observe(told, time.monotonic())
+        self.counters.stepped(told.sequences, told.tokens, told.seconds)
+        self.preemptions_total += len(told.preempted)
+        for name in told.preempted:
+            if (sequence := self._asked.get(name)) is not None:
+                sequence.is_running = False
+
+    def on_changes(self, changes: Sequence[TierEvents]) -> None:
+        self._changes += changes
+        self._flush_soon()
+
+    async def stop(self) -> None:
+        self.went("the worker ends")
+        self._flush()
+        await end([*self._aside])
+
+    # Sequences.
+
+    def _go_on(self, sequence: VllmSequence) -> None:
+        sequence.task = asyncio.create_task(self._run(sequence), name="vllm-sequence")
+
+    async def _run(self, sequence: VllmSequence) -> None:
+        try:
+            leader = sequence.siblings[0]
+            if leader is not sequence and not sequence.outputs and not leader.outputs:
+                await leader.begun.wait()
+            while not await self._ask(sequence):
+                pass  # its context was full, and slid
+        except KvfleetError as error:
+            self._fail(sequence, error)
+        except Exception as error:  # a task's top: a bug is that request's alone
+            about = {"request": sequence.spec.request}
+            log.exception("request %s could not be served", sequence.spec.request, extra=about)
+            self._fail(sequence, EngineFailure(f"the request could not be served: {type(error).__name__}: {error}"))
+
+    async def _ask(self, sequence: VllmSequence) -> bool:
+        """Generate as far as one request of vLLM's goes. Returns whether it has ended. Raises KvfleetError."""
+        sequence.name = name = f"{self.prefix}{next(self._numbers)}"
+        sequence.scheduled.clear()
+        if not self._asked:
+            self._rates.begin(time.monotonic())
+        self._asked[name] = sequence
+        finish = None
+        asked = sequence.spec.sampling.logprobs or 0
+        body = sequence.body(self.model.name, self.sockets)
+        async with contextlib.aclosing(self.generate(body, asked)) as answer:
+            async for part in answer:
+                if not sequence.scheduled.is_set():
+                    await self._until_scheduled(sequence)
+                if self._take(sequence, part):
+                    return True
+                finish = part.finish or finish
+        self._withdrawn(sequence)
+        if finish != "length" or sequence.window.limit is None:
+            raise EngineFailure(f"vLLM ended it early: {finish}")
+        return False
+
+    async def _until_scheduled(self, sequence: VllmSequence) -> None:
+        """The news comes over another socket than the tokens, at about the same time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(sequence.scheduled.wait(), NEWS_S)
+        if not sequence.scheduled.is_set():
+            log.warning("vLLM's connector did not tell that request %s was scheduled", sequence.spec.request)
+            self.on_scheduled(Scheduled(sequence.name, 0, 0))
+
+    def _take(self, sequence: VllmSequence, part: NextTokens) -> bool:
+        """Whether the sequence ends with it. Raises KvfleetError for a token that the sampler could not draw."""
+        for at, token in enumerate(part.ids):
+            if (failure := self.failure_of(sequence.name, len(sequence.outputs))) is not None:
+                raise failure
+            sequence.account.step_tokens += 1
+            released, reason = sequence.take(token, part.logprobs[at] if part.logprobs else None)
+            if not sequence.begun.is_set():
+                sequence.begun.set()
+                if (trace := sequence.spec.trace) is not None:
+                    trace.prefilled = time.monotonic()
+            if released.ids:
+                index = sequence.text.next_index - len(released.ids)
+                self._tell(Tokens(*sequence.key, index, *released))
+            if reason is not None:
+                self._finish(sequence, reason, by_vllm=part.finish is not None)
+                return True
+        return False
+
+    def _start(self, sequence: VllmSequence, told: Scheduled) -> None:
+        now = time.monotonic()
+        sequence.started = True
+        waited = now - sequence.enqueued
+        if not any(sibling.started for sibling in sequence.siblings if sibling is not sequence):
+            self.counters.started(sequence.account, sequence.length, sequence.cached_tokens, told.restored, waited)
+        if (trace := sequence.spec.trace) is not None:
+            trace.admitted = now
+        cached = min(sequence.cached_tokens, sequence.length)
+        again = sequence.length - cached if sequence.spec.output_ids else 0
+        request, attempt, choice = sequence.key
+        self._tell(SequenceStarted(request, attempt, sequence.num_prompt, cached, waited, choice, {}, again))
+
+    def _finish(self, sequence: VllmSequence, reason: FinishReason, *, by_vllm: bool = False) -> None:
+        self._leave(sequence, by_vllm=by_vllm)
+        self._tell(ChoiceFinished(*sequence.key, reason, len(sequence.outputs)))
+
+    def _fail(self, sequence: VllmSequence, error: KvfleetError, told: int | None = None) -> None:
+        """`told`: how many tokens its reader has, if fewer than have left."""
+        self._leave(sequence)
+        told = sequence.text.next_index if told is None else min(told, sequence.text.next_index)
+        known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
+        if self._is_up and known < sequence.length:
+            self._later(self._forget(sequence.root, sequence.ids, known))
+        request, attempt, choice = sequence.key
+        self._tell(SequenceFailed(request, attempt, error, choice))
+
+    async def _forget(self, root: bytes, ids: Sequence[int], known: int) -> None:
+        """No erase could name what follows the `known` tokens. vLLM tells of its last blocks a moment later."""
+        await asyncio.sleep(SETTLE_S)
+        with contextlib.suppress(EngineFailure):  # what it held is gone with it
+            await self.erase(root, ids, known)
+
+    def _leave(self, sequence: VllmSequence, *, by_vllm: bool = False) -> asyncio.Task[None] | None:
+        """It is no longer ours. `by_vllm`: nor vLLM's. Returns vLLM's abort, if there is one."""
+        aborting = None if by_vllm else self._withdraw(sequence)
+        if by_vllm:
+            self._withdrawn(sequence)
+        sequence.begun.set()
+        self.live.remove(sequence)
+        if (trace := sequence.spec.trace) is not None:
+            trace.ended = time.monotonic()
+            trace.drawn_tokens = len(sequence.outputs) - len(sequence.spec.output_ids)
+        return aborting
+
+    def _withdraw(self, sequence: VllmSequence) -> asyncio.Task[None] | None:
+        """Have vLLM drop it, if it has it."""
+        name, task = sequence.name, sequence.task
+        was_asked = self._withdrawn(sequence)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        if not was_asked or not self._is_up:
+            return None
+        return self._later(self._abort(name))
+
+    def _withdrawn(self, sequence: VllmSequence) -> bool:
+        sequence.is_running = False
+        return self._asked.pop(sequence.name, None) is not None
+
+    async def _abort(self, name: str) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(EngineFailure):  # its connection is closed as well
+            await self.abort(name)
+            self.cancel_to_free.observe(time.monotonic() - began)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._aside.add(task)
+        task.add_done_callback(self._aside.discard)
+        return task
+
+    # Results.
+
+    def _answer(self, value: Any) -> asyncio.Future[Any]:
+        self._flush()
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(value)
+        return future
+
+    def _tell(self, output: SequenceOutput) -> None:
+        self._outputs.append(output)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if not (self._outputs or self._changes):
+            return
+        result = StepResult(self._outputs, self._changes, sequences=bool(self._outputs))
+        self._outputs, self._changes = [], []
+        self.on_result([result])

@@ -1,0 +1,157 @@
+"""Loop: what runs inside vLLM tells the worker, over two Unix sockets of the worker's. Owned by its event loop.
+
+connector, in the scheduler ──stream──▶ VllmNews      hello, scheduled, steps, erased
+sampler, beside the model ──datagrams──▶ DrawFailures  tokens that could not be drawn, before vLLM tells them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import msgpack
+
+from kvfleet.worker.vllm.foreign_blocks import ForeignHash
+from kvfleet_vllm.wire import ERASE_HASHES, VERSION, Decoder, Erase, Erased, Hello, Scheduled, Step, encode
+from kvproto.errors import EngineFailure, KvfleetError, Unavailable, from_code
+
+log = logging.getLogger(__name__)
+
+PART = 1 << 16
+ERASE_S = 5.0
+MAX_FAILURES = 1024  # of requests that nobody asked about
+
+
+@dataclass(eq=False)
+class VllmNews:
+    """One connection at a time: a new one replaces the last. `on_gone` hears of an end that the other side made."""
+
+    path: Path
+    on_hello: Callable[[Hello], None]
+    on_told: Callable[[Scheduled | Step], None]
+    on_gone: Callable[[str], None]
+    _server: asyncio.Server | None = None
+    _writer: asyncio.StreamWriter | None = None
+    _erasing: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    _numbers: count[int] = field(default_factory=count)
+
+    async def listen(self) -> None:
+        """Raises Unavailable."""
+        self.path.unlink(missing_ok=True)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, self.path)
+        except OSError as error:
+            raise Unavailable(f"cannot listen at {self.path}: {error.strerror}") from None
+
+    async def close(self) -> None:
+        self.hang_up()
+        if self._server is not None:
+            self._server.close()
+            self.path.unlink(missing_ok=True)
+
+    def hang_up(self) -> None:
+        """The other side comes back with the next request."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        for future in self._erasing.values():
+            if not future.done():
+                future.set_exception(EngineFailure("vLLM's connector is gone"))
+
+    async def erase(self, hashes: Sequence[ForeignHash]) -> int:
+        """Returns how many blocks vLLM forgot; it reads this with its next step or request. Raises EngineFailure."""
+        if self._writer is None:
+            raise EngineFailure("vLLM's connector is away")
+        waiting = []
+        for at in range(0, len(hashes), ERASE_HASHES):
+            number = next(self._numbers)
+            self._erasing[number] = asyncio.get_running_loop().create_future()
+            waiting.append(number)
+            self._writer.write(encode([Erase(number, tuple(hashes[at : at + ERASE_HASHES]))]))
+        try:
+            async with asyncio.timeout(ERASE_S):
+                return sum([await self._erasing[number] for number in waiting])
+        except TimeoutError:
+            raise EngineFailure("vLLM's connector does not answer") from None
+        finally:
+            for number in waiting:
+                self._erasing.pop(number, None)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder, greeted, why = Decoder(), False, "its connector hung up"
+        try:
+            while data := await reader.read(PART):
+                for message in decoder.feed(data):
+                    if isinstance(message, Hello):
+                        self.hang_up()
+                        self._writer, greeted = writer, True
+                        self.on_hello(message)
+                    elif self._writer is writer:
+                        self._hear(message)
+        except (OSError, ValueError) as error:
+            why = f"its connector cannot be read: {error}"
+        finally:
+            writer.close()
+            if greeted and self._writer is writer:
+                self.hang_up()
+                self.on_gone(why)
+
+    def _hear(self, message: object) -> None:
+        if isinstance(message, Scheduled | Step):
+            self.on_told(message)
+        elif isinstance(message, Erased):
+            future = self._erasing.get(message.number)
+            if future is not None and not future.done():
+                future.set_result(message.blocks)
+
+
+def problem_of(hello: Hello) -> str | None:
+    if hello.version != VERSION:
+        return (
+            f"its connector is of version {hello.version}, this worker of {VERSION}: install the same kvfleet on both"
+        )
+    return None
+
+
+@dataclass(eq=False)
+class DrawFailures:
+    """Raises Unavailable where it cannot listen."""
+
+    path: Path
+    _known: OrderedDict[str, tuple[int, KvfleetError]] = field(default_factory=OrderedDict)  # by vLLM's name
+
+    def __post_init__(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.bind(str(self.path))
+        except OSError as error:
+            raise Unavailable(f"cannot listen at {self.path}: {error.strerror}") from None
+
+    def of(self, name: str, index: int) -> KvfleetError | None:
+        """Why the token of this generated index could not be drawn. It was told before the token could come."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._note(self._socket.recv(PART))
+        known = self._known.get(name)
+        return self._known.pop(name)[1] if known is not None and known[0] == index else None
+
+    def _note(self, datagram: bytes) -> None:
+        try:
+            name, _, index, code, message = msgpack.unpackb(datagram)
+            self._known[name] = index, from_code(code, message)
+        except (ValueError, TypeError) as error:
+            log.warning("vLLM's sampler told something that is not understood: %s", error)
+        while len(self._known) > MAX_FAILURES:
+            self._known.popitem(last=False)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,330 @@
+"""Loop: one vLLM server, and whether it is there. Owned by the worker's event loop.
+
+    looking ──/health 200──▶ checked ──all is as it must be──▶ up ──connector gone, no answer, no step──▶ looking
+                                └─ it is no server for this worker ──▶ Unsuitable
+
+A server is checked by requests of its own: the connector must greet, the sampler refuse a form that it cannot know, and
+the KV events of a prompt arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks, ForeignHash, salt_of_root
+from kvfleet.worker.vllm.kv_event_feed import Event, KvEventFeed
+from kvfleet.worker.vllm.server_facts import (
+    SAMPLER,
+    EventAddresses,
+    ServerFacts,
+    contradictions,
+    is_known,
+    missing_flags,
+)
+from kvfleet.worker.vllm.token_routes import Answered, NextTokens, TokenRoutes
+from kvfleet.worker.vllm.vllm_engine import VllmEngine
+from kvfleet.worker.vllm.vllm_news import VllmNews, problem_of
+from kvfleet_vllm import wire
+from kvproto.block_hash import HASH_BYTES
+from kvproto.errors import EngineFailure, InvalidRequest, ModelNotFound, UnsupportedModel
+from kvproto.messages import TierEvents
+from kvproto.tasks import VitalTasks, end
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+TELL_EVERY_S = 10.0
+HEALTH_S = 5.0
+PROBE_S = 60.0  # the first request of a server may compile
+FIRST = -1000  # before all requests
+HELLO_S = 5.0
+EVENTS_S = 10.0
+HANG_S = 30.0  # in a step
+
+
+class Unsuitable(UnsupportedModel):
+    """This server can never be the engine of this worker; says why in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the worker's settings say. `name` None: whatever it serves; `dtype` may be auto."""
+
+    block_size: int
+    name: str | None
+    dtype: str
+
+
+@dataclass(eq=False)
+class VllmServer:
+    """`open`, then `find`, then `watch` with the engine that is made of what was found."""
+
+    routes: TokenRoutes
+    path: Path  # of the socket for its connector
+    wanted: Wanted
+    on_fatal: Callable[[str], None]
+    restarts_total: int = 0
+    _engine: VllmEngine | None = None
+    _early: list[TierEvents] = field(default_factory=list)  # changes before there is an engine
+    _feed: KvEventFeed | None = None
+    _facts: ServerFacts | None = None
+    _hello: asyncio.Future[wire.Hello] | None = None
+    _instance: str = ""
+    _model: str = ""
+    _probe_root: bytes = b""
+    _probe_seen: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_up: bool = False
+    _suspect: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.blocks = ForeignBlocks(self.wanted.block_size)
+        self.news = VllmNews(self.path, self._on_hello, self._on_told, self._went)
+        self._tasks = VitalTasks(self.on_fatal)
+
+    async def open(self) -> None:
+        """Raises Unavailable."""
+        await self.routes.open()
+        await self.news.listen()
+
+    async def close(self) -> None:
+        await end(list(self._tasks.running))
+        await self.news.close()
+        await self.routes.close()
+
+    async def find(self) -> ServerFacts:
+        """Wait until it is there, and check it. Raises Unsuitable."""
+        clock = asyncio.get_running_loop().time
+        told_at = float("-inf")
+        while True:
+            try:
+                await self._check()
+                assert self._facts is not None
+                return self._facts
+            except EngineFailure as error:
+                if clock() - told_at >= TELL_EVERY_S:
+                    told_at = clock()
+                    log.info("waiting for vLLM: %s", error)
+            await asyncio.sleep(PERIOD_S)
+
+    def watch(self, engine: VllmEngine) -> None:
+        self._engine, self._is_up = engine, True
+        engine.on_changes(self._early)
+        engine.came()
+        self._tasks.spawn(self._watch(), "vllm-watch")
+
+    async def generate(self, body: Mapping[str, Any], alternatives: int) -> AsyncGenerator[NextTokens, None]:
+        try:
+            async with contextlib.aclosing(self.routes.generate(body, alternatives)) as answer:
+                async for part in answer:
+                    yield part
+        except EngineFailure:
+            self._suspect.set()
+            raise
+
+    async def erase(self, hashes: Sequence[ForeignHash]) -> None:
+        """Raises EngineFailure."""
+        erasing = asyncio.ensure_future(self.news.erase(hashes))
+        await asyncio.sleep(0)
+        await self._probe([1], os.urandom(HASH_BYTES))  # an idle vLLM reads its connector's socket with a request
+        await erasing
+
+    # What it tells.
+
+    def _on_hello(self, hello: wire.Hello) -> None:
+        if self._hello is not None and not self._hello.done():
+            self._hello.set_result(hello)
+        elif hello.instance != self._instance:
+            self._went("it was restarted")
+
+    def _on_told(self, told: wire.Scheduled | wire.Step) -> None:
+        if self._engine is None:
+            return
+        if isinstance(told, wire.Scheduled):
+            self._engine.on_scheduled(told)
+        else:
+            self._engine.on_step(told)
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        if not self._probe_seen.is_set():
+            keys = [key for event in events for keys in event.get("extra_keys") or () for key in keys or ()]
+            if salt_of_root(self._probe_root) in keys:
+                self._probe_seen.set()
+        self._changed(self.blocks.apply(events))
+
+    def _changed(self, changes: list[TierEvents]) -> None:
+        if self._engine is None:
+            self._early += changes
+        else:
+            self._engine.on_changes(changes)
+
+    def _went(self, reason: str) -> None:
+        """It is away: the engine is told, and it is looked for."""
+        if self._is_up and self._engine is not None:
+            self._is_up = False
+            log.warning("vLLM at %s is away: %s", self.routes.url, reason)
+            self._engine.went(f"vLLM is away: {reason}")
+            self._suspect.set()
+
+    # Watching.
+
+    async def _watch(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._suspect.wait(), PERIOD_S)
+            self._suspect.clear()
+            if not self._is_up:
+                await self._come_back()
+            elif (reason := await self._trouble()) is not None:
+                self.news.hang_up()
+                self._went(reason)
+
+    async def _trouble(self) -> str | None:
+        if self._engine is not None and (age := self._engine.step_age_s) > HANG_S:
+            return f"it has been in one step for {age:.0f} s"
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                await self.routes.get("/health")
+        except TimeoutError:
+            return f"it has not answered for {HEALTH_S:.0f} s"
+        except EngineFailure as error:
+            return str(error)
+        return None
+
+    async def _come_back(self) -> None:
+        before = self._facts
+        try:
+            await self._check()
+        except Unsuitable as error:
+            self.on_fatal(str(error))
+            return
+        except EngineFailure as error:
+            log.debug("vLLM is not back yet: %s", error)
+            return
+        assert before is not None
+        assert self._facts is not None
+        assert self._engine is not None
+        if not self._facts.is_as(before):
+            self.on_fatal(f"vLLM at {self.routes.url} came back as another: {self._facts}, it was {before}")
+            return
+        log.info("vLLM at %s is back", self.routes.url)
+        self._is_up = True
+        self._engine.came()
+
+    # Checking.
+
+    async def _check(self) -> None:
+        """Raises Unsuitable, or EngineFailure while it is not there yet."""
+        self._model = await self._served_name()
+        await self.routes.get("/health")
+        hello = await self._greeting()
+        if (problem := problem_of(hello)) is not None:
+            self.news.hang_up()
+            raise Unsuitable(f"vLLM at {self.routes.url}: {problem}")
+        if not is_known(hello.vllm):
+            log.warning("vLLM %s was never tried with this version of kvfleet", hello.vllm)
+        flags = missing_flags(hello.facts)
+        if not await self._draws_as_ours() and all(SAMPLER not in flag for flag in flags):
+            flags.append(f"--logits-processors {SAMPLER} of this version")
+        if flags:
+            raise Unsuitable(f"vLLM at {self.routes.url} was started without: {', '.join(flags)}")
+        facts = ServerFacts.of(hello, self._model)
+        wanted = self.wanted
+        against = contradictions(facts, hello.facts, block_size=wanted.block_size, name=wanted.name, dtype=wanted.dtype)
+        if against:
+            raise Unsuitable(f"vLLM at {self.routes.url} contradicts this worker: {'; '.join(against)}")
+        await self._events_arrive(facts, hello)
+        if self._instance and self._instance != hello.instance:
+            self.restarts_total += 1
+        self._facts, self._instance = facts, hello.instance
+
+    async def _served_name(self) -> str:
+        """Raises Unsuitable for a server that is no vLLM, EngineFailure where nothing listens."""
+        try:
+            orjson.loads(await self.routes.get("/version"))["version"]
+            listed = orjson.loads(await self.routes.get("/v1/models"))["data"]
+            return str(next(one["id"] for one in listed if not one.get("parent")))
+        except (Answered, orjson.JSONDecodeError, KeyError, TypeError, StopIteration) as error:
+            raise Unsuitable(f"the server at {self.routes.url} is no vLLM: {error or 'it serves nothing'}") from None
+
+    async def _greeting(self) -> wire.Hello:
+        self._hello = asyncio.get_running_loop().create_future()
+        self.news.hang_up()
+        await self._probe([1], os.urandom(HASH_BYTES))
+        try:
+            return await asyncio.wait_for(self._hello, HELLO_S)
+        except TimeoutError:
+            raise Unsuitable(
+                f"vLLM at {self.routes.url} was started without --kv-transfer-config with the kv_connector "
+                "KvfleetConnector of kvfleet_vllm.connector, or cannot reach this worker's runtime_dir"
+            ) from None
+        finally:
+            self._hello = None
+
+    async def _draws_as_ours(self) -> bool:
+        """Whether the sampler refuses what no sampler of ours takes."""
+        body = self._body([1], os.urandom(HASH_BYTES))
+        body["sampling_params"]["extra_args"] = {wire.KEY: {"version": -wire.VERSION}}
+        try:
+            await self._ask(body)
+        except InvalidRequest as error:
+            return f"this is {wire.VERSION}" in str(error)
+        return False
+
+    async def _events_arrive(self, facts: ServerFacts, hello: wire.Hello) -> None:
+        if self._feed is None:
+            at = EventAddresses.of(facts.events, self.routes.url)
+            self._feed = KvEventFeed(
+                at.endpoint, at.replay, at.topic, at.binds, self._on_events, lambda: self._changed(self.blocks.clear())
+            )
+            self._tasks.spawn(self._feed.run(), "vllm-events")
+        elif hello.instance != self._instance:
+            self._feed.restarted()
+        self._probe_root = os.urandom(HASH_BYTES)
+        self._probe_seen.clear()
+        await self._probe([1] * facts.block_size, self._probe_root)
+        try:
+            await asyncio.wait_for(self._probe_seen.wait(), EVENTS_S)
+        except TimeoutError:
+            raise Unsuitable(
+                f"KV events of vLLM at {self.routes.url} do not arrive from {self._feed.endpoint}: is it another "
+                "server's, or taken by another worker?"
+            ) from None
+
+    def _body(self, ids: Sequence[int], root: bytes) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "token_ids": list(ids),
+            "stream": True,
+            "sampling_params": {"max_tokens": 1, "temperature": 0, "ignore_eos": True},
+            "cache_salt": salt_of_root(root),
+            "priority": FIRST,
+            "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": str(self.path)}},
+        }
+
+    async def _probe(self, ids: Sequence[int], root: bytes) -> None:
+        """Raises EngineFailure; Unsuitable for a server that cannot be asked so."""
+        try:
+            await self._ask(self._body(ids, root))
+        except (InvalidRequest, ModelNotFound) as error:
+            raise Unsuitable(f"vLLM at {self.routes.url} does not take a request: {error}") from None
+
+    async def _ask(self, body: Mapping[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(PROBE_S):
+                async for _ in self.routes.generate(body):
+                    pass
+        except TimeoutError:
+            raise EngineFailure(f"a request of one token took longer than {PROBE_S:.0f} s") from None
+        except Answered as error:
+            if error.status in (403, 404):
+                raise Unsuitable(f"vLLM at {self.routes.url} was started without: --enable-scale-out") from None
+            raise
