@@ -19,7 +19,7 @@ from vllm.version import __version__
 
 from kvfleet_vllm.engine_facts import engine_facts
 from kvfleet_vllm.scheduler_side import SchedulerSide
-from kvfleet_vllm.wire import VERSION, Hello
+from kvfleet_vllm.wire import VERSION, EngineHello
 
 
 class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -29,7 +29,7 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         instance, facts = uuid.uuid4().hex, engine_facts(vllm_config, kv_cache_config, _kind)
         # Of the workers' connectors it is never asked, and has no connection.
-        self._scheduler = SchedulerSide(lambda: Hello(VERSION, instance, os.getpid(), __version__, facts))
+        self._scheduler = SchedulerSide(lambda: EngineHello(VERSION, instance, os.getpid(), __version__, facts))
 
     @property
     def requires_kv_delivery(self) -> bool:
