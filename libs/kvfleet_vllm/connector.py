@@ -13,14 +13,13 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
-    KVConnectorRole,
     SupportsHMA,
 )
 from vllm.version import __version__
 
 from kvfleet_vllm.engine_facts import engine_facts
 from kvfleet_vllm.scheduler_side import SchedulerSide
-from kvfleet_vllm.wire import VERSION, Hello
+from kvfleet_vllm.wire import VERSION, EngineHello
 
 
 class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -28,11 +27,9 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: SchedulerSide | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            instance = uuid.uuid4().hex
-            facts = engine_facts(vllm_config, kv_cache_config, _kind)
-            self._scheduler = SchedulerSide(lambda: Hello(VERSION, instance, os.getpid(), __version__, facts))
+        instance, facts = uuid.uuid4().hex, engine_facts(vllm_config, kv_cache_config, _kind)
+        # Of the workers' connectors it is never asked, and has no connection.
+        self._scheduler = SchedulerSide(lambda: EngineHello(VERSION, instance, os.getpid(), __version__, facts))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -41,10 +38,10 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In the scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._side.pool = gpu_block_pool
+        self._scheduler.pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        self._side.request_added(request)
+        self._scheduler.request_added(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
@@ -53,19 +50,14 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pass
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        self._side.step(scheduler_output)
+        self._scheduler.step(scheduler_output)
         return KVConnectorMetadata()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._side.request_finished(request.request_id)
+        self._scheduler.request_finished(request.request_id)
         return False, None
-
-    @property
-    def _side(self) -> SchedulerSide:
-        assert self._scheduler is not None, "vLLM calls this in its scheduler only"
-        return self._scheduler
 
     # In the workers.
 
@@ -84,8 +76,7 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In both.
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
+        self._scheduler.close()
 
 
 def _kind(spec: Any) -> str:

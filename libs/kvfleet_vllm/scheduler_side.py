@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfleet_vllm.sidecar_link import SidecarLink
 from kvfleet_vllm.step_news import StepNews
-from kvfleet_vllm.wire import KEY, VERSION, Erase, Erased, Hello
+from kvfleet_vllm.wire import KEY, VERSION, BlocksErased, EngineHello, EraseBlocks
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ HASH_BYTES = 8  # the last of a hash: all that an event with a number for a hash
 class SchedulerSide:
     """`pool` is vLLM's BlockPool, known a little later than the rest."""
 
-    def __init__(self, hello: Callable[[], Hello], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, hello: Callable[[], EngineHello], clock: Callable[[], float] = time.monotonic) -> None:
         self.pool: Any = None
         self._clock = clock
         self._link = SidecarLink(hello)
@@ -50,8 +50,8 @@ class SchedulerSide:
 
     def _obey(self) -> None:
         for order in self._link.receive():
-            if isinstance(order, Erase):
-                self._link.send([Erased(order.number, erase(self.pool, order.hashes))])
+            if isinstance(order, EraseBlocks):
+                self._link.send([BlocksErased(order.number, erase(self.pool, order.hashes))])
 
 
 def socket_path(params: Any) -> str | None:

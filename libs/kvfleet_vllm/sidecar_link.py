@@ -10,7 +10,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 
-from kvfleet_vllm.wire import Decoder, Hello, Message, encode
+from kvfleet_vllm.wire import Decoder, EngineHello, Message, encode
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ PART = 1 << 16
 class SidecarLink:
     """Closed until `open`, and again when the other side is gone, does not read, or cannot be understood."""
 
-    def __init__(self, hello: Callable[[], Hello]) -> None:
+    def __init__(self, hello: Callable[[], EngineHello]) -> None:
         self._hello = hello
         self._path = ""
         self._refused = ""  # the last path that nobody listened at, which is logged once

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvfleet_vllm.wire import Message, Scheduled, Step
+from kvfleet_vllm.wire import EngineStep, Message, Scheduled
 
 # Several choices of one request are children, with a number before; the end is drawn by vLLM.
 _ID = re.compile(r"(?:\d+_)?generate-tokens-(.+?)(?:-[0-9a-f]{8})?")
@@ -58,7 +58,7 @@ class StepNews:
         news += [Scheduled(self._own[request], had, 0) for request, had in started if request in self._own]
         return news
 
-    def _step(self, output: Any, now: float) -> Step:
+    def _step(self, output: Any, now: float) -> EngineStep:
         scheduled = output.num_scheduled_tokens
         prefill = 0
         for request, left in list(self._prefilling.items()):
@@ -69,7 +69,7 @@ class StepNews:
                 del self._prefilling[request]
         seconds = 0.0 if self._previous is None else now - self._previous
         preempted, self._preempted, self._previous = tuple(self._preempted), [], now
-        return Step(seconds, len(scheduled), output.total_num_scheduled_tokens, prefill, preempted)
+        return EngineStep(seconds, len(scheduled), output.total_num_scheduled_tokens, prefill, preempted)
 
 
 def _started(output: Any) -> Iterator[tuple[str, int]]:

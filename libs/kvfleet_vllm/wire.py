@@ -3,8 +3,9 @@
     frame = 4 bytes, big endian, the length of the rest │ msgpack of [name, field, ...]
 
 They run over a Unix stream socket on which the worker listens. It names the path in each request, in the HTTP body:
-`kv_transfer_params: {"kvfleet": {"version": VERSION, "socket": PATH}}`. vLLM sends a Hello first. Either side closes
-the connection when it cannot read the other, or when the other does not read; vLLM comes back with the next request.
+`kv_transfer_params: {"kvfleet": {"version": VERSION, "socket": PATH}}`. vLLM sends an EngineHello first. Either side
+closes the connection when it cannot read the other, or when the other does not read; vLLM comes back with the next
+request.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import msgpack
 KEY = "kvfleet"  # in a request's kv_transfer_params
 VERSION = 1
 MAX_FRAME = 1 << 20  # bytes after the length
-ERASE_HASHES = 4096  # at most in one Erase: it must fit into a socket's buffer while an idle vLLM reads nothing
+ERASE_HASHES = 4096  # at most in one EraseBlocks: it must fit into a socket's buffer while an idle vLLM reads nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class EngineHello:
     """vLLM's first message. `instance` is drawn anew by each of its EngineCore processes. What a version of vLLM does
     not tell is None in `facts`, see `engine_facts`."""
 
@@ -45,7 +46,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EngineStep:
     """vLLM scheduled `tokens` tokens of `sequences` sequences at once, of all requests. `seconds` went by since the
     step before was scheduled; 0.0 if vLLM had nothing to do in between. `prefill_tokens` of the tokens stood in a
     prompt, or are outputs computed again after a preemption. Only the worker's own requests are in `preempted`."""
@@ -58,7 +59,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Erase:
+class EraseBlocks:
     """From the worker: forget the cached blocks of these hashes, which are as vLLM's KV events have them. A request
     that reaches vLLM after this message hits none of them. An idle vLLM reads it with the next request only."""
 
@@ -67,23 +68,23 @@ class Erase:
 
 
 @dataclass(frozen=True, slots=True)
-class Erased:
-    """The answer to an Erase: so many blocks lost their hashes, those in use included."""
+class BlocksErased:
+    """The answer to an EraseBlocks: so many blocks lost their hashes, those in use included."""
 
     number: int
     blocks: int
 
 
-Message = Hello | Scheduled | Step | Erase | Erased
+Message = EngineHello | Scheduled | EngineStep | EraseBlocks | BlocksErased
 
 _FORMS: dict[type[Message], tuple[type, ...]] = {
-    Hello: (int, str, int, str, dict),
+    EngineHello: (int, str, int, str, dict),
     Scheduled: (str, int, int),
-    Step: (float, int, int, int, list),
-    Erase: (int, list),
-    Erased: (int, int),
+    EngineStep: (float, int, int, int, list),
+    EraseBlocks: (int, list),
+    BlocksErased: (int, int),
 }
-_ITEMS: dict[type[Message], type | tuple[type, ...]] = {Step: str, Erase: (int, bytes)}  # of the last field
+_ITEMS: dict[type[Message], type | tuple[type, ...]] = {EngineStep: str, EraseBlocks: (int, bytes)}  # of the last field
 _NAMES = {kind.__name__: kind for kind in _FORMS}
 _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _FORMS}
 
@@ -97,7 +98,7 @@ def _frame(message: Message) -> bytes:
     kind = type(message)
     body: bytes = msgpack.packb([kind.__name__, *(getattr(message, name) for name in _FIELDS[kind])])
     if len(body) > MAX_FRAME:
-        raise ValueError(f"a {kind.__name__} of {len(body)} bytes, more than {MAX_FRAME}")
+        raise ValueError(f"{kind.__name__} of {len(body)} bytes, more than {MAX_FRAME}")
     return struct.pack(">I", len(body)) + body
 
 
@@ -135,9 +136,9 @@ def _message(body: bytes) -> Message:
         raise ValueError(f"a message that is not known: {name!r:.80}")
     form = _FORMS[kind]
     if len(values) != len(form) or not all(map(isinstance, values, form)):
-        raise ValueError(f"a {name} of another form: {[type(value).__name__ for value in values]}")
+        raise ValueError(f"{name} of another form: {[type(value).__name__ for value in values]}")
     if kind in _ITEMS:
         if not all(isinstance(item, _ITEMS[kind]) for item in values[-1]):
-            raise ValueError(f"a {name} with items of another form")
+            raise ValueError(f"{name} with items of another form")
         values[-1] = tuple(values[-1])
     return kind(*values)

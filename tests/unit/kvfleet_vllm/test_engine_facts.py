@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvfleet_vllm.engine_facts import engine_facts
-from kvfleet_vllm.wire import VERSION, Decoder, Hello, encode
+from kvfleet_vllm.wire import VERSION, Decoder, EngineHello, encode
 
 
 class Processor: ...
@@ -45,7 +45,7 @@ def test_facts_are_plain_and_of_the_config() -> None:
         "kv_events": {"enabled": True, "publisher": None, "topic": "t", "endpoint": None, "replay_endpoint": None},
     }  # fmt: skip
     assert {name: facts[name] for name in expected} == expected
-    hello = Hello(VERSION, "i", 1, "0", facts)
+    hello = EngineHello(VERSION, "i", 1, "0", facts)
     assert Decoder().feed(encode([hello])) == [hello]
 
 

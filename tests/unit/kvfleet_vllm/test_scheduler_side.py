@@ -12,9 +12,19 @@ import pytest
 
 from kvfleet_vllm import sidecar_link
 from kvfleet_vllm.scheduler_side import SchedulerSide, erase, socket_path
-from kvfleet_vllm.wire import VERSION, Decoder, Erase, Erased, Hello, Message, Scheduled, Step, encode
+from kvfleet_vllm.wire import (
+    VERSION,
+    BlocksErased,
+    Decoder,
+    EngineHello,
+    EngineStep,
+    EraseBlocks,
+    Message,
+    Scheduled,
+    encode,
+)
 
-HELLO = Hello(VERSION, "i", 1, "0", {})
+HELLO = EngineHello(VERSION, "i", 1, "0", {})
 
 
 class Worker:
@@ -47,7 +57,7 @@ class Worker:
 
     def order(self, *hashes: int | bytes, number: int = 1) -> None:
         assert self.link is not None
-        self.link.sendall(encode([Erase(number, hashes)]))
+        self.link.sendall(encode([EraseBlocks(number, hashes)]))
 
     def die(self) -> None:
         self.listener.close()
@@ -103,7 +113,7 @@ def first_step(name: str) -> Any:
     )
 
 
-TOLD = Step(0.0, 1, 5, 5, ())
+TOLD = EngineStep(0.0, 1, 5, 5, ())
 
 
 def test_hello_then_the_news_of_a_step(side: SchedulerSide, worker: Worker) -> None:
@@ -124,7 +134,7 @@ def test_blocks_are_forgotten_before_a_later_request_looks_for_its_own(side: Sch
     worker.order(1, key(2)[:-4], 77, number=9)
     side.request_added(request("other", None))
     assert side.pool.evicted == {1, 2}
-    assert worker.heard()[1:] == [Erased(9, 2)]
+    assert worker.heard()[1:] == [BlocksErased(9, 2)]
 
 
 def test_a_step_obeys_too(side: SchedulerSide, worker: Worker) -> None:
@@ -133,7 +143,7 @@ def test_a_step_obeys_too(side: SchedulerSide, worker: Worker) -> None:
     worker.order(0)
     side.step(first_step("r"))
     assert side.pool.evicted == {0}
-    assert worker.heard() == [HELLO, Erased(1, 1), TOLD, Scheduled("r", 0, 0)]
+    assert worker.heard() == [HELLO, BlocksErased(1, 1), TOLD, Scheduled("r", 0, 0)]
 
 
 def test_erasing_meets_copies_other_groups_and_names_of_unfinished_blocks() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvfleet_vllm.step_news import StepNews, name_of
-from kvfleet_vllm.wire import Scheduled, Step
+from kvfleet_vllm.wire import EngineStep, Scheduled
 
 
 def vllm_id(name: str) -> str:
@@ -62,9 +62,9 @@ def test_ids_are_as_they_were_sent(seen: str, sent: str) -> None:
 def test_a_prompt_in_chunks_then_tokens() -> None:
     news = StepNews()
     add(news, "a", 100)
-    assert news.step(step({"a": 40}, new={"a": 32}), 1.0) == [Step(0.0, 1, 40, 40, ()), Scheduled("a", 32, 0)]
-    assert news.step(step({"a": 28}, running={"a": 72}), 1.5) == [Step(0.5, 1, 28, 28, ())]
-    assert news.step(step({"a": 1}, running={"a": 100}), 1.75) == [Step(0.25, 1, 1, 0, ())]
+    assert news.step(step({"a": 40}, new={"a": 32}), 1.0) == [EngineStep(0.0, 1, 40, 40, ()), Scheduled("a", 32, 0)]
+    assert news.step(step({"a": 28}, running={"a": 72}), 1.5) == [EngineStep(0.5, 1, 28, 28, ())]
+    assert news.step(step({"a": 1}, running={"a": 100}), 1.75) == [EngineStep(0.25, 1, 1, 0, ())]
 
 
 def test_requests_of_others_count_in_steps_only() -> None:
@@ -72,9 +72,9 @@ def test_requests_of_others_count_in_steps_only() -> None:
     add(news, "a", 10)
     add(news, "b", 20, own=False)
     assert news.step(step({"a": 10, "b": 20}, new={"a": 0, "b": 0}), 1.0) == [
-        Step(0.0, 2, 30, 30, ()), Scheduled("a", 0, 0),
+        EngineStep(0.0, 2, 30, 30, ()), Scheduled("a", 0, 0),
     ]  # fmt: skip
-    assert news.step(step({"a": 1}, running={"a": 10}, preempted=("b",)), 2.0) == [Step(1.0, 1, 1, 0, ())]
+    assert news.step(step({"a": 1}, running={"a": 10}, preempted=("b",)), 2.0) == [EngineStep(1.0, 1, 1, 0, ())]
 
 
 @pytest.mark.parametrize("runner", ["first", "second"])
@@ -83,10 +83,10 @@ def test_a_preempted_request_is_told_and_scheduled_again(runner: str) -> None:
     one, _ = add(news, "a", 10), add(news, "b", 10)
     news.step(step({"a": 10, "b": 10}, new={"a": 0, "b": 0}), 1.0)
     one.num_tokens = 14
-    assert news.step(step({"b": 1}, running={"b": 10}, preempted=("a",)), 2.0) == [Step(1.0, 1, 1, 0, ("a",))]
+    assert news.step(step({"b": 1}, running={"b": 10}, preempted=("a",)), 2.0) == [EngineStep(1.0, 1, 1, 0, ("a",))]
     back = {"new" if runner == "second" else "resumed": {"a": 8}}
     assert news.step(step({"a": 6, "b": 1}, running={"b": 11}, **back), 3.0) == [  # type: ignore[arg-type]
-        Step(1.0, 2, 7, 6, ()), Scheduled("a", 8, 0),
+        EngineStep(1.0, 2, 7, 6, ()), Scheduled("a", 8, 0),
     ]  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_preempted_and_back_in_one_step_is_told_in_that_order() -> None:
     add(news, "a", 10)
     news.step(step({"a": 4}, new={"a": 0}), 1.0)
     assert news.step(step({"a": 10}, resumed={"a": 0}, preempted=("a",)), 2.0) == [
-        Step(1.0, 1, 10, 10, ("a",)), Scheduled("a", 0, 0),
+        EngineStep(1.0, 1, 10, 10, ("a",)), Scheduled("a", 0, 0),
     ]  # fmt: skip
 
 
@@ -104,7 +104,10 @@ def test_a_preemption_in_a_step_without_tokens_is_told_with_the_next() -> None:
     add(news, "a", 10)
     news.step(step({"a": 10}, new={"a": 0}), 1.0)
     assert news.step(step({}, preempted=("a",)), 2.0) == []
-    assert news.step(step({"a": 10}, resumed={"a": 0}), 3.0) == [Step(0.0, 1, 10, 10, ("a",)), Scheduled("a", 0, 0)]
+    assert news.step(step({"a": 10}, resumed={"a": 0}), 3.0) == [
+        EngineStep(0.0, 1, 10, 10, ("a",)),
+        Scheduled("a", 0, 0),
+    ]
 
 
 def test_time_without_work_is_not_counted() -> None:
@@ -113,10 +116,10 @@ def test_time_without_work_is_not_counted() -> None:
     add(news, "b", 10)
     news.step(step({"a": 10, "b": 10}, new={"a": 0, "b": 0}), 1.0)
     news.finished(vllm_id("a"))
-    assert news.step(step({"b": 1}, running={"b": 10}), 2.0) == [Step(1.0, 1, 1, 0, ())]
+    assert news.step(step({"b": 1}, running={"b": 10}), 2.0) == [EngineStep(1.0, 1, 1, 0, ())]
     news.finished(vllm_id("b"))
     add(news, "c", 10)
-    assert news.step(step({"c": 10}, new={"c": 0}), 9.0)[0] == Step(0.0, 1, 10, 10, ())
+    assert news.step(step({"c": 10}, new={"c": 0}), 9.0)[0] == EngineStep(0.0, 1, 10, 10, ())
 
 
 def test_nothing_is_kept_of_finished_requests() -> None:

@@ -10,15 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_vllm.wire import MAX_FRAME, VERSION, Decoder, Erase, Erased, Hello, Message, Scheduled, Step, encode
+from kvfleet_vllm.wire import (
+    MAX_FRAME,
+    VERSION,
+    BlocksErased,
+    Decoder,
+    EngineHello,
+    EngineStep,
+    EraseBlocks,
+    Message,
+    Scheduled,
+    encode,
+)
 
 MESSAGES: list[Message] = [
-    Hello(VERSION, "9f", 12, "0.32.0", {"model": "m", "quantization": None, "kv_cache_groups": [{"kind": "Full"}]}),
+    EngineHello(
+        VERSION, "9f", 12, "0.32.0", {"model": "m", "quantization": None, "kv_cache_groups": [{"kind": "Full"}]}
+    ),
     Scheduled("r-1", 96, 0),
-    Step(0.025, 16, 16, 0, ()),
-    Step(0.0, 2, 300, 299, ("r-1", "r-2")),
-    Erase(7, (2**64 - 1, 0, b"\x00" * 32)),
-    Erased(7, 3),
+    EngineStep(0.025, 16, 16, 0, ()),
+    EngineStep(0.0, 2, 300, 299, ("r-1", "r-2")),
+    EraseBlocks(7, (2**64 - 1, 0, b"\x00" * 32)),
+    BlocksErased(7, 3),
 ]
 
 
@@ -46,11 +59,11 @@ def frame(body: Any) -> bytes:
         (frame({}), "no message"),
         (frame([1, 2]), "not known"),
         (frame(["Resumed", 1]), "not known"),
-        (frame(["Erased", 1]), "another form"),
-        (frame(["Erased", 1, 2, 3]), "another form"),
-        (frame(["Erased", 1, "2"]), "another form"),
-        (frame(["Erase", 1, ["text"]]), "items of another form"),
-        (frame(["Step", 0.0, 1, 1, 0, [1]]), "items of another form"),
+        (frame(["BlocksErased", 1]), "another form"),
+        (frame(["BlocksErased", 1, 2, 3]), "another form"),
+        (frame(["BlocksErased", 1, "2"]), "another form"),
+        (frame(["EraseBlocks", 1, ["text"]]), "items of another form"),
+        (frame(["EngineStep", 0.0, 1, 1, 0, [1]]), "items of another form"),
     ],
 )
 def test_what_cannot_be_read_is_refused(data: bytes, says: str) -> None:
@@ -68,4 +81,4 @@ def test_no_other_error_leaves_the_decoder(body: bytes) -> None:
 
 def test_a_message_that_the_other_side_would_refuse_is_not_sent() -> None:
     with pytest.raises(ValueError, match="more than"):
-        encode([Erase(1, (b"x" * MAX_FRAME,))])
+        encode([EraseBlocks(1, (b"x" * MAX_FRAME,))])
