@@ -55,7 +55,7 @@ class _Slot:
         row = SampledRow.of(asked, (), ())
         wants = row.sampling
         penalties = wants.presence_penalty or wants.frequency_penalty or wants.repetition_penalty != 1
-        return cls(row, asked["prompt"], asked.get("dropped") or (), bool(penalties))
+        return cls(row, asked["prompt"], asked["dropped"], bool(penalties))
 
     def see(self, ids: Sequence[int], prompt: int) -> SampledRow:
         """`ids` are vLLM's prompt, of `prompt` tokens, and its outputs."""

@@ -196,9 +196,10 @@ class Probes:
         self._ready = False
         self.port = open_port(settings, life, self._registry, lambda: self._ready)
 
-    def ready(self, readings: Iterable[Reading]) -> None:
+    def ready(self, readings: Iterable[Reading], others: Iterable[Collector] = ()) -> None:
         """From now on requests are served, and these are shown."""
-        self._registry.register(LiveCollector(readings))
+        for collector in (LiveCollector(readings), *others):
+            self._registry.register(collector)
         self._ready = True
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
 from kvfleet.worker.engine.bundle import bundle_hash
@@ -33,7 +34,7 @@ from kvservice.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class WorkerProcess:
     """What a worker process is given."""
 
     settings: WorkerSettings
@@ -67,6 +68,10 @@ class Backend(Protocol):
     async def stop(self) -> None: ...
 
     def readings(self, worker: WorkerLoop) -> list[Reading]: ...
+
+    def collectors(self) -> list[Collector]:
+        """Of metrics that are another process's."""
+        ...
 
 
 def worker_record(settings: WorkerSettings, worker: str, bundle: Bundle, slots: int) -> WorkerRecord:

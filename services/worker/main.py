@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvfleet.worker.backend import Backend, Process, worker_record
+from kvfleet.worker.backend import Backend, WorkerProcess, worker_record
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.worker_metrics import readings
 from kvproto.members import Lease
@@ -18,7 +18,7 @@ from kvservice.tracing_start import open_tracer
 log = logging.getLogger(__name__)
 
 
-def backend_of(process: Process) -> Backend:
+def backend_of(process: WorkerProcess) -> Backend:
     """A worker imports its own engine's libraries only."""
     if process.settings.engine == "vllm":
         from kvfleet.worker.vllm_backend import VllmBackend
@@ -33,7 +33,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     probes = Probes(settings, life)
     tracer = open_tracer(settings, "worker", life)
     connection, subjects, bucket = await join(settings, life, "worker", WORKER_INBOX, prestart_s=settings.prestart_s)
-    backend = backend_of(Process(settings, life, tracer, connection, subjects))
+    backend = backend_of(WorkerProcess(settings, life, tracer, connection, subjects))
     served = await backend.find()
     record = worker_record(settings, settings.member, served.bundle, served.slots)
     lease = Lease(bucket, record)
@@ -53,7 +53,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
 
     life.closing("worker", end, settings.drain_s + 5.0)
     certificates = {"nats": settings.nats_cert, "data_plane": settings.data_plane_cert}
-    probes.ready(readings(worker, connection, certificates) + backend.readings(worker))
+    probes.ready(readings(worker, connection, certificates) + backend.readings(worker), backend.collectors())
     log.info("worker %s is ready", record.id)
 
 

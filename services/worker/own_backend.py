@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
-from kvfleet.worker.backend import Backend, Process, Served, prompt_encoder_of
+from kvfleet.worker.backend import Backend, Served, WorkerProcess, prompt_encoder_of
 from kvfleet.worker.engine.bundle import read_bundle, read_public_prefixes
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_factory import build_engine
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class OwnBackend(Backend):
-    process: Process
+    process: WorkerProcess
 
     async def find(self) -> Served:
         settings = self.process.settings
@@ -90,6 +91,9 @@ class OwnBackend(Backend):
     def readings(self, worker: WorkerLoop) -> list[Reading]:
         network, watch = self._network, watch_device(self._engine.runner.device)
         return own_readings(worker, self._thread, watch, network.remote, lambda: network.served)
+
+    def collectors(self) -> list[Collector]:
+        return []
 
 
 def assemble(

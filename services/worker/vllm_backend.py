@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
-from kvfleet.worker.backend import Backend, Process, Served, prompt_encoder_of
+from kvfleet.worker.backend import Backend, Served, WorkerProcess, prompt_encoder_of
 from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.model.model_folder import resolve_model
 from kvfleet.worker.network.successors import Successors
@@ -18,15 +19,14 @@ from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.text.detokenizer import Detokenizer
-from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences, ServedModel
+from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences, VllmModel
 from kvfleet.worker.vllm.no_tiers import NoTiers
 from kvfleet.worker.vllm.server_facts import ServerFacts
 from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvfleet.worker.vllm.vllm_engine import VllmEngine
-from kvfleet.worker.vllm.vllm_news import DrawFailures
 from kvfleet.worker.vllm.vllm_sequence import Sockets
-from kvfleet.worker.vllm.vllm_server import VllmServer, Wanted
-from kvfleet.worker.vllm_metrics import vllm_readings
+from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
+from kvfleet.worker.vllm_metrics import VllmMetrics, vllm_readings
 from kvproto.errors import InvalidRequest
 from kvproto.members import Lease
 from kvproto.messages import Bundle, WorkerRecord
@@ -48,17 +48,16 @@ def bundle_of(settings: WorkerSettings, folder: Path, facts: ServerFacts) -> Bun
 
 @dataclass(eq=False)
 class VllmBackend(Backend):
-    process: Process
+    process: WorkerProcess
 
     async def find(self) -> Served:
         settings, life = self.process.settings, self.process.life
         if settings.public_prefixes_file is not None:
             raise InvalidRequest("vLLM workers share no cache among tenants", field="public_prefixes_file")
         folder = runtime_folder(settings, life)
-        self._sockets = Sockets(str(folder / f"{settings.member}.news"), str(folder / f"{settings.member}.draws"))
-        self._failures = DrawFailures(Path(self._sockets.failures))
-        wanted = Wanted(settings.block_size, settings.served_model_name, settings.dtype)
-        self._server = VllmServer(TokenRoutes(settings.engine_url), Path(self._sockets.news), wanted, life.fatal)
+        sockets = Sockets(str(folder / f"{settings.member}.news"), str(folder / f"{settings.member}.draws"))
+        wanted = Expected(settings.block_size, settings.served_model_name, settings.dtype)
+        self._server = VllmServer(TokenRoutes(settings.engine_url), sockets, wanted, life.fatal)
         await self._server.open()
         self._facts = facts = await self._server.find()
         model = settings.model if "model" in settings.model_fields_set else facts.model
@@ -75,7 +74,7 @@ class VllmBackend(Backend):
         ratio = facts.block_size // one.settings.block_size
         engine_facts = EngineFacts(facts.blocks * ratio, facts.block_bytes // ratio, b"")
         live = LiveVllmSequences(
-            ServedModel(
+            VllmModel(
                 facts.name, facts.context_length, facts.vocab_size, bundle.stop_ids, facts.slots, engine_facts.blocks
             ),
             server.blocks,
@@ -83,9 +82,13 @@ class VllmBackend(Backend):
             EngineCounters(),
         )
         self._engine = engine = VllmEngine(
-            live, engine_facts, self._sockets, server.generate, server.routes.abort, server.erase, self._failures.of,
-            lambda results: worker.on_results(results), lambda: worker.on_state(), prefix=f"{lease.record.epoch}-",
-        )  # fmt: skip
+            live,
+            engine_facts,
+            server,
+            on_result=lambda results: worker.on_results(results),
+            on_state=lambda: worker.on_state(),
+            prefix=f"{lease.record.epoch}-",
+        )
         lease.record = replace(lease.record, blocks=engine_facts.blocks, block_bytes=engine_facts.block_bytes)
         parts = WorkerParts(
             one.settings, one.connection, one.subjects, lease, engine, NoTiers(), bundle, prompt_encoder_of(tokenizer),
@@ -103,7 +106,9 @@ class VllmBackend(Backend):
         await self._successors.stop()
         await self._engine.stop()
         await self._server.close()
-        self._failures.close()
 
     def readings(self, worker: WorkerLoop) -> list[Reading]:
         return vllm_readings(worker, self._server)
+
+    def collectors(self) -> list[Collector]:
+        return [VllmMetrics(self._server.routes)]

@@ -35,7 +35,7 @@ BEGIN, END = "<!-- floors -->\n", "<!-- end of floors -->\n"
 ABOVE = {
     "kvfleet.ingress": ("main app ingress", "request_flow", "request_reader"),
     "kvfleet.placement": ("main loop", "placement_metrics"),
-    "kvfleet.worker": ("main", "worker_metrics"),
+    "kvfleet.worker": ("main", "own_backend own_metrics", "vllm_backend vllm_metrics", "backend worker_metrics"),
     "kvfleet.vault": ("main loop", "vault_metrics"),
     "kvfleet.cli": ("main commands",),
     "kvcpu": (),

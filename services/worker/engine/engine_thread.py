@@ -50,6 +50,7 @@ class EngineThread(EnginePort):
     loop: asyncio.AbstractEventLoop
     on_crash: Callable[[BaseException], None] = lambda error: None
     cancel_to_free: Distribution = field(default_factory=Distribution)  # seconds until its blocks were free
+    is_ready: bool = True  # a worker ends with its engine
     _commands: deque[Callable[[], None]] = field(default_factory=deque)
     _calls: set[asyncio.Future[object]] = field(default_factory=set)
     _results: deque[StepResult | Callable[[], None]] = field(default_factory=deque)
@@ -127,10 +128,6 @@ class EngineThread(EnginePort):
         """From host to device, and from device to host."""
         copier = self.engine.tiers.copier
         return copier.speed_in.bytes_total, copier.speed_out.bytes_total
-
-    @property
-    def is_ready(self) -> bool:
-        return True  # a worker ends with its engine
 
     @property
     def step_age_s(self) -> float:

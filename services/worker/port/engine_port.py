@@ -41,12 +41,8 @@ class EnginePort(Protocol):
     facts: EngineFacts
     counters: EngineCounters
     cancel_to_free: Distribution  # seconds until the blocks of what was cancelled were free
+    is_ready: bool  # it takes sequences; one that does not may come back, and what is submitted meanwhile fails
     measured: tuple[Load, Rates]  # not older than about a second
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it takes sequences now. One that is not may come back; what is submitted meanwhile fails."""
-        ...
 
     @property
     def step_age_s(self) -> float:

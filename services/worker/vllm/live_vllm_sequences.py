@@ -1,4 +1,4 @@
-"""The live sequences of a vLLM worker by attempt and choice, how they come, and the load that they are. Pure."""
+"""The live sequences of a vLLM worker by attempt and choice, how they come, and the load that they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvproto.messages import Load
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class VllmModel:
     """`name` is vLLM's for it. `slots`: sequences that it runs at once; `blocks`: of ours, that its cache holds."""
 
     name: str
@@ -35,7 +35,7 @@ class ServedModel:
 
 @dataclass(eq=False, slots=True)
 class LiveVllmSequences:
-    model: ServedModel
+    model: VllmModel
     blocks: ForeignBlocks
     detokenizer: Detokenizer
     counters: EngineCounters

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvfleet_vllm.wire import Hello
+from kvfleet_vllm.wire import EngineHello
 from kvproto.errors import EngineFailure
 
 OLDEST, NEWEST = (0, 31), (0, 32)  # releases that were tried
 LOGPROBS = 129  # 128 alternatives and the drawn token
 SAMPLER = "kvfleet_vllm.sampler:Sampler"
+SAMPLERS = {SAMPLER, "kvfleet_vllm.slot_sampler:SlotSampler"}  # of vLLM's first and second model runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class ServerFacts:
     events: Mapping[str, Any]
 
     @classmethod
-    def of(cls, hello: Hello, name: str) -> ServerFacts:
+    def of(cls, hello: EngineHello, name: str) -> ServerFacts:
         """`name`: what clients of vLLM call the model. Raises EngineFailure if a fact is missing."""
         told = hello.facts
         try:
@@ -82,7 +83,7 @@ def missing_flags(told: Mapping[str, Any]) -> list[str]:
         "--enable-prefix-caching": told.get("enable_prefix_caching") is not False,
         "--no-async-scheduling": not told.get("async_scheduling"),
         f"--max-logprobs {LOGPROBS}": not 0 <= (told.get("max_logprobs") or 0) < LOGPROBS,
-        f"--logits-processors {SAMPLER}": any(str(one) == SAMPLER for one in told.get("logits_processors") or ()),
+        f"--logits-processors {SAMPLER}": any(str(one) in SAMPLERS for one in told.get("logits_processors") or ()),
         "--kv-events-config with enable_kv_cache_events, publisher zmq, a replay_endpoint and a topic": bool(
             events.get("enabled")
             and events.get("publisher") == "zmq"

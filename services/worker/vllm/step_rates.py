@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvfleet.worker.schedule.step_pacer import StepTimes
-from kvfleet_vllm.wire import Step
+from kvfleet_vllm.wire import EngineStep
 from kvproto.messages import Rates
 
 
@@ -14,7 +14,7 @@ class StepRates:
     """vLLM tells of a step when it is scheduled, and how long the one before has taken."""
 
     _times: StepTimes = field(default_factory=StepTimes)
-    _before: Step | None = None
+    _before: EngineStep | None = None
     _since: float = 0.0
 
     def begin(self, now: float) -> None:
@@ -25,7 +25,7 @@ class StepRates:
         """How long the present step has taken so far, or vLLM's silence since it was asked."""
         return now - self._since
 
-    def observe(self, step: Step, now: float) -> None:
+    def observe(self, step: EngineStep, now: float) -> None:
         before, self._before, self._since = self._before, step, now
         if before is not None and step.seconds:
             decodes, prompt = before.tokens - before.prefill_tokens, before.prefill_tokens

@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from kvfleet.worker.port.capacity import Attempt, full
 from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
@@ -28,7 +28,7 @@ from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import NextTokens
 from kvfleet.worker.vllm.vllm_sequence import Sockets, VllmSequence
-from kvfleet_vllm.wire import Scheduled, Step
+from kvfleet_vllm.wire import EngineStep, Scheduled
 from kvproto.block_hash import Root, chain, own_root
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import ChoiceFinished, FinishReason, Inspection, Load, Rates, Tier, TierEvents, Tokens
@@ -40,27 +40,40 @@ log = logging.getLogger(__name__)
 NEWS_S = 2.0  # for the news that a sequence was scheduled, once its first token is here
 SETTLE_S = 0.3  # until vLLM has told of the last blocks of a sequence that ended
 
-Generate = Callable[[Mapping[str, Any], int], AsyncGenerator[NextTokens, None]]
+
+class VllmCalls(Protocol):
+    """What the engine asks of its server. `sockets` are where vLLM finds the worker."""
+
+    sockets: Sockets
+
+    def generate(self, body: Mapping[str, Any], alternatives: int) -> AsyncGenerator[NextTokens, None]: ...
+
+    async def abort(self, name: str) -> None:
+        """Raises EngineFailure."""
+        ...
+
+    async def erase(self, hashes: Sequence[ForeignHash]) -> None:
+        """Forget cached blocks. Raises EngineFailure."""
+        ...
+
+    def failure_of(self, name: str, index: int) -> KvfleetError | None:
+        """Why the sampler could not draw the token of an index."""
+        ...
 
 
 @dataclass(eq=False)
 class VllmEngine(EnginePort):
-    """`generate` and `abort` ask the server, `erase_blocks` its connector; `failure_of` tells why the sampler could not
-    draw the token of an index, for a name of vLLM's. It is not ready until `came`."""
+    """It is not ready until `came`. `prefix` begins the names that vLLM has its requests under."""
 
     live: LiveVllmSequences
     facts: EngineFacts
-    sockets: Sockets
-    generate: Generate
-    abort: Callable[[str], Awaitable[None]]
-    erase_blocks: Callable[[Sequence[ForeignHash]], Awaitable[None]]
-    failure_of: Callable[[str, int], KvfleetError | None]
+    server: VllmCalls
     on_result: Callable[[list[StepResult]], None]
     on_state: Callable[[], None]
-    prefix: str  # of the names that vLLM knows its requests by
+    prefix: str
     cancel_to_free: Distribution = field(default_factory=Distribution)
     preemptions_total: int = 0
-    _is_up: bool = False
+    is_ready: bool = False
     _asked: dict[str, VllmSequence] = field(default_factory=dict)  # by the name that vLLM has
     _numbers: count[int] = field(default_factory=count)
     _rates: StepRates = field(default_factory=StepRates)
@@ -75,10 +88,6 @@ class VllmEngine(EnginePort):
     # What it is asked.
 
     @property
-    def is_ready(self) -> bool:
-        return self._is_up
-
-    @property
     def measured(self) -> tuple[Load, Rates]:  # type: ignore[override]
         return self.live.load(self.preemptions_total, time.monotonic()), self._rates.rates
 
@@ -88,7 +97,7 @@ class VllmEngine(EnginePort):
 
     def submit(self, spec: SequenceSpec) -> None:
         try:
-            if not self._is_up:
+            if not self.is_ready:
                 raise EngineFailure("vLLM is away")
             sequence = self.live.accept(spec, time.monotonic())
         except KvfleetError as error:
@@ -149,7 +158,7 @@ class VllmEngine(EnginePort):
         size = self.blocks.block_size
         names, gone = self.blocks.erasable(chain(own_root(root), ids, size), keep // size)
         if names:
-            await self.erase_blocks(names)
+            await self.server.erase(names)
         return gone
 
     async def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> tuple[Any, Any]:
@@ -158,13 +167,13 @@ class VllmEngine(EnginePort):
     # What its server tells.
 
     def came(self) -> None:
-        if not self._is_up:
-            self._is_up = True
+        if not self.is_ready:
+            self.is_ready = True
             self.on_state()
 
     def went(self, reason: str) -> None:
         """The server is gone or hangs: all sequences go on elsewhere."""
-        was_up, self._is_up = self._is_up, False
+        was_up, self.is_ready = self.is_ready, False
         for sequence in self.live:
             self._fail(sequence, EngineFailure(reason))
         if was_up:
@@ -181,7 +190,7 @@ class VllmEngine(EnginePort):
             self._start(sequence, told)
         sequence.scheduled.set()
 
-    def on_step(self, told: Step) -> None:
+    def on_step(self, told: EngineStep) -> None:
         self._rates.observe(told, time.monotonic())
         self.counters.stepped(told.sequences, told.tokens, told.seconds)
         self.preemptions_total += len(told.preempted)
@@ -226,8 +235,8 @@ class VllmEngine(EnginePort):
         self._asked[name] = sequence
         finish = None
         asked = sequence.spec.sampling.logprobs or 0
-        body = sequence.body(self.model.name, self.sockets)
-        async with contextlib.aclosing(self.generate(body, asked)) as answer:
+        body = sequence.body(self.model.name, self.server.sockets)
+        async with contextlib.aclosing(self.server.generate(body, asked)) as answer:
             async for part in answer:
                 if not sequence.scheduled.is_set():
                     await self._until_scheduled(sequence)
@@ -250,7 +259,7 @@ class VllmEngine(EnginePort):
     def _take(self, sequence: VllmSequence, part: NextTokens) -> bool:
         """Whether the sequence ends with it. Raises KvfleetError for a token that the sampler could not draw."""
         for at, token in enumerate(part.ids):
-            if (failure := self.failure_of(sequence.name, len(sequence.outputs))) is not None:
+            if (failure := self.server.failure_of(sequence.name, len(sequence.outputs))) is not None:
                 raise failure
             sequence.account.step_tokens += 1
             released, reason = sequence.take(token, part.logprobs[at] if part.logprobs else None)
@@ -288,7 +297,7 @@ class VllmEngine(EnginePort):
         self._leave(sequence)
         told = sequence.text.next_index if told is None else min(told, sequence.text.next_index)
         known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
-        if self._is_up and known < sequence.length:
+        if self.is_ready and known < sequence.length:
             self._later(self._forget(sequence.root, sequence.ids, known))
         request, attempt, choice = sequence.key
         self._tell(SequenceFailed(request, attempt, error, choice))
@@ -317,7 +326,7 @@ class VllmEngine(EnginePort):
         was_asked = self._withdrawn(sequence)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        if not was_asked or not self._is_up:
+        if not was_asked or not self.is_ready:
             return None
         return self._later(self._abort(name))
 
@@ -328,7 +337,7 @@ class VllmEngine(EnginePort):
     async def _abort(self, name: str) -> None:
         began = time.monotonic()
         with contextlib.suppress(EngineFailure):  # its connection is closed as well
-            await self.abort(name)
+            await self.server.abort(name)
             self.cancel_to_free.observe(time.monotonic() - began)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -19,7 +19,17 @@ from pathlib import Path
 import msgpack
 
 from kvfleet.worker.vllm.foreign_blocks import ForeignHash
-from kvfleet_vllm.wire import ERASE_HASHES, VERSION, Decoder, Erase, Erased, Hello, Scheduled, Step, encode
+from kvfleet_vllm.wire import (
+    ERASE_HASHES,
+    VERSION,
+    BlocksErased,
+    Decoder,
+    EngineHello,
+    EngineStep,
+    EraseBlocks,
+    Scheduled,
+    encode,
+)
 from kvproto.errors import EngineFailure, KvfleetError, Unavailable, from_code
 
 log = logging.getLogger(__name__)
@@ -34,8 +44,8 @@ class VllmNews:
     """One connection at a time: a new one replaces the last. `on_gone` hears of an end that the other side made."""
 
     path: Path
-    on_hello: Callable[[Hello], None]
-    on_told: Callable[[Scheduled | Step], None]
+    on_hello: Callable[[EngineHello], None]
+    on_told: Callable[[Scheduled | EngineStep], None]
     on_gone: Callable[[str], None]
     _server: asyncio.Server | None = None
     _writer: asyncio.StreamWriter | None = None
@@ -74,7 +84,7 @@ class VllmNews:
             number = next(self._numbers)
             self._erasing[number] = asyncio.get_running_loop().create_future()
             waiting.append(number)
-            self._writer.write(encode([Erase(number, tuple(hashes[at : at + ERASE_HASHES]))]))
+            self._writer.write(encode([EraseBlocks(number, tuple(hashes[at : at + ERASE_HASHES]))]))
         try:
             async with asyncio.timeout(ERASE_S):
                 return sum([await self._erasing[number] for number in waiting])
@@ -89,7 +99,7 @@ class VllmNews:
         try:
             while data := await reader.read(PART):
                 for message in decoder.feed(data):
-                    if isinstance(message, Hello):
+                    if isinstance(message, EngineHello):
                         self.hang_up()
                         self._writer, greeted = writer, True
                         self.on_hello(message)
@@ -104,15 +114,15 @@ class VllmNews:
                 self.on_gone(why)
 
     def _hear(self, message: object) -> None:
-        if isinstance(message, Scheduled | Step):
+        if isinstance(message, Scheduled | EngineStep):
             self.on_told(message)
-        elif isinstance(message, Erased):
+        elif isinstance(message, BlocksErased):
             future = self._erasing.get(message.number)
             if future is not None and not future.done():
                 future.set_result(message.blocks)
 
 
-def problem_of(hello: Hello) -> str | None:
+def problem_of(hello: EngineHello) -> str | None:
     if hello.version != VERSION:
         return (
             f"its connector is of version {hello.version}, this worker of {VERSION}: install the same kvfleet on both"

@@ -1,4 +1,4 @@
-"""One choice of one attempt as vLLM sees it: what it is asked for, and what comes of its tokens. Pure.
+"""One choice of one attempt as vLLM sees it: what it is asked for, and what comes of its tokens.
 
     waiting ──asked──▶ in vLLM's queue ──scheduled──▶ running ──▶ ended
        ▲ └──────────────pause, a full sliding context─────┘

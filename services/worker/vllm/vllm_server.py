@@ -31,11 +31,12 @@ from kvfleet.worker.vllm.server_facts import (
     missing_flags,
 )
 from kvfleet.worker.vllm.token_routes import Answered, NextTokens, TokenRoutes
-from kvfleet.worker.vllm.vllm_engine import VllmEngine
-from kvfleet.worker.vllm.vllm_news import VllmNews, problem_of
+from kvfleet.worker.vllm.vllm_engine import VllmCalls, VllmEngine
+from kvfleet.worker.vllm.vllm_news import DrawFailures, VllmNews, problem_of
+from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet_vllm import wire
 from kvproto.block_hash import HASH_BYTES
-from kvproto.errors import EngineFailure, InvalidRequest, ModelNotFound, UnsupportedModel
+from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError, ModelNotFound, UnsupportedModel
 from kvproto.messages import TierEvents
 from kvproto.tasks import VitalTasks, end
 
@@ -56,7 +57,7 @@ class Unsuitable(UnsupportedModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Expected:
     """What the worker's settings say. `name` None: whatever it serves; `dtype` may be auto."""
 
     block_size: int
@@ -65,19 +66,19 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class VllmServer:
+class VllmServer(VllmCalls):
     """`open`, then `find`, then `watch` with the engine that is made of what was found."""
 
     routes: TokenRoutes
-    path: Path  # of the socket for its connector
-    wanted: Wanted
+    sockets: Sockets
+    wanted: Expected
     on_fatal: Callable[[str], None]
     restarts_total: int = 0
     _engine: VllmEngine | None = None
     _early: list[TierEvents] = field(default_factory=list)  # changes before there is an engine
     _feed: KvEventFeed | None = None
     _facts: ServerFacts | None = None
-    _hello: asyncio.Future[wire.Hello] | None = None
+    _hello: asyncio.Future[wire.EngineHello] | None = None
     _instance: str = ""
     _model: str = ""
     _probe_root: bytes = b""
@@ -87,11 +88,12 @@ class VllmServer:
 
     def __post_init__(self) -> None:
         self.blocks = ForeignBlocks(self.wanted.block_size)
-        self.news = VllmNews(self.path, self._on_hello, self._on_told, self._went)
+        self.news = VllmNews(Path(self.sockets.news), self._on_hello, self._on_told, self._went)
         self._tasks = VitalTasks(self.on_fatal)
 
     async def open(self) -> None:
         """Raises Unavailable."""
+        self._failures = DrawFailures(Path(self.sockets.failures))
         await self.routes.open()
         await self.news.listen()
 
@@ -99,6 +101,7 @@ class VllmServer:
         await end(list(self._tasks.running))
         await self.news.close()
         await self.routes.close()
+        self._failures.close()
 
     async def find(self) -> ServerFacts:
         """Wait until it is there, and check it. Raises Unsuitable."""
@@ -137,15 +140,21 @@ class VllmServer:
         await self._probe([1], os.urandom(HASH_BYTES))  # an idle vLLM reads its connector's socket with a request
         await erasing
 
+    async def abort(self, name: str) -> None:
+        await self.routes.abort(name)
+
+    def failure_of(self, name: str, index: int) -> KvfleetError | None:
+        return self._failures.of(name, index)
+
     # What it tells.
 
-    def _on_hello(self, hello: wire.Hello) -> None:
+    def _on_hello(self, hello: wire.EngineHello) -> None:
         if self._hello is not None and not self._hello.done():
             self._hello.set_result(hello)
         elif hello.instance != self._instance:
             self._went("it was restarted")
 
-    def _on_told(self, told: wire.Scheduled | wire.Step) -> None:
+    def _on_told(self, told: wire.Scheduled | wire.EngineStep) -> None:
         if self._engine is None:
             return
         if isinstance(told, wire.Scheduled):
@@ -255,7 +264,7 @@ class VllmServer:
         except (Answered, orjson.JSONDecodeError, KeyError, TypeError, StopIteration) as error:
             raise Unsuitable(f"the server at {self.routes.url} is no vLLM: {error or 'it serves nothing'}") from None
 
-    async def _greeting(self) -> wire.Hello:
+    async def _greeting(self) -> wire.EngineHello:
         self._hello = asyncio.get_running_loop().create_future()
         self.news.hang_up()
         await self._probe([1], os.urandom(HASH_BYTES))
@@ -279,7 +288,7 @@ class VllmServer:
             return f"this is {wire.VERSION}" in str(error)
         return False
 
-    async def _events_arrive(self, facts: ServerFacts, hello: wire.Hello) -> None:
+    async def _events_arrive(self, facts: ServerFacts, hello: wire.EngineHello) -> None:
         if self._feed is None:
             at = EventAddresses.of(facts.events, self.routes.url)
             self._feed = KvEventFeed(
@@ -307,14 +316,14 @@ class VllmServer:
             "sampling_params": {"max_tokens": 1, "temperature": 0, "ignore_eos": True},
             "cache_salt": salt_of_root(root),
             "priority": FIRST,
-            "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": str(self.path)}},
+            "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": self.sockets.news}},
         }
 
     async def _probe(self, ids: Sequence[int], root: bytes) -> None:
         """Raises EngineFailure; Unsuitable for a server that cannot be asked so."""
         try:
             await self._ask(self._body(ids, root))
-        except (InvalidRequest, ModelNotFound) as error:
+        except (InvalidRequest, KvfleetError, ModelNotFound) as error:
             raise Unsuitable(f"vLLM at {self.routes.url} does not take a request: {error}") from None
 
     async def _ask(self, body: Mapping[str, Any]) -> None:

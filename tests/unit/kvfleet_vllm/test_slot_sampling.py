@@ -23,7 +23,7 @@ SLOT = 5
 def asked(wants: Sampling) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(wants).items() if value is not None}
     return {
-        "version": VERSION, "request": "r", "choice": 0, "prompt": len(PROMPT), "stop_ids": [1],
+        "version": VERSION, "request": "r", "choice": 0, "dropped": [], "prompt": len(PROMPT), "stop_ids": [1],
         "sampling": fields | {"logit_bias": {}}, "failures": "/nowhere",
     }  # fmt: skip
 
