@@ -5,17 +5,29 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Literal
+from unittest.mock import patch
 
 from rigs import BLOCK_SIZE, EngineRig, Recorder
 from tokenizers import Tokenizer
 
+from kvfleet.worker.engine import engine_factory
 from kvfleet.worker.engine.bundle import read_bundle
-from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.settings import WorkerSettings
 
 HOST_BYTES = 8 * 1024 * 1024
 FAKE_TOKENS_PER_S = 500.0  # a long sequence outlives what a test does to it
+
+_load = engine_factory._torch_runner
+_loaded: dict[Path, ModelRunner] = {}
+
+
+def _runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
+    """The model is loaded once: that takes longer than most tests. Every engine has a pool of its own."""
+    if folder not in _loaded:
+        _loaded[folder] = _load(settings, folder)
+    return _loaded[folder]
 
 
 async def fake(folder: Path, slots: int) -> EngineRig:
@@ -38,7 +50,8 @@ async def _start(folder: Path, slots: int, runner: Literal["fake", "torch"]) -> 
         threads=1,
     )
     bundle = read_bundle(folder, "demo", load_format="auto", dtype="auto", block_size=BLOCK_SIZE)
-    engine = build_engine(settings, folder, bundle)
+    with patch.object(engine_factory, "_torch_runner", _runner):
+        engine = engine_factory.build_engine(settings, folder, bundle)
     loop, recorder = asyncio.get_running_loop(), Recorder()
     thread = EngineThread(engine, recorder.take, loop)
     engine.tiers.wake = thread.wake

@@ -70,7 +70,7 @@ async def test_another_attempt_goes_on_with_the_same_ids_and_text(rig: EngineRig
 
 
 async def test_every_cut_of_a_stream_continues(rig: EngineRig) -> None:
-    spec = rig.spec("r", rig.prompt(30), greedy(8))
+    spec = rig.spec("r", rig.prompt(30), sampled(8))
     uncut = await rig.run(spec)
     for count, stream in enumerate(await rig.run_all(*(after(spec, uncut, n, n) for n in range(1, 8))), 1):
         assert (stream.ids, "".join(uncut.pieces[:count]) + stream.text) == (uncut.ids[count:], uncut.text)

@@ -100,8 +100,9 @@ async def test_choices_of_one_attempt_have_one_prompt(rig: EngineRig) -> None:
     refused = await rig.run(replace(first, prompt_ids=rig.prompt(20, 2), choice=0))
     assert isinstance(refused.error, InvalidRequest)
     assert refused.error.field == "prompt_ids"
+    other_attempt = await rig.run(replace(first, prompt_ids=rig.prompt(20, 2), attempt=1))
     await rig.until(key_of(first))
-    assert rig.stream(key_of(first)).reason is FinishReason.LENGTH
+    assert rig.stream(key_of(first)).reason is other_attempt.reason is FinishReason.LENGTH
 
 
 # ---------------------------------------------------------------------- overflow
