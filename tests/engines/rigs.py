@@ -157,7 +157,6 @@ class EngineRig:
     eos_ids: tuple[int, ...]
     stop: Callable[[], Awaitable[None]]
     has_kv: bool = True
-    context_length: int = CONTEXT
     block_size: int = BLOCK_SIZE
     root: bytes = field(default_factory=lambda: os.urandom(16))
     other_root: bytes = field(default_factory=lambda: os.urandom(16))
