@@ -99,9 +99,9 @@ SLOW = (
 
 # In the order in which they are taken: what takes longest comes first. What stands in one waits for the others of it.
 PARTS = (
-    "tests/e2e/", "tests/unit/", "tests/integration/nats/", "tests/exactness/", "tests/integration/placement/",
-    "tests/integration/client/", "tests/integration/ingress/", "tests/integration/regions/", "tests/chaos/",
-    "tests/integration/", "tests/",
+    "tests/e2e/", "tests/unit/", "tests/integration/nats/", "tests/exactness/", "tests/engines/",
+    "tests/integration/placement/", "tests/integration/client/", "tests/integration/ingress/",
+    "tests/integration/regions/", "tests/chaos/", "tests/integration/", "tests/",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from engine_rig import Transcript, expected_tokens, make_engine, spec
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner
 from kvfleet.worker.schedule.step_plan import Slice
-from kvproto.errors import Cancelled, EngineFailure, InvalidRequest
+from kvproto.errors import Cancelled, EngineFailure
 from kvproto.messages import FinishReason, Sampling
 from kvsampling.draw import Drawn
 from tests.support.id_detokenizer import IdDetokenizer, IdStream
@@ -146,17 +146,6 @@ def test_cancel_pause_and_resume_are_for_all_choices_of_an_attempt() -> None:
     transcript.run(engine)
     assert [type(end) for end in transcript.ends.values()] == [Cancelled] * 4
     assert engine.pool.used == 0
-
-
-def test_choices_of_one_attempt_have_one_prompt_and_come_once_each() -> None:
-    engine = make_engine()
-    engine.add(spec("r", [1, 2], choice=1))
-    with pytest.raises(InvalidRequest, match="the same prompt"):
-        engine.add(spec("r", [1, 3], choice=0))
-    with pytest.raises(InvalidRequest, match="running already"):
-        engine.add(spec("r", [1, 2], choice=1))
-    engine.add(spec("r", [1, 3], attempt=1, choice=0))
-    assert len(Transcript().run(engine).ends) == 2
 
 
 class OneBadChoice(FakeRunner):
