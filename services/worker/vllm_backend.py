@@ -59,6 +59,7 @@ class VllmBackend(Backend):
         wanted = Expected(settings.block_size, settings.served_model_name, settings.dtype)
         self._server = VllmServer(TokenRoutes(settings.engine_url), sockets, wanted, life.fatal)
         await self._server.open()
+        life.closing("vLLM", self._server.close)
         self._facts = facts = await self._server.find()
         model = settings.model if "model" in settings.model_fields_set else facts.model
         self._bundle = bundle_of(settings, await lifecycle.in_daemon_thread(lambda: resolve_model(model)), facts)
@@ -105,7 +106,6 @@ class VllmBackend(Backend):
     async def stop(self) -> None:
         await self._successors.stop()
         await self._engine.stop()
-        await self._server.close()
 
     def readings(self, worker: WorkerLoop) -> list[Reading]:
         return vllm_readings(worker, self._server)

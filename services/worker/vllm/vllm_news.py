@@ -107,6 +107,8 @@ class VllmNews:
                         self._hear(message)
         except (OSError, ValueError) as error:
             why = f"its connector cannot be read: {error}"
+        except asyncio.CancelledError:  # the loop ends, and this is the task's top
+            greeted = False
         finally:
             writer.close()
             if greeted and self._writer is writer:

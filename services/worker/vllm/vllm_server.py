@@ -48,7 +48,8 @@ HEALTH_S = 5.0
 PROBE_S = 60.0  # the first request of a server may compile
 FIRST = -1000  # before all requests
 HELLO_S = 5.0
-EVENTS_S = 10.0
+EVENTS_S = 1.0
+EVENT_PROBES = 8
 HANG_S = 30.0  # in a step
 
 
@@ -297,16 +298,17 @@ class VllmServer(VllmCalls):
             self._tasks.spawn(self._feed.run(), "vllm-events")
         elif hello.instance != self._instance:
             self._feed.restarted()
-        self._probe_root = os.urandom(HASH_BYTES)
         self._probe_seen.clear()
-        await self._probe([1] * facts.block_size, self._probe_root)
-        try:
-            await asyncio.wait_for(self._probe_seen.wait(), EVENTS_S)
-        except TimeoutError:
-            raise Unsuitable(
-                f"KV events of vLLM at {self.routes.url} do not arrive from {self._feed.endpoint}: is it another "
-                "server's, or taken by another worker?"
-            ) from None
+        for _ in range(EVENT_PROBES):  # vLLM may need a moment to connect, and drops what it has told before
+            self._probe_root = os.urandom(HASH_BYTES)
+            await self._probe([1] * facts.block_size, self._probe_root)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._probe_seen.wait(), EVENTS_S)
+                return
+        raise Unsuitable(
+            f"KV events of vLLM at {self.routes.url} do not arrive at {self._feed.endpoint}: is it another server's, "
+            "or another worker's?"
+        )
 
     def _body(self, ids: Sequence[int], root: bytes) -> dict[str, Any]:
         return {
