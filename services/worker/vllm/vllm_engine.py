@@ -28,7 +28,8 @@ from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import NextTokens
 from kvfleet.worker.vllm.vllm_sequence import Sockets, VllmSequence
-from kvfleet_vllm.wire import EngineStep, Scheduled
+from kvfleet.worker.vllm.vllm_tiers import VllmTiers
+from kvfleet_vllm.wire import EngineStep, PiecesRead, PiecesSaved, PiecesSaving, Scheduled
 from kvproto.block_hash import Root, chain, own_root
 from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import ChoiceFinished, FinishReason, Inspection, Load, Rates, Tier, TierEvents, Tokens
@@ -71,12 +72,13 @@ class VllmEngine(EnginePort):
     on_result: Callable[[list[StepResult]], None]
     on_state: Callable[[], None]
     prefix: str
+    tiers: VllmTiers | None = None
     cancel_to_free: Distribution = field(default_factory=Distribution)
     preemptions_total: int = 0
     is_ready: bool = False
     _asked: dict[str, VllmSequence] = field(default_factory=dict)  # by the name that vLLM has
     _numbers: count[int] = field(default_factory=count)
-    _rates: StepRates = field(default_factory=StepRates)
+    step_rates: StepRates = field(default_factory=StepRates)
     _outputs: list[SequenceOutput] = field(default_factory=list)
     _changes: list[TierEvents] = field(default_factory=list)
     _flush_due: bool = False
@@ -89,11 +91,12 @@ class VllmEngine(EnginePort):
 
     @property
     def measured(self) -> tuple[Load, Rates]:  # type: ignore[override]
-        return self.live.load(self.preemptions_total, time.monotonic()), self._rates.rates
+        tiers = self.tiers.loads() if self.tiers is not None else {}
+        return self.live.load(self.preemptions_total, tiers, time.monotonic()), self.step_rates.rates
 
     @property
     def step_age_s(self) -> float:
-        return self._rates.age(time.monotonic())
+        return self.step_rates.age(time.monotonic())
 
     @property
     def is_idle(self) -> bool:
@@ -139,7 +142,7 @@ class VllmEngine(EnginePort):
             shed = giving_way(waiting, found[0].spec.priority, count)
             if not shed and not any(one.started or one.is_running for one in found):
                 shed = found
-        rate, error = self._rates.rates.prefill_tokens_per_s, full(0.0)
+        rate, error = self.step_rates.rates.prefill_tokens_per_s, full(0.0)
         if shed and rate:
             least = min(one.spec.priority for one in shed)
             error = full(sum(one.queued_tokens for one in self.live if one.spec.priority >= least) / rate)
@@ -148,20 +151,35 @@ class VllmEngine(EnginePort):
         return self._answer(frozenset(sequence.key[:2] for sequence in shed))
 
     async def let_go(self, attempts: Sequence[Attempt], *, keep: bool) -> None:
-        aborts = [self._leave(sequence) for attempt in attempts for sequence in self.live.find(*attempt)]
+        leaving = [sequence for attempt in attempts for sequence in self.live.find(*attempt)]
+        aborts = [self._leave(sequence) for sequence in leaving]
         self._flush()
         await asyncio.gather(*(abort for abort in aborts if abort is not None))
+        if self.tiers is not None:  # those who go on with them find their blocks in vaults
+            await asyncio.gather(*(self._keep(sequence) for sequence in leaving))
+            await self.tiers.settled()
 
     def holdings(self) -> asyncio.Future[tuple[Mapping[Tier, Sequence[bytes]], int]]:
-        return self._answer(({Tier.DEVICE: self.blocks.hashes()}, self.blocks.digest))
+        held, digest = {Tier.DEVICE: self.blocks.hashes()}, self.blocks.digest
+        if self.tiers is not None:
+            held[Tier.HOST] = self.tiers.host.pool.index.hashes()
+            digest ^= self.tiers.digest
+        return self._answer((held, digest))
 
     def inspect(self, root: Root, ids: Sequence[int]) -> asyncio.Future[Inspection]:
-        cached = self.blocks.depth(chain(own_root(root), ids, self.blocks.block_size)) * self.blocks.block_size
-        return self._answer(Inspection(cached, (), {Tier.DEVICE.value: cached}))
+        hashes, size = chain(own_root(root), ids, self.blocks.block_size), self.blocks.block_size
+        cached = self.blocks.depth(hashes) * size
+        found = {Tier.DEVICE.value: cached}
+        if self.tiers is not None:
+            found[Tier.HOST.value] = max(cached, self.tiers.host.depth(hashes, 0, len(hashes)) * size)
+        return self._answer(Inspection(cached, (), found))
 
     async def erase(self, root: Root, ids: Sequence[int], keep: int) -> int:
         size = self.blocks.block_size
-        names, gone = self.blocks.erasable(chain(own_root(root), ids, size), keep // size)
+        hashes = chain(own_root(root), ids, size)
+        names, gone = self.blocks.erasable(hashes, keep // size)
+        if self.tiers is not None:
+            gone += self.tiers.erase(own_root(root), hashes, ids, keep)
         if names:
             await self.server.erase(names)
         return gone
@@ -181,6 +199,8 @@ class VllmEngine(EnginePort):
         was_up, self.is_ready = self.is_ready, False
         for sequence in self.live:
             self._fail(sequence, EngineFailure(reason))
+        if self.tiers is not None:
+            self.tiers.away()
         if was_up:
             self.on_state()
 
@@ -189,14 +209,26 @@ class VllmEngine(EnginePort):
         if sequence is None:
             return
         sequence.is_running = True
+        if self.tiers is not None:
+            sequence.restored = self.tiers.restored(told.request, told.restored)
         sequence.cached_tokens = told.cached + told.restored
         sequence.account.step_tokens += max(sequence.length - sequence.cached_tokens, 0)
         if not sequence.started:
             self._start(sequence, told)
         sequence.scheduled.set()
 
+    def on_pieces(self, told: PiecesSaving | PiecesSaved | PiecesRead) -> None:
+        if self.tiers is None:
+            return
+        if isinstance(told, PiecesSaving):
+            self.tiers.store.on_saving(told)
+        elif isinstance(told, PiecesSaved):
+            self.tiers.store.on_saved(told)
+        else:
+            self.tiers.read(told.request)
+
     def on_step(self, told: EngineStep) -> None:
-        self._rates.observe(told, time.monotonic())
+        self.step_rates.observe(told, time.monotonic())
         self.counters.stepped(told.sequences, told.tokens, told.seconds)
         self.preemptions_total += len(told.preempted)
         for name in told.preempted:
@@ -205,7 +237,7 @@ class VllmEngine(EnginePort):
 
     def on_answer(self) -> None:
         """A request that is not the engine's was served."""
-        self._rates.answered()
+        self.step_rates.answered()
 
     def on_changes(self, changes: Sequence[TierEvents]) -> None:
         self._changes += changes
@@ -239,14 +271,15 @@ class VllmEngine(EnginePort):
         """Generate as far as one request of vLLM's goes. Returns whether it has ended. Raises KvfleetError."""
         sequence.name = name = f"{self.prefix}{next(self._numbers)}"
         sequence.scheduled.clear()
-        self._rates.asked(time.monotonic())
+        self.step_rates.asked(time.monotonic())
         self._asked[name] = sequence
         finish = None
         asked = sequence.spec.sampling.logprobs or 0
-        body = sequence.body(self.model.name, self.server.sockets)
+        store = await self.tiers.prepare(sequence) if self.tiers is not None else {}
+        body = sequence.body(self.model.name, self.server.sockets, store)
         async with contextlib.aclosing(self.server.generate(body, asked)) as answer:
             async for part in answer:
-                self._rates.answered()
+                self.step_rates.answered()
                 if not sequence.scheduled.is_set():
                     await self._until_scheduled(sequence)
                 if self._take(sequence, part):
@@ -295,10 +328,13 @@ class VllmEngine(EnginePort):
         cached = min(sequence.cached_tokens, sequence.length)
         again = sequence.length - cached if sequence.spec.output_ids else 0
         request, attempt, choice = sequence.key
-        self._tell(SequenceStarted(request, attempt, sequence.num_prompt, cached, waited, choice, {}, again))
+        restored = sequence.restored
+        self._tell(SequenceStarted(request, attempt, sequence.num_prompt, cached, waited, choice, restored, again))
 
     def _finish(self, sequence: VllmSequence, reason: FinishReason, *, by_vllm: bool = False) -> None:
         self._leave(sequence, by_vllm=by_vllm)
+        if self.tiers is not None:
+            self._later(self._keep(sequence))
         self._tell(ChoiceFinished(*sequence.key, reason, len(sequence.outputs)))
 
     def _fail(self, sequence: VllmSequence, error: KvfleetError, told: int | None = None) -> None:
@@ -316,6 +352,12 @@ class VllmEngine(EnginePort):
         await asyncio.sleep(SETTLE_S)
         with contextlib.suppress(EngineFailure):  # what it held is gone with it
             await self.erase(root, ids, known)
+
+    async def _keep(self, sequence: VllmSequence) -> None:
+        """Have vaults keep its chain. vLLM saves its last blocks a moment later."""
+        assert self.tiers is not None
+        await asyncio.sleep(SETTLE_S)
+        self.tiers.keep(chain(sequence.root, sequence.ids, self.blocks.block_size))
 
     def _leave(self, sequence: VllmSequence, *, by_vllm: bool = False) -> asyncio.Task[None] | None:
         """It is no longer ours. `by_vllm`: nor vLLM's. Returns vLLM's abort, if there is one."""
@@ -341,6 +383,8 @@ class VllmEngine(EnginePort):
 
     def _withdrawn(self, sequence: VllmSequence) -> bool:
         sequence.is_running = False
+        if self.tiers is not None:
+            self.tiers.over(sequence.name)
         return self._asked.pop(sequence.name, None) is not None
 
     async def _abort(self, name: str) -> None:
