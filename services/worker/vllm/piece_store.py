@@ -1,9 +1,9 @@
-"""Loop: KV of vLLM's blocks in memory that its workers map too: the host tier of a vLLM worker, and who may write where.
+"""Loop: KV of vLLM's blocks in memory that its workers map too, the host tier of a vLLM worker: who may write where.
 Owned by the worker's event loop.
 
     free slots ──grant──▶ vLLM's ──saving──▶ being written ──saved, by all ranks──▶ listed under our hashes
 
-A piece is a block of ours. Several make one of vLLM's blocks, whose bytes cannot be split by token, so a piece is a part
+A piece is a block of ours. Several make one of vLLM's, whose bytes cannot be split by token, so a piece is a part
 of the bytes, and of use only with the others.
 """
 
@@ -64,7 +64,7 @@ class SharedMemory:
             os.close(file)
         self.view = memoryview(self._map)
 
-    def close(self) -> None:
+    async def closed(self) -> None:
         self.path.unlink(missing_ok=True)
 
 

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvfleet_vllm.wire import EngineHello
+from kvfleet_vllm.wire import EngineHello, WorkerHello
+from kvproto.block_hash import HASH_BYTES
 from kvproto.errors import EngineFailure
 
 OLDEST, NEWEST = (0, 31), (0, 32)  # releases that were tried
 LOGPROBS = 129  # 128 alternatives and the drawn token
 SAMPLER = "kvfleet_vllm.sampler:Sampler"
 SAMPLERS = {SAMPLER, "kvfleet_vllm.slot_sampler:SlotSampler"}  # of vLLM's first and second model runner
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFormat:
+    """`nbytes` of a piece, of all `ranks`; pieces of equal `name`, 16 bytes, mean the same."""
+
+    name: bytes
+    nbytes: int
+    ranks: int
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerHello]) -> PieceFormat | None:
+        """None unless all workers can move pieces of one size."""
+        if not workers or not all(one.format for one in workers) or len({one.piece_bytes for one in workers}) > 1:
+            return None
+        digest = hashlib.blake2b(b"".join(one.format for one in workers), digest_size=HASH_BYTES)
+        return cls(digest.digest(), sum(one.piece_bytes for one in workers), len(workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +51,11 @@ class ServerFacts:
     dtype: str
     cache_dtype: str
     has_lora: bool
+    pieces: PieceFormat | None  # None: its blocks cannot be read or written from outside
     events: Mapping[str, Any]
 
     @classmethod
-    def of(cls, hello: EngineHello, name: str) -> ServerFacts:
+    def of(cls, hello: EngineHello, name: str, workers: Sequence[WorkerHello]) -> ServerFacts:
         """`name`: what clients of vLLM call the model. Raises EngineFailure if a fact is missing."""
         told = hello.facts
         try:
@@ -52,6 +72,7 @@ class ServerFacts:
                 dtype=str(told["dtype"]),
                 cache_dtype=str(told["cache_dtype"]),
                 has_lora=bool(told["enable_lora"]),
+                pieces=PieceFormat.of(workers),
                 events=dict(told["kv_events"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -60,7 +81,16 @@ class ServerFacts:
     def is_as(self, other: ServerFacts) -> bool:
         """Whether a worker may go on with it after a restart."""
         mine, others = (
-            (one.name, one.model, one.context_length, one.vocab_size, one.block_size, one.dtype, one.cache_dtype)
+            (
+                one.name,
+                one.model,
+                one.context_length,
+                one.vocab_size,
+                one.block_size,
+                one.dtype,
+                one.cache_dtype,
+                one.pieces,
+            )
             for one in (self, other)
         )
         return mine == others

@@ -21,17 +21,19 @@ from typing import Any, Protocol
 from kvfleet.worker.port.capacity import Attempt, full
 from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
 from kvfleet.worker.port.giving_way import giving_way
-from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.vllm.foreign_blocks import ForeignHash
 from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences
+from kvfleet.worker.vllm.no_tiers import StoreTiers
+from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import NextTokens
+from kvfleet.worker.vllm.vllm_holdings import VllmHoldings
 from kvfleet.worker.vllm.vllm_sequence import Sockets, VllmSequence
-from kvfleet.worker.vllm.vllm_tiers import VllmTiers
-from kvfleet_vllm.wire import EngineStep, PiecesRead, PiecesSaved, PiecesSaving, Scheduled
-from kvproto.block_hash import Root, chain, own_root
-from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError
+from kvfleet_vllm.wire import EngineStep, Scheduled
+from kvproto.block_hash import Root, chain
+from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import ChoiceFinished, FinishReason, Inspection, Load, Rates, Tier, TierEvents, Tokens
 from kvproto.tasks import end
 from kvservice.distribution import Distribution
@@ -69,30 +71,29 @@ class VllmEngine(EnginePort):
     live: LiveVllmSequences
     facts: EngineFacts
     server: VllmCalls
-    on_result: Callable[[list[StepResult]], None]
+    results: ResultQueue
     on_state: Callable[[], None]
+    tiers: StoreTiers
+    step_rates: StepRates
     prefix: str
-    tiers: VllmTiers | None = None
     cancel_to_free: Distribution = field(default_factory=Distribution)
     preemptions_total: int = 0
     is_ready: bool = False
     _asked: dict[str, VllmSequence] = field(default_factory=dict)  # by the name that vLLM has
     _numbers: count[int] = field(default_factory=count)
-    step_rates: StepRates = field(default_factory=StepRates)
-    _outputs: list[SequenceOutput] = field(default_factory=list)
-    _changes: list[TierEvents] = field(default_factory=list)
-    _flush_due: bool = False
     _aside: set[asyncio.Task[Any]] = field(default_factory=set)
+    _forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.model, self.blocks, self.counters = self.live.model, self.live.blocks, self.live.counters
+        self.kv = VllmHoldings(self.blocks, self.tiers)
 
     # What it is asked.
 
     @property
     def measured(self) -> tuple[Load, Rates]:  # type: ignore[override]
-        tiers = self.tiers.loads() if self.tiers is not None else {}
-        return self.live.load(self.preemptions_total, tiers, time.monotonic()), self.step_rates.rates
+        load = self.live.load(self.preemptions_total, self.tiers.loads(), time.monotonic())
+        return load, self.step_rates.rates
 
     @property
     def step_age_s(self) -> float:
@@ -109,7 +110,7 @@ class VllmEngine(EnginePort):
                 raise EngineFailure("vLLM is away")
             sequence = self.live.accept(spec, time.monotonic())
         except KvfleetError as error:
-            self._tell(SequenceFailed(spec.request, spec.attempt, error, spec.choice))
+            self.results.tell(SequenceFailed(spec.request, spec.attempt, error, spec.choice))
             return
         if (reason := sequence.end) is not None:  # the earlier attempt had all of it
             self._start(sequence, Scheduled("", 0, 0))
@@ -148,40 +149,29 @@ class VllmEngine(EnginePort):
             error = full(sum(one.queued_tokens for one in self.live if one.spec.priority >= least) / rate)
         for sequence in shed:
             self._fail(sequence, error)
-        return self._answer(frozenset(sequence.key[:2] for sequence in shed))
+        return self.results.answer(frozenset(sequence.key[:2] for sequence in shed))
 
     async def let_go(self, attempts: Sequence[Attempt], *, keep: bool) -> None:
         leaving = [sequence for attempt in attempts for sequence in self.live.find(*attempt)]
         aborts = [self._leave(sequence) for sequence in leaving]
-        self._flush()
+        self.results.flush()
         await asyncio.gather(*(abort for abort in aborts if abort is not None))
-        if self.tiers is not None:  # those who go on with them find their blocks in vaults
-            await asyncio.gather(*(self._keep(sequence) for sequence in leaving))
-            await self.tiers.settled()
+        await asyncio.gather(*(self._keep(sequence) for sequence in leaving))  # found in vaults by those who go on
+        await self.tiers.settled()
 
     def holdings(self) -> asyncio.Future[tuple[Mapping[Tier, Sequence[bytes]], int]]:
-        held, digest = {Tier.DEVICE: self.blocks.hashes()}, self.blocks.digest
-        if self.tiers is not None:
-            held[Tier.HOST] = self.tiers.host.pool.index.hashes()
-            digest ^= self.tiers.digest
-        return self._answer((held, digest))
+        return self.results.answer(self.kv.holdings())
 
-    def inspect(self, root: Root, ids: Sequence[int]) -> asyncio.Future[Inspection]:
-        hashes, size = chain(own_root(root), ids, self.blocks.block_size), self.blocks.block_size
-        cached = self.blocks.depth(hashes) * size
-        found = {Tier.DEVICE.value: cached}
-        if self.tiers is not None:
-            found[Tier.HOST.value] = max(cached, self.tiers.host.depth(hashes, 0, len(hashes)) * size)
-        return self._answer(Inspection(cached, (), found))
+    async def inspect(self, root: Root, ids: Sequence[int]) -> Inspection:
+        if self._forgetting:
+            await asyncio.wait(self._forgetting)
+        return await self.results.answer(self.kv.inspect(root, ids))
 
     async def erase(self, root: Root, ids: Sequence[int], keep: int) -> int:
-        size = self.blocks.block_size
-        hashes = chain(own_root(root), ids, size)
-        names, gone = self.blocks.erasable(hashes, keep // size)
-        if self.tiers is not None:
-            gone += self.tiers.erase(own_root(root), hashes, ids, keep)
+        names, gone = self.kv.erasable(root, ids, keep)
         if names:
             await self.server.erase(names)
+            self.on_changes(self.blocks.forget(names))  # vLLM tells so too, a little later
         return gone
 
     async def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> tuple[Any, Any]:
@@ -199,8 +189,7 @@ class VllmEngine(EnginePort):
         was_up, self.is_ready = self.is_ready, False
         for sequence in self.live:
             self._fail(sequence, EngineFailure(reason))
-        if self.tiers is not None:
-            self.tiers.away()
+        self.tiers.away()
         if was_up:
             self.on_state()
 
@@ -209,23 +198,12 @@ class VllmEngine(EnginePort):
         if sequence is None:
             return
         sequence.is_running = True
-        if self.tiers is not None:
-            sequence.restored = self.tiers.restored(told.request, told.restored)
+        sequence.restored = self.tiers.restored(told.request, told.restored)
         sequence.cached_tokens = told.cached + told.restored
         sequence.account.step_tokens += max(sequence.length - sequence.cached_tokens, 0)
         if not sequence.started:
             self._start(sequence, told)
         sequence.scheduled.set()
-
-    def on_pieces(self, told: PiecesSaving | PiecesSaved | PiecesRead) -> None:
-        if self.tiers is None:
-            return
-        if isinstance(told, PiecesSaving):
-            self.tiers.store.on_saving(told)
-        elif isinstance(told, PiecesSaved):
-            self.tiers.store.on_saved(told)
-        else:
-            self.tiers.read(told.request)
 
     def on_step(self, told: EngineStep) -> None:
         self.step_rates.observe(told, time.monotonic())
@@ -240,12 +218,12 @@ class VllmEngine(EnginePort):
         self.step_rates.answered()
 
     def on_changes(self, changes: Sequence[TierEvents]) -> None:
-        self._changes += changes
-        self._flush_soon()
+        self.results.changed(changes)
 
     async def stop(self) -> None:
+        self.results.is_over = True
         self.went("the worker ends")
-        self._flush()
+        self.results.flush()
         await end([*self._aside])
 
     # Sequences.
@@ -254,12 +232,19 @@ class VllmEngine(EnginePort):
         sequence.task = asyncio.create_task(self._run(sequence), name="vllm-sequence")
 
     async def _run(self, sequence: VllmSequence) -> None:
+        left = None if sequence.spec.deadline is None else sequence.spec.deadline - time.monotonic()
         try:
-            leader = sequence.siblings[0]
-            if leader is not sequence and not sequence.outputs and not leader.outputs:
-                await leader.begun.wait()
-            while not await self._ask(sequence):
-                pass  # its context was full, and slid
+            if left is not None and left <= 0:
+                raise TimeoutError
+            async with asyncio.timeout(left):
+                leader = sequence.siblings[0]
+                if leader is not sequence and not sequence.outputs and not leader.outputs:
+                    await leader.begun.wait()
+                while not await self._ask(sequence):
+                    pass  # its context was full, and slid
+        except TimeoutError:
+            took = time.monotonic() - sequence.enqueued
+            self._fail(sequence, DeadlineExceeded(f"deadline passed {took:.3f} s after arrival"))
         except KvfleetError as error:
             self._fail(sequence, error)
         except Exception as error:  # a task's top: a bug is that request's alone
@@ -275,8 +260,7 @@ class VllmEngine(EnginePort):
         self._asked[name] = sequence
         finish = None
         asked = sequence.spec.sampling.logprobs or 0
-        store = await self.tiers.prepare(sequence) if self.tiers is not None else {}
-        body = sequence.body(self.model.name, self.server.sockets, store)
+        body = sequence.body(self.model.name, self.server.sockets, await self.tiers.prepare(sequence))
         async with contextlib.aclosing(self.server.generate(body, asked)) as answer:
             async for part in answer:
                 self.step_rates.answered()
@@ -293,7 +277,8 @@ class VllmEngine(EnginePort):
     async def _until_scheduled(self, sequence: VllmSequence) -> None:
         """The news comes over another socket than the tokens, at about the same time."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(sequence.scheduled.wait(), NEWS_S)
+            async with asyncio.timeout(NEWS_S):  # until Python 3.12 `wait_for` may swallow that it was cancelled
+                await sequence.scheduled.wait()
         if not sequence.scheduled.is_set():
             log.warning("vLLM's connector did not tell that request %s was scheduled", sequence.spec.request)
             self.on_scheduled(Scheduled(sequence.name, 0, 0))
@@ -311,7 +296,7 @@ class VllmEngine(EnginePort):
                     trace.prefilled = time.monotonic()
             if released.ids:
                 index = sequence.text.next_index - len(released.ids)
-                self._tell(Tokens(*sequence.key, index, *released))
+                self.results.tell(Tokens(*sequence.key, index, *released))
             if reason is not None:
                 self._finish(sequence, reason, by_vllm=part.finish is not None)
                 return True
@@ -329,13 +314,14 @@ class VllmEngine(EnginePort):
         again = sequence.length - cached if sequence.spec.output_ids else 0
         request, attempt, choice = sequence.key
         restored = sequence.restored
-        self._tell(SequenceStarted(request, attempt, sequence.num_prompt, cached, waited, choice, restored, again))
+        self.results.tell(
+            SequenceStarted(request, attempt, sequence.num_prompt, cached, waited, choice, restored, again)
+        )
 
     def _finish(self, sequence: VllmSequence, reason: FinishReason, *, by_vllm: bool = False) -> None:
         self._leave(sequence, by_vllm=by_vllm)
-        if self.tiers is not None:
-            self._later(self._keep(sequence))
-        self._tell(ChoiceFinished(*sequence.key, reason, len(sequence.outputs)))
+        self._later(self._keep(sequence))
+        self.results.tell(ChoiceFinished(*sequence.key, reason, len(sequence.outputs)))
 
     def _fail(self, sequence: VllmSequence, error: KvfleetError, told: int | None = None) -> None:
         """`told`: how many tokens its reader has, if fewer than have left."""
@@ -343,19 +329,20 @@ class VllmEngine(EnginePort):
         told = sequence.text.next_index if told is None else min(told, sequence.text.next_index)
         known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
         if self.is_ready and known < sequence.length:
-            self._later(self._forget(sequence.root, sequence.ids, known))
+            forgetting = self._later(self._forget(sequence.root, sequence.ids, known))
+            self._forgetting.add(forgetting)
+            forgetting.add_done_callback(self._forgetting.discard)
         request, attempt, choice = sequence.key
-        self._tell(SequenceFailed(request, attempt, error, choice))
+        self.results.tell(SequenceFailed(request, attempt, error, choice))
 
     async def _forget(self, root: bytes, ids: Sequence[int], known: int) -> None:
         """No erase could name what follows the `known` tokens. vLLM tells of its last blocks a moment later."""
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(SETTLE_S + 2 * self.step_rates.rates.step_s)
         with contextlib.suppress(EngineFailure):  # what it held is gone with it
             await self.erase(root, ids, known)
 
     async def _keep(self, sequence: VllmSequence) -> None:
         """Have vaults keep its chain. vLLM saves its last blocks a moment later."""
-        assert self.tiers is not None
         await asyncio.sleep(SETTLE_S)
         self.tiers.keep(chain(sequence.root, sequence.ids, self.blocks.block_size))
 
@@ -383,8 +370,7 @@ class VllmEngine(EnginePort):
 
     def _withdrawn(self, sequence: VllmSequence) -> bool:
         sequence.is_running = False
-        if self.tiers is not None:
-            self.tiers.over(sequence.name)
+        self.tiers.over(sequence.name)
         return self._asked.pop(sequence.name, None) is not None
 
     async def _abort(self, name: str) -> None:
@@ -398,28 +384,3 @@ class VllmEngine(EnginePort):
         self._aside.add(task)
         task.add_done_callback(self._aside.discard)
         return task
-
-    # Results.
-
-    def _answer(self, value: Any) -> asyncio.Future[Any]:
-        self._flush()
-        future = asyncio.get_running_loop().create_future()
-        future.set_result(value)
-        return future
-
-    def _tell(self, output: SequenceOutput) -> None:
-        self._outputs.append(output)
-        self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if not self._flush_due:
-            self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        if not (self._outputs or self._changes):
-            return
-        result = StepResult(self._outputs, self._changes, sequences=bool(self._outputs))
-        self._outputs, self._changes = [], []
-        self.on_result([result])

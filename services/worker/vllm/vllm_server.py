@@ -32,7 +32,7 @@ from kvfleet.worker.vllm.server_facts import (
 )
 from kvfleet.worker.vllm.token_routes import Answered, NextTokens, TokenRoutes
 from kvfleet.worker.vllm.vllm_engine import VllmCalls, VllmEngine
-from kvfleet.worker.vllm.vllm_news import DrawFailures, VllmNews, problem_of
+from kvfleet.worker.vllm.vllm_news import DrawFailures, Told, VllmNews, problem_of
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet_vllm import wire
 from kvproto.block_hash import HASH_BYTES
@@ -48,8 +48,8 @@ HEALTH_S = 5.0
 PROBE_S = 60.0  # the first request of a server may compile
 FIRST = -1000  # before all requests
 HELLO_S = 5.0
-EVENTS_S = 1.0
-EVENT_PROBES = 8
+POLL_S = 0.02
+EVENTS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)  # for the events of one probe after the other
 HANG_S = 30.0  # in a step
 SILENT_S = 3.0  # after which a step that nobody waits for is looked after
 
@@ -156,13 +156,15 @@ class VllmServer(VllmCalls):
         elif hello.instance != self._instance:
             self._went("it was restarted")
 
-    def _on_told(self, told: wire.Scheduled | wire.EngineStep) -> None:
+    def _on_told(self, told: Told) -> None:
         if self._engine is None:
             return
         if isinstance(told, wire.Scheduled):
             self._engine.on_scheduled(told)
-        else:
+        elif isinstance(told, wire.EngineStep):
             self._engine.on_step(told)
+        else:
+            self._engine.tiers.on_pieces(told)
 
     def _on_events(self, events: Sequence[Event]) -> None:
         if not self._probe_seen.is_set():
@@ -254,7 +256,7 @@ class VllmServer(VllmCalls):
             flags.append(f"--logits-processors {SAMPLER} of this version")
         if flags:
             raise Unsuitable(f"vLLM at {self.routes.url} was started without: {', '.join(flags)}")
-        facts = ServerFacts.of(hello, self._model)
+        facts = ServerFacts.of(hello, self._model, await self._workers(hello))
         wanted = self.wanted
         against = contradictions(facts, hello.facts, block_size=wanted.block_size, name=wanted.name, dtype=wanted.dtype)
         if against:
@@ -287,6 +289,16 @@ class VllmServer(VllmCalls):
         finally:
             self._hello = None
 
+    async def _workers(self, hello: wire.EngineHello) -> list[wire.WorkerHello]:
+        """All of vLLM's workers, in the order of their ranks; none if some do not greet."""
+        ranks = (hello.facts.get("tensor_parallel_size") or 1) * (hello.facts.get("pipeline_parallel_size") or 1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HELLO_S):
+                while len(self.news.workers) < ranks:
+                    await asyncio.sleep(POLL_S)
+                return [self.news.workers[rank] for rank in sorted(self.news.workers)]
+        return []
+
     async def _draws_as_ours(self) -> bool:
         """Whether the sampler refuses what no sampler of ours takes."""
         body = self._body([1], os.urandom(HASH_BYTES))
@@ -307,11 +319,11 @@ class VllmServer(VllmCalls):
         elif hello.instance != self._instance:
             self._feed.restarted()
         self._probe_seen.clear()
-        for _ in range(EVENT_PROBES):  # vLLM may need a moment to connect, and drops what it has told before
+        for wait_s in EVENTS_S:  # vLLM may need a moment to connect, and drops what it has told before
             self._probe_root = os.urandom(HASH_BYTES)
             await self._probe([1] * facts.block_size, self._probe_root)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._probe_seen.wait(), EVENTS_S)
+                await asyncio.wait_for(self._probe_seen.wait(), wait_s)
                 return
         raise Unsuitable(
             f"KV events of vLLM at {self.routes.url} do not arrive at {self._feed.endpoint}: is it another server's, "

@@ -1,6 +1,6 @@
 """Loop: tiers below a vLLM server: host memory that it shares, and vaults. Owned by the worker's event loop.
 
-    prepare: where is the chain? ──▶ what is worth it comes from vaults to the host ──▶ vLLM is told the slots, and reads
+    prepare: where is the chain? ──▶ what is worth it comes from vaults to the host ──▶ vLLM is told the slots
     vLLM saves what it computes to the host ──▶ a sequence leaves ──▶ its chain is written to vaults
 
 Nothing is promised to vLLM that is not here, checked and held until vLLM has read it.
@@ -9,6 +9,7 @@ Nothing is promised to vLLM that is not here, checked and held until vLLM has re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,9 +26,11 @@ from kvfleet.worker.tiers.link_speed import LinkSpeed
 from kvfleet.worker.tiers.looking_tiers import LookingTiers, blocks_of
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
+from kvfleet.worker.vllm.no_tiers import PieceNews, StoreTiers
 from kvfleet.worker.vllm.piece_store import AskedChain, PieceStore
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
+from kvfleet_vllm.wire import PiecesSaved, PiecesSaving
 from kvproto.block_hash import Root, chain, in_tier, pack_ids, unpack_ids
 from kvproto.dataplane.block import RUN_BLOCKS
 from kvproto.messages import HotChain, Tier, TierLoad
@@ -55,7 +58,7 @@ class HeldChain:
 
 
 @dataclass(eq=False)
-class VllmTiers(LookingTiers):
+class VllmTiers(LookingTiers, StoreTiers):
     store: PieceStore
     blocks: ForeignBlocks
     rates_of: StepRates
@@ -231,6 +234,20 @@ class VllmTiers(LookingTiers):
             )
         return loads
 
+    def on_pieces(self, told: PieceNews) -> None:
+        if isinstance(told, PiecesSaving):
+            self.store.on_saving(told)
+        elif isinstance(told, PiecesSaved):
+            self.store.on_saved(told)
+        else:
+            self.read(told.request)
+
+    def holdings(self) -> dict[Tier, list[bytes]]:
+        return {Tier.HOST: self.host.pool.index.hashes()}
+
+    def depths(self, hashes: Sequence[bytes]) -> dict[Tier, int]:
+        return {Tier.HOST: self.host.depth(hashes, 0, len(hashes))}
+
     # Restores.
 
     async def _hold(
@@ -293,7 +310,7 @@ class VllmTiers(LookingTiers):
             landing,
             exact=exact,
             peer="",
-            on_progress=lambda: loop.call_soon_threadsafe(ended.set),
+            on_progress=partial(_soon, loop, ended.set),
         )
         try:
             await asyncio.wait_for(ended.wait(), limit_s)
@@ -322,4 +339,10 @@ class VllmTiers(LookingTiers):
             self.host.pool.release([slot])
             self.store.told()
 
-        return partial(loop.call_soon_threadsafe, done)
+        return partial(_soon, loop, done)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """From any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(call)
