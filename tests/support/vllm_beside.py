@@ -13,6 +13,9 @@ from kvfleet.worker.port.engine_port import EngineFacts
 from kvfleet.worker.port.outputs import StepResult
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences, VllmModel
+from kvfleet.worker.vllm.no_tiers import NoTiers
+from kvfleet.worker.vllm.result_queue import ResultQueue
+from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvfleet.worker.vllm.vllm_engine import VllmEngine
 from kvfleet.worker.vllm.vllm_sequence import Sockets
@@ -55,8 +58,9 @@ class Beside:
         live = LiveVllmSequences(model, server.blocks, Detokenizer(tokenizer), EngineCounters())
         states: list[bool] = []
         engine = VllmEngine(
-            live, engine_facts, server, on_result=take, on_state=lambda: states.append(engine.is_ready), prefix="e-"
-        )
+            live, engine_facts, server, ResultQueue(take), lambda: states.append(engine.is_ready), NoTiers(),
+            StepRates(), prefix="e-",
+        )  # fmt: skip
         server.watch(engine)
         return cls(server, engine, fatal, states)
 

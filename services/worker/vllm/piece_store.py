@@ -83,6 +83,7 @@ class PieceStore:
     _saving: dict[tuple[int, ...], PiecesSaving] = field(default_factory=dict)
     _confirmed: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _asked: dict[str, AskedChain] = field(default_factory=dict)
+    _doubtful: list[int] = field(default_factory=list)
 
     def asked(self, name: str, chain: AskedChain) -> None:
         self._asked[name] = chain
@@ -104,12 +105,17 @@ class PieceStore:
             self.grant(slots)
 
     def away(self) -> None:
-        """vLLM is gone: nothing is written any more."""
-        self.host.pool.release([*self._granted, *(slot for slots in self._saving for slot in slots)])
+        """vLLM is gone, or only silent: what it may write to is not used until it, or the next one, is `back`."""
+        self._doubtful += [*self._granted, *(slot for slots in self._saving for slot in slots)]
         self._granted.clear()
         self._saving.clear()
         self._confirmed.clear()
         self._asked.clear()
+
+    def back(self) -> None:
+        """vLLM has served a request since: no step of before is under way."""
+        self.host.pool.release(self._doubtful)
+        self._doubtful.clear()
 
     def on_saving(self, told: PiecesSaving) -> None:
         if not self._granted.issuperset(told.slots):

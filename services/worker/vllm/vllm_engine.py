@@ -182,6 +182,7 @@ class VllmEngine(EnginePort):
     def came(self) -> None:
         if not self.is_ready:
             self.is_ready = True
+            self.tiers.back()
             self.on_state()
 
     def went(self, reason: str) -> None:

@@ -48,6 +48,7 @@ HEALTH_S = 5.0
 PROBE_S = 60.0  # the first request of a server may compile
 FIRST = -1000  # before all requests
 HELLO_S = 5.0
+WORKERS_S = 0.5
 POLL_S = 0.02
 EVENTS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)  # for the events of one probe after the other
 HANG_S = 30.0  # in a step
@@ -290,10 +291,11 @@ class VllmServer(VllmCalls):
             self._hello = None
 
     async def _workers(self, hello: wire.EngineHello) -> list[wire.WorkerHello]:
-        """All of vLLM's workers, in the order of their ranks; none if some do not greet."""
+        """All of vLLM's workers, in the order of their ranks; none if some do not greet. They do with the first step
+        that they make for this worker."""
         ranks = (hello.facts.get("tensor_parallel_size") or 1) * (hello.facts.get("pipeline_parallel_size") or 1)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(WORKERS_S):
                 while len(self.news.workers) < ranks:
                     await asyncio.sleep(POLL_S)
                 return [self.news.workers[rank] for rank in sorted(self.news.workers)]

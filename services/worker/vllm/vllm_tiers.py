@@ -175,6 +175,9 @@ class VllmTiers(LookingTiers, StoreTiers):
             self.read(name, self.store.ranks)
         self.store.away()
 
+    def back(self) -> None:
+        self.store.back()
+
     def keep(self, hashes: Sequence[bytes]) -> None:
         """Have vaults keep a chain as far as the host has it, but for what they were sent."""
         if self.links is None:
@@ -302,6 +305,8 @@ class VllmTiers(LookingTiers, StoreTiers):
         assert self.links is not None
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         slots = self.host.allocate(part.end - part.start)
+        if not slots:
+            return []
         landing = Landing([None] * len(slots), traceparent=location.traceparent)
         self.links.fetch(
             part.tier,
