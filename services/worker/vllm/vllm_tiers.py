@@ -218,7 +218,7 @@ class VllmTiers(LookingTiers, StoreTiers):
 
     def loads(self) -> dict[str, TierLoad]:
         pool, size = self.host.pool, self.host.block_bytes
-        loads = dict(self.links.loads()) if self.links is not None else {}
+        loads = {} if self.links is None else {Tier.VAULT.value: TierLoad(), **self.links.loads()}
         loads[Tier.HOST.value] = TierLoad(
             blocks=pool.index.addressed,
             bytes_used=(pool.used + pool.cached) * size,
