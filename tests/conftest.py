@@ -84,9 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
-# Models, codecs, compiled programs, manifests, the demo model's card, the contributing pages and links under TLS have
-# failed at their own changes alone; the chaos has found more, rarely; what is broken on purpose there is to be seen
-# whenever the checker changes.
+# Models, codecs, compiled programs, manifests, the demo model's card, the contributing pages, links under TLS and vLLM
+# have failed at their own changes alone; the chaos has found more, rarely; what is broken on purpose there is to be
+# seen whenever the checker changes.
 SLOW = (
     "tests/chaos/test_chaos_quick.py", "tests/chaos/test_chaos_mutations.py", "tests/contributing/", "tests/deploy/",
     "tests/containers/", "tests/exactness/test_against_transformers.py", "tests/exactness/test_codec_quality.py",
@@ -94,12 +94,12 @@ SLOW = (
     "tests/exactness/test_deferred_compiler.py", "tests/exactness/test_kept_scan.py::test_transformers",
     "tests/e2e/test_autoscale.py", "tests/e2e/test_simulate.py", "tests/integration/security/test_region_link.py",
     "tests/integration/security/test_nats_mtls.py", "tests/unit/benchmarks/test_policy_moves.py",
-    "tests/unit/cli/test_cli_plan.py",
+    "tests/unit/cli/test_cli_plan.py", "tests/vllm/",
 )  # fmt: skip
 
 # In the order in which they are taken: what takes longest comes first. What stands in one waits for the others of it.
 PARTS = (
-    "tests/e2e/", "tests/unit/", "tests/integration/nats/", "tests/exactness/", "tests/engines/",
+    "tests/e2e/", "tests/unit/", "tests/vllm/", "tests/integration/nats/", "tests/exactness/", "tests/engines/",
     "tests/integration/placement/", "tests/integration/client/", "tests/integration/ingress/",
     "tests/integration/regions/", "tests/chaos/", "tests/integration/", "tests/",
 )  # fmt: skip

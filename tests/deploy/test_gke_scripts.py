@@ -260,7 +260,7 @@ def test_an_overlay_without_vaults_is_not_waited_for(stage: Stage) -> None:
     assert ran.has("statefulset/worker")
 
 
-@pytest.mark.parametrize("script", ["deploy_gke", "quickstart_gke", "deploy_tools"])
+@pytest.mark.parametrize("script", ["deploy_gke", "quickstart_gke", "deploy_tools", "vllm_install"])
 def test_help_names_every_flag(script: str) -> None:
     text = (ROOT / "scripts" / script).read_text()
     done = subprocess.run(

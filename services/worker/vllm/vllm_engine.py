@@ -93,7 +93,12 @@ class VllmEngine(EnginePort):
 
     @property
     def step_age_s(self) -> float:
-        return self._rates.age(time.monotonic()) if self._asked else 0.0
+        return self._rates.age(time.monotonic())
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is asked of vLLM."""
+        return not self._asked
 
     def submit(self, spec: SequenceSpec) -> None:
         try:
@@ -198,6 +203,10 @@ class VllmEngine(EnginePort):
             if (sequence := self._asked.get(name)) is not None:
                 sequence.is_running = False
 
+    def on_answer(self) -> None:
+        """A request that is not the engine's was served."""
+        self._rates.answered()
+
     def on_changes(self, changes: Sequence[TierEvents]) -> None:
         self._changes += changes
         self._flush_soon()
@@ -230,14 +239,14 @@ class VllmEngine(EnginePort):
         """Generate as far as one request of vLLM's goes. Returns whether it has ended. Raises KvfleetError."""
         sequence.name = name = f"{self.prefix}{next(self._numbers)}"
         sequence.scheduled.clear()
-        if not self._asked:
-            self._rates.begin(time.monotonic())
+        self._rates.asked(time.monotonic())
         self._asked[name] = sequence
         finish = None
         asked = sequence.spec.sampling.logprobs or 0
         body = sequence.body(self.model.name, self.server.sockets)
         async with contextlib.aclosing(self.server.generate(body, asked)) as answer:
             async for part in answer:
+                self._rates.answered()
                 if not sequence.scheduled.is_set():
                     await self._until_scheduled(sequence)
                 if self._take(sequence, part):

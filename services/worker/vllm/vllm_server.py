@@ -51,6 +51,7 @@ HELLO_S = 5.0
 EVENTS_S = 1.0
 EVENT_PROBES = 8
 HANG_S = 30.0  # in a step
+SILENT_S = 3.0  # after which a step that nobody waits for is looked after
 
 
 class Unsuitable(UnsupportedModel):
@@ -199,13 +200,20 @@ class VllmServer(VllmCalls):
                 self._went(reason)
 
     async def _trouble(self) -> str | None:
-        if self._engine is not None and (age := self._engine.step_age_s) > HANG_S:
+        assert self._engine is not None
+        age, limit_s = self._engine.step_age_s, HEALTH_S
+        if age > HANG_S:
             return f"it has been in one step for {age:.0f} s"
         try:
-            async with asyncio.timeout(HEALTH_S):
+            async with asyncio.timeout(limit_s):
                 await self.routes.get("/health")
+            if age > SILENT_S and self._engine.is_idle:  # those who waited have left; is it slow, or does it hang?
+                limit_s = HANG_S / 2
+                async with asyncio.timeout(limit_s):
+                    await self._probe([1], os.urandom(HASH_BYTES))
+                self._engine.on_answer()
         except TimeoutError:
-            return f"it has not answered for {HEALTH_S:.0f} s"
+            return f"it has not answered for {limit_s:.0f} s"
         except EngineFailure as error:
             return str(error)
         return None
