@@ -155,7 +155,7 @@ def up(
             servers = None
             if vllm is not None:
                 options = [f"--load-format={load_format}", f"--dtype={dtype}"]
-                servers = VllmServers(vllm, own_folder, vllm_flags or [], options, most, log_level)
+                servers = VllmServers(vllm, own_folder, state, vllm_flags or [], options, most, log_level)
 
             def start_worker(which: int, *, late: bool = False) -> Child:
                 i = next(numbers)

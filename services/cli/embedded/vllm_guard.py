@@ -1,10 +1,11 @@
-"""A process that runs one vLLM server, and ends with it. Its arguments: a worker's name, and the server's command.
+"""A process that runs one vLLM server, and ends with it. Its arguments: a worker's name, the file of vLLM's log (- for
+stderr), and the server's command.
 
     SIGTERM, or its owner is gone ──▶ SIGTERM to the server ── TERM_S ──▶ SIGKILL to its group
     the server ended by itself ─────────────────────────────────────────▶ SIGKILL to its group
 
-vLLM is several processes, which a killed server leaves behind; they lead a group in this one's session. What the server
-prints goes on to stderr. If it fails, the line that says why comes once more, last.
+vLLM is several processes, which a killed server leaves behind: they are a group in this one's session. If it ends by
+itself, the line of its log that says why goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,31 +23,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from kvfleet.cli.embedded.processes import PR_SET_PDEATHSIG, StopRequest
 
 TERM_S = 2.5
 TIDY_S = 0.5
 LOOK_EVERY_S = 0.05
-TRACKER = (
-    b"resource_tracker"  # of Python's multiprocessing: ignores SIGTERM, and frees shared memory when all others died
-)
+RECENT_S = 60.0  # a crowded machine has taken 20 s to end a server that had said why
+TRACKER = b"resource_tracker"  # Python's: it ignores SIGTERM, and frees shared memory when all others are gone
 SAID_BY = re.compile(r"^\([\w-]+ pid=\d+\) |^ERROR \S+ \S+ \[[^]]+\] ")
 REASON = re.compile(r"^(?:\S+: error: |(?:\w+\.)*\w*(?:Error|Exception): )(?P<why>.*)")
+OF_A_REQUEST = "[serving.py:"
 CONSEQUENCES = ("Engine core initialization failed", "Worker failed with error", "EngineCore encountered an issue")
 
 
 @dataclass(slots=True)
-class VllmLog:
-    """Fed line by line. `why`: what the last error is that no other error led to; empty: none was seen."""
+class LastError:
+    """Of a log that is read line by line: the last error that no other one led to."""
 
     why: str = ""
-    _in_usage: bool = False
-    _is_open: bool = False  # the reason goes on in the next line
+    at_s: float = 0.0
+    _is_open: bool = False  # it goes on in the next line
 
-    def passes(self, line: str) -> bool:
-        """Whether it is worth reading: the usage of a wrong flag, all 300 lines of it, is not."""
+    def read(self, line: str, now_s: float) -> None:
+        if OF_A_REQUEST in line:
+            return
         bare = line
         while (said_by := SAID_BY.match(bare)) is not None:
             bare = bare[said_by.end() :]
@@ -54,16 +56,22 @@ class VllmLog:
         if self._is_open:
             self.why, self._is_open = f"{self.why}: {bare.strip()}", False
         elif found is not None and not found["why"].startswith(CONSEQUENCES):
-            self.why, self._is_open = bare.strip(), "validation error" in found["why"]
-        self._in_usage = line.startswith("usage: ") or (self._in_usage and line.startswith(" "))
-        return not self._in_usage
+            self.why, self.at_s, self._is_open = bare.strip(), now_s, "validation error" in found["why"]
+
+    def reason(self, ended_s: float) -> str:
+        """Why it ended, if an error not long before says so."""
+        return self.why if ended_s - self.at_s < RECENT_S else ""
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1], sys.argv[2:]))
+    name, log, *command = sys.argv[1:]
+    if log == "-":
+        sys.exit(run(name, sys.stderr.buffer, command))
+    with open(log, "ab") as file:
+        sys.exit(run(name, file, command))
 
 
-def run(name: str, command: Sequence[str]) -> int:
+def run(name: str, log: BinaryIO, command: Sequence[str]) -> int:
     """The server's exit status, or 128 + the signal that ended it."""
     parent, stopping = os.getppid(), StopRequest()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
@@ -72,8 +80,8 @@ def run(name: str, command: Sequence[str]) -> int:
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0, preexec_fn=preexec
     )
-    log = VllmLog()
-    reading = threading.Thread(target=_relay, args=(server.stdout, log), daemon=True)
+    error = LastError()
+    reading = threading.Thread(target=_relay, args=(server.stdout, log, error), daemon=True)
     reading.start()
     while server.poll() is None and os.getppid() == parent and not stopping.wait(LOOK_EVERY_S):
         pass
@@ -85,16 +93,16 @@ def run(name: str, command: Sequence[str]) -> int:
     _end_group(server.pid)
     code = server.wait()
     reading.join(TIDY_S)
-    if ends_by_itself and log.why:
-        sys.stderr.write(f"{name}: vLLM ended: {log.why}\n")
+    if ends_by_itself and (why := error.reason(time.monotonic())):
+        sys.stderr.write(f"{name}: vLLM ended: {why}\n")
     return code if code >= 0 else 128 - code
 
 
-def _relay(output: IO[bytes], log: VllmLog) -> None:
+def _relay(output: IO[bytes], log: BinaryIO, error: LastError) -> None:
     for line in output:
-        if log.passes(line.decode(errors="replace")):
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+        error.read(line.decode(errors="replace"), time.monotonic())
+        log.write(line)
+        log.flush()
 
 
 def _end_group(group: int) -> None:

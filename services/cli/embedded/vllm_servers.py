@@ -79,6 +79,7 @@ class VllmServers:
 
     python: VllmPython
     folder: Path  # the fleet's own, for temporary files
+    state: Path  # the fleet's
     flags: Sequence[str]
     options: Sequence[str]
     at_once: int  # servers on this machine
@@ -93,7 +94,8 @@ class VllmServers:
         at = VllmAddresses(*free_ports(HOST, 3))
         outer = {**os.environ, **env}
         command = self.command(member, model, name, at, outer)
-        process = launch.command("kvfleet.cli.embedded.vllm_guard", member, *command)
+        log = "-" if self.log_level in ("debug", "info") else str(self.state / f"vllm-{member}.log")
+        process = launch.command("kvfleet.cli.embedded.vllm_guard", member, log, *command)
         return spawn(f"vLLM of {member}", process, {**env, **self.environment(outer)}), at.url
 
     def command(self, member: str, model: str, name: str, at: VllmAddresses, env: Mapping[str, str]) -> list[str]:
@@ -106,7 +108,7 @@ class VllmServers:
         second = env.get(SECOND_RUNNER) == "1"
         wanted: dict[str, str | None] = {
             "--model": local_model(model), "--served-model-name": name, "--host": HOST, "--port": str(at.port),
-            "--uvicorn-log-level": self.log_level, **NEEDED, "--kv-events-config": json.dumps(events),
+            "--uvicorn-log-level": "warning", **NEEDED, "--kv-events-config": json.dumps(events),
             "--logits-processors": f"kvfleet_vllm.{'slot_sampler:SlotSampler' if second else 'sampler:Sampler'}",
         }  # fmt: skip
         theirs = given(self.flags)
@@ -123,8 +125,8 @@ class VllmServers:
         path = os.pathsep.join([str(self.packages), *filter(None, [env.get("PYTHONPATH")])])
         own = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "TMPDIR": str(self.folder)}
         defaults = {
-            "VLLM_LOGGING_LEVEL": self.log_level.upper(), "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore",
-            SECOND_RUNNER: "0",
+            "VLLM_LOGGING_LEVEL": "DEBUG" if self.log_level == "debug" else "INFO",
+            "VLLM_NO_USAGE_STATS": "1", SECOND_RUNNER: "0", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
         if self.python.is_cpu:
             threads = max(1, cores() // self.at_once)
