@@ -87,10 +87,15 @@ class VllmBackend(Backend):
             engine_facts,
             server,
             on_result=lambda results: worker.on_results(results),
-            on_state=lambda: worker.on_state(),
+            on_state=lambda: changed(),
             prefix=f"{lease.record.epoch}-",
         )
-        lease.record = replace(lease.record, blocks=engine_facts.blocks, block_bytes=engine_facts.block_bytes)
+        lease.record = replace(
+            lease.record,
+            blocks=engine_facts.blocks,
+            block_bytes=engine_facts.block_bytes,
+            engine_pid=server.engine_pid,
+        )
         parts = WorkerParts(
             one.settings, one.connection, one.subjects, lease, engine, NoTiers(), bundle, prompt_encoder_of(tokenizer),
             one.tracer,
@@ -98,6 +103,11 @@ class VllmBackend(Backend):
         self._successors = Successors(one.connection, one.subjects, lease.record)
         parts.somebody_is_ready = self._successors.somebody_is_ready
         worker = WorkerLoop(parts, one.life.fatal, one.life.stop)
+
+        def changed() -> None:
+            worker.record = replace(worker.record, engine_pid=server.engine_pid)
+            worker.on_state()
+
         return worker
 
     async def start(self, worker: WorkerLoop) -> None:

@@ -74,6 +74,7 @@ class VllmServer(VllmCalls):
     wanted: Expected
     on_fatal: Callable[[str], None]
     restarts_total: int = 0
+    engine_pid: int = 0
     _engine: VllmEngine | None = None
     _early: list[TierEvents] = field(default_factory=list)  # changes before there is an engine
     _feed: KvEventFeed | None = None
@@ -268,7 +269,7 @@ class VllmServer(VllmCalls):
         await self._events_arrive(facts, hello)
         if self._instance and self._instance != hello.instance:
             self.restarts_total += 1
-        self._facts, self._instance = facts, hello.instance
+        self._facts, self._instance, self.engine_pid = facts, hello.instance, hello.pid
         self._anew = 0 if self._feed is None else self._feed.anew_total
 
     async def _served_name(self) -> str:
