@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,14 @@ TOPIC = "kvfleet-tests"
 CONNECTOR = {
     "kv_connector": "KvfleetConnector", "kv_connector_module_path": "kvfleet_vllm.connector", "kv_role": "kv_both",
 }  # fmt: skip
+NEEDED = {  # by a kvfleet worker, beside --kv-events-config
+    "--no-async-scheduling": "",
+    "--enable-scale-out": "",
+    "--scheduling-policy": "priority",
+    "--max-logprobs": "129",
+    "--logits-processors": "kvfleet_vllm.sampler:Sampler",
+    "--kv-transfer-config": json.dumps(CONNECTOR),
+}
 
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
@@ -49,11 +58,19 @@ def vllm_python() -> str:
 class VllmServer:
     """One server of the model in a folder. All its processes end with `stop` or `kill`, or when this process does.
 
-    `flags` follow the usual ones: the last one counts. Its KV events go to `kv_events`, where the test binds; the other
-    end that it replays at is `kv_replay`.
+    `flags` follow the usual ones, of which `without` are left out. Its KV events go to `kv_events`, where the test
+    binds; the other end that it replays at is `kv_replay`.
     """
 
-    def __init__(self, model: Path, folder: Path, *flags: str, name: str = "tiny", env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *flags: str,
+        without: Collection[str] = (),
+        name: str = "tiny",
+        env: dict[str, str] | None = None,
+    ):
         port, events, replay = free_ports(3)
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
@@ -63,15 +80,13 @@ class VllmServer:
             "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.kv_events,
             "replay_endpoint": self.kv_replay, "topic": TOPIC,
         }  # fmt: skip
-        command = [
+        usual = NEEDED | {"--kv-events-config": json.dumps(told)}
+        self._command = [
             vllm_python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-            "--max-model-len", "2048", "--block-size", "32", "--enforce-eager", "--no-async-scheduling",
-            "--enable-scale-out", "--scheduling-policy", "priority", "--max-logprobs", "129",
-            "--logits-processors", "kvfleet_vllm.sampler:Sampler", "--kv-events-config", json.dumps(told),
-            "--kv-transfer-config", json.dumps(CONNECTOR), *flags,
+            "--max-model-len", "2048", "--block-size", "32", "--enforce-eager",
+            *(word for flag, value in usual.items() if flag not in without for word in (flag, value) if word), *flags,
         ]  # fmt: skip
-        self._command = command
         self._env = {**os.environ, **ENV, "PYTHONPATH": str(ROOT / "libs"), **(env or {})}
         self.start()
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.chaos import near_ties
-from tests.chaos.cases import Case
-from tests.chaos.checker import Mismatch
-from tests.chaos.history import Transport
-from tests.chaos.layout import FAKE, REAL
+from kvproto.messages import Sampling
+from kvsampling.draw import Draw
+from kvsampling.sampler import sample
+from tests.support import near_ties
 
 PROMPT = (5, 6, 7)
 
@@ -28,10 +29,10 @@ class Model:
         return self
 
 
-def judge(monkeypatch: pytest.MonkeyPatch, model: Model, got: tuple[int, ...], **sampling: object) -> bool:
+def judge(monkeypatch: pytest.MonkeyPatch, model: Model, got: tuple[int, ...], **sampling: Any) -> bool:
     monkeypatch.setattr(near_ties, "_model", lambda: model)
-    case = Case("case", Transport.CLIENT, REAL, "public", 4, {"temperature": 0.0, **sampling}, PROMPT)
-    return near_ties.is_near_tie(case, Mismatch(0, "case", 0, 0, 1, (3, 2), got))
+    asked = Sampling(4, **{"temperature": 0.0, **sampling})
+    return near_ties.is_near_tie(PROMPT, asked, 0, (3, 2), got)
 
 
 def test_two_best_tokens_as_good_as_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,12 +48,18 @@ def test_an_end_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sampled_token_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of four are as probable, and no random number is where one ends and the other begins."""
-    model = Model(-50.0, -50.0, 1.0, 1.0)
-    assert any(judge(monkeypatch, model, (3, 2), temperature=1.0, seed=seed) for seed in range(9))
-    assert not any(judge(monkeypatch, model, (3, 3), temperature=1.0, seed=seed) for seed in range(9))
+    """Between the logits for which the same random number gives one token and those for which it gives the other."""
+    asked = Sampling(4, temperature=1.0, seed=1)
 
+    def second(logit: float) -> bool:
+        return sample(torch.tensor([[-50.0, -50.0, 1.0, logit]]), [Draw(asked, 0, 1)]) == [3]
 
-def test_what_is_not_of_the_real_model_is_not_forgiven() -> None:
-    case = Case("case", Transport.CLIENT, FAKE, "public", 4, {"temperature": 0.0}, PROMPT)
-    assert not near_ties.is_near_tie(case, Mismatch(0, "case", 0, 0, 1, (3, 2), (3, 3)))
+    least, most = -20.0, 20.0
+    assert not second(least)
+    assert second(most)
+    for _ in range(40):
+        middle = (least + most) / 2
+        least, most = (least, middle) if second(middle) else (middle, most)
+    for off, forgiven in ((0.0, True), (0.001, False), (-0.001, False)):
+        model = Model(-50.0, -50.0, 1.0, most + off)
+        assert judge(monkeypatch, model, (3, 3), temperature=1.0, seed=1) == forgiven
