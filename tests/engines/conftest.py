@@ -9,11 +9,16 @@ from pathlib import Path
 import own_engine
 import pytest
 import torch
+import vllm_engine
 from rigs import CONTEXT, EngineRig, RigKind
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 
-KINDS = {"fake": RigKind(own_engine.fake), "torch": RigKind(own_engine.torch)}
+KINDS = {
+    "fake": RigKind(own_engine.fake),
+    "torch": RigKind(own_engine.torch),
+    "real vllm": RigKind(vllm_engine.start),
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,6 +26,12 @@ def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_end() -> Iterator[None]:
+    yield
+    vllm_engine.stop_servers()
 
 
 @pytest.fixture(scope="session")
