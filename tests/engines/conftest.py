@@ -10,6 +10,7 @@ import own_engine
 import pytest
 import torch
 import vllm_engine
+import vllm_engine_rig
 from rigs import CONTEXT, EngineRig, RigKind
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
@@ -17,6 +18,7 @@ from kvfleet.worker.model.model_folder import DEMO_FOLDER
 KINDS = {
     "fake": RigKind(own_engine.fake),
     "torch": RigKind(own_engine.torch),
+    "vllm double": RigKind(vllm_engine_rig.double),
     "real vllm": RigKind(vllm_engine.start),
 }
 

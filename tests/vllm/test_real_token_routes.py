@@ -81,10 +81,7 @@ async def test_leaving_ends_it(routes: TokenRoutes) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        pytest.param(
-            {"token_ids": [5] * CONTEXT}, ContextLengthExceeded, str(CONTEXT),
-            marks=pytest.mark.xfail(reason="vLLM's token routes word it otherwise than its chats, so it is not seen"),
-        ),
+        ({"token_ids": [5] * CONTEXT}, ContextLengthExceeded, str(CONTEXT)),
         ({"token_ids": [5, VOCAB]}, InvalidRequest, str(VOCAB)),
         ({"token_ids": []}, InvalidRequest, ""),
         ({"sampling_params": {"top_p": 2}}, InvalidRequest, "top_p"),

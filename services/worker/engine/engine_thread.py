@@ -35,6 +35,7 @@ MEASURE_PERIOD_S = 0.05
 NOTHING_RAN_S = 0.001
 IDLE_PERIOD_S = 1.0  # idle rates change too: links are measured
 CHECK_PERIOD_S = 1.0  # when idle
+_STOPPED = "the engine was stopped"
 
 
 @dataclass(eq=False)
@@ -52,7 +53,6 @@ class EngineThread(EnginePort):
     cancel_to_free: Distribution = field(default_factory=Distribution)  # seconds until its blocks were free
     is_ready: bool = True  # a worker ends with its engine
     _commands: deque[Callable[[], None]] = field(default_factory=deque)
-    _calls: set[asyncio.Future[object]] = field(default_factory=set)
     _results: deque[StepResult | Callable[[], None]] = field(default_factory=deque)
     _delivery_due: bool = False
     _delivers: bool = True  # until `on_result` fails
@@ -74,13 +74,13 @@ class EngineThread(EnginePort):
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step and join. Running sequences fail as EngineFailure; calls are cancelled."""
+        """End after the current step and join. Running sequences and calls fail as EngineFailure. From any thread."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        for future in tuple(self._calls):
-            future.cancel()
+        elif self._over is None:  # it was never started
+            self._end(EngineFailure(_STOPPED))
 
     def submit(self, spec: SequenceSpec) -> None:
         """A sequence that the engine refuses comes back as SequenceFailed."""
@@ -137,8 +137,6 @@ class EngineThread(EnginePort):
     def call(self, query: Callable[[Engine], T]) -> asyncio.Future[T]:
         """Run `query` on the engine's thread between two steps; EngineFailure if the thread is gone."""
         future: asyncio.Future[T] = self.loop.create_future()
-        self._calls.add(future)  # type: ignore[arg-type]
-        future.add_done_callback(self._calls.discard)
         self._command(partial(self._answer, query, future))
         return future
 
@@ -176,7 +174,7 @@ class EngineThread(EnginePort):
                         self.engine.audit()
                         self._check_due = time.monotonic() + CHECK_PERIOD_S
                     self._wake.wait(IDLE_PERIOD_S if due_in is None else due_in)
-            self._end(EngineFailure("the engine was stopped"))
+            self._end(EngineFailure(_STOPPED))
         except Exception as error:  # the thread's top: no request may wait for ever
             logger.exception("the engine failed")
             self._end(EngineFailure(f"the engine failed: {type(error).__name__}: {error}"))

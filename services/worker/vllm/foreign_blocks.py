@@ -86,6 +86,11 @@ class ForeignBlocks:
                     changes += self._removed(event["block_hashes"])
         return changes
 
+    def forget(self, names: Iterable[ForeignHash]) -> list[TierEvents]:
+        """vLLM was told to drop all copies of these, and has. What it tells of that later is no change."""
+        known = [(name, block.copies) for name in names if (block := self._blocks.get(name)) is not None]
+        return self._removed(name for name, copies in known for _ in range(copies))
+
     def clear(self) -> list[TierEvents]:
         """Nothing is cached any more: vLLM said so, or is another process now."""
         gone = tuple(self._copies)

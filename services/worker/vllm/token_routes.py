@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,8 +121,12 @@ def _part(choice: Mapping[str, Any], alternatives: int) -> NextTokens:
 
 def _logprobs(scored: Mapping[str, Any], alternatives: int) -> TokenLogprobs:
     """vLLM lists the drawn token first, then the others from the best on. Of equal ones ours come in id order."""
-    best = sorted((-one["logprob"], one["token_id"]) for one in scored["top_logprobs"])[:alternatives]
+    best = sorted((-one["logprob"], _token(one)) for one in scored["top_logprobs"])[:alternatives]
     return TokenLogprobs(scored["logprob"], tuple(token for _, token in best), tuple(-value for value, _ in best))
+
+
+def _token(scored: Mapping[str, Any]) -> int:
+    return int(scored["token_id"] if "token_id" in scored else scored["token"].removeprefix("token_id:"))  # before 0.32
 
 
 def _refusal(status: int, text: str) -> KvfleetError:
@@ -135,7 +140,7 @@ def _refusal(status: int, text: str) -> KvfleetError:
 def _error(status: int, message: str) -> KvfleetError:
     """What is the request's own fault is not retryable: it would fail at every worker."""
     if status == 400:
-        kind = ContextLengthExceeded if "maximum context length" in message else InvalidRequest
+        kind = ContextLengthExceeded if re.search("maximum (context|model) length", message) else InvalidRequest
         return kind(f"vLLM refuses it: {message}")
     if status == 404:
         return ModelNotFound(f"vLLM does not have it: {message}", field="model")

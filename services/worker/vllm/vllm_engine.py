@@ -30,7 +30,7 @@ from kvfleet.worker.vllm.token_routes import NextTokens
 from kvfleet.worker.vllm.vllm_sequence import Sockets, VllmSequence
 from kvfleet_vllm.wire import EngineStep, Scheduled
 from kvproto.block_hash import Root, chain, own_root
-from kvproto.errors import Cancelled, EngineFailure, InvalidRequest, KvfleetError
+from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import ChoiceFinished, FinishReason, Inspection, Load, Rates, Tier, TierEvents, Tokens
 from kvproto.tasks import end
 from kvservice.distribution import Distribution
@@ -74,6 +74,7 @@ class VllmEngine(EnginePort):
     cancel_to_free: Distribution = field(default_factory=Distribution)
     preemptions_total: int = 0
     is_ready: bool = False
+    _is_over: bool = False
     _asked: dict[str, VllmSequence] = field(default_factory=dict)  # by the name that vLLM has
     _numbers: count[int] = field(default_factory=count)
     _rates: StepRates = field(default_factory=StepRates)
@@ -81,6 +82,7 @@ class VllmEngine(EnginePort):
     _changes: list[TierEvents] = field(default_factory=list)
     _flush_due: bool = False
     _aside: set[asyncio.Task[Any]] = field(default_factory=set)
+    _forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.model, self.blocks, self.counters = self.live.model, self.live.blocks, self.live.counters
@@ -155,15 +157,19 @@ class VllmEngine(EnginePort):
     def holdings(self) -> asyncio.Future[tuple[Mapping[Tier, Sequence[bytes]], int]]:
         return self._answer(({Tier.DEVICE: self.blocks.hashes()}, self.blocks.digest))
 
-    def inspect(self, root: Root, ids: Sequence[int]) -> asyncio.Future[Inspection]:
+    async def inspect(self, root: Root, ids: Sequence[int]) -> Inspection:
+        if self._forgetting:
+            await asyncio.wait(self._forgetting)
         cached = self.blocks.depth(chain(own_root(root), ids, self.blocks.block_size)) * self.blocks.block_size
-        return self._answer(Inspection(cached, (), {Tier.DEVICE.value: cached}))
+        found: Inspection = await self._answer(Inspection(cached, (), {Tier.DEVICE.value: cached}))
+        return found
 
     async def erase(self, root: Root, ids: Sequence[int], keep: int) -> int:
         size = self.blocks.block_size
         names, gone = self.blocks.erasable(chain(own_root(root), ids, size), keep // size)
         if names:
             await self.server.erase(names)
+            self.on_changes(self.blocks.forget(names))  # vLLM tells so too, a little later
         return gone
 
     async def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> tuple[Any, Any]:
@@ -212,6 +218,7 @@ class VllmEngine(EnginePort):
         self._flush_soon()
 
     async def stop(self) -> None:
+        self._is_over = True
         self.went("the worker ends")
         self._flush()
         await end([*self._aside])
@@ -222,12 +229,19 @@ class VllmEngine(EnginePort):
         sequence.task = asyncio.create_task(self._run(sequence), name="vllm-sequence")
 
     async def _run(self, sequence: VllmSequence) -> None:
+        left = None if sequence.spec.deadline is None else sequence.spec.deadline - time.monotonic()
         try:
-            leader = sequence.siblings[0]
-            if leader is not sequence and not sequence.outputs and not leader.outputs:
-                await leader.begun.wait()
-            while not await self._ask(sequence):
-                pass  # its context was full, and slid
+            if left is not None and left <= 0:
+                raise TimeoutError
+            async with asyncio.timeout(left):
+                leader = sequence.siblings[0]
+                if leader is not sequence and not sequence.outputs and not leader.outputs:
+                    await leader.begun.wait()
+                while not await self._ask(sequence):
+                    pass  # its context was full, and slid
+        except TimeoutError:
+            took = time.monotonic() - sequence.enqueued
+            self._fail(sequence, DeadlineExceeded(f"deadline passed {took:.3f} s after arrival"))
         except KvfleetError as error:
             self._fail(sequence, error)
         except Exception as error:  # a task's top: a bug is that request's alone
@@ -260,7 +274,8 @@ class VllmEngine(EnginePort):
     async def _until_scheduled(self, sequence: VllmSequence) -> None:
         """The news comes over another socket than the tokens, at about the same time."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(sequence.scheduled.wait(), NEWS_S)
+            async with asyncio.timeout(NEWS_S):  # until Python 3.12 `wait_for` may swallow that it was cancelled
+                await sequence.scheduled.wait()
         if not sequence.scheduled.is_set():
             log.warning("vLLM's connector did not tell that request %s was scheduled", sequence.spec.request)
             self.on_scheduled(Scheduled(sequence.name, 0, 0))
@@ -307,13 +322,15 @@ class VllmEngine(EnginePort):
         told = sequence.text.next_index if told is None else min(told, sequence.text.next_index)
         known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
         if self.is_ready and known < sequence.length:
-            self._later(self._forget(sequence.root, sequence.ids, known))
+            forgetting = self._later(self._forget(sequence.root, sequence.ids, known))
+            self._forgetting.add(forgetting)
+            forgetting.add_done_callback(self._forgetting.discard)
         request, attempt, choice = sequence.key
         self._tell(SequenceFailed(request, attempt, error, choice))
 
     async def _forget(self, root: bytes, ids: Sequence[int], known: int) -> None:
         """No erase could name what follows the `known` tokens. vLLM tells of its last blocks a moment later."""
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(SETTLE_S + 2 * self._rates.rates.step_s)
         with contextlib.suppress(EngineFailure):  # what it held is gone with it
             await self.erase(root, ids, known)
 
@@ -360,7 +377,10 @@ class VllmEngine(EnginePort):
     def _answer(self, value: Any) -> asyncio.Future[Any]:
         self._flush()
         future = asyncio.get_running_loop().create_future()
-        future.set_result(value)
+        if self._is_over:
+            future.set_exception(EngineFailure("the engine was stopped"))
+        else:
+            future.set_result(value)
         return future
 
     def _tell(self, output: SequenceOutput) -> None:

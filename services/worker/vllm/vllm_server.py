@@ -48,8 +48,7 @@ HEALTH_S = 5.0
 PROBE_S = 60.0  # the first request of a server may compile
 FIRST = -1000  # before all requests
 HELLO_S = 5.0
-EVENTS_S = 1.0
-EVENT_PROBES = 8
+EVENTS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)  # for the events of one probe after the other
 HANG_S = 30.0  # in a step
 SILENT_S = 3.0  # after which a step that nobody waits for is looked after
 
@@ -307,11 +306,11 @@ class VllmServer(VllmCalls):
         elif hello.instance != self._instance:
             self._feed.restarted()
         self._probe_seen.clear()
-        for _ in range(EVENT_PROBES):  # vLLM may need a moment to connect, and drops what it has told before
+        for wait_s in EVENTS_S:  # vLLM may need a moment to connect, and drops what it has told before
             self._probe_root = os.urandom(HASH_BYTES)
             await self._probe([1] * facts.block_size, self._probe_root)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._probe_seen.wait(), EVENTS_S)
+                await asyncio.wait_for(self._probe_seen.wait(), wait_s)
                 return
         raise Unsuitable(
             f"KV events of vLLM at {self.routes.url} do not arrive at {self._feed.endpoint}: is it another server's, "

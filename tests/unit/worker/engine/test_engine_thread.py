@@ -144,6 +144,34 @@ async def test_stop_ends_what_runs() -> None:
     desk.thread.stop()
 
 
+async def test_what_is_asked_as_it_stops_fails_as_retryable() -> None:
+    """Also where `stop` runs on another thread, as it does in a worker: no future is touched there."""
+    runner = GatedRunner(num_blocks=64, block_size=4, vocab_size=1000, context_length=64)
+    desk = Desk(make_engine(runner=runner))
+    desk.thread.start()
+    desk.thread.submit(spec("r", [1]))
+    assert await asyncio.to_thread(runner.entered.wait, LIMIT_S)
+    asked = desk.thread.holdings()
+    stopping = asyncio.create_task(asyncio.to_thread(desk.thread.stop))
+    await asyncio.sleep(0.01)
+    late = desk.thread.holdings()
+    runner.gate.set()
+    for question in (asked, late):
+        with pytest.raises(EngineFailure, match="stopped"):
+            await asyncio.wait_for(question, LIMIT_S)
+    await stopping
+
+
+async def test_one_that_never_ran_answers_once_it_is_stopped() -> None:
+    desk = Desk(make_engine())
+    asked = desk.thread.holdings()
+    desk.thread.submit(spec("r", [1]))
+    desk.thread.stop()
+    with pytest.raises(EngineFailure, match="stopped"):
+        await asyncio.wait_for(asked, LIMIT_S)
+    await desk.ends(1)
+
+
 async def test_results_that_cannot_be_taken_are_a_crash() -> None:
     """Streams would wait for them for ever. Nothing more is computed or taken then; who asks the engine is answered."""
     desk = Desk(make_engine(blocks=512, context_length=2_000, pace=FakePace(step_seconds=0.001)))

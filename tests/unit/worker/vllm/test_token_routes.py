@@ -99,7 +99,7 @@ async def test_log_probabilities(server: Server, routes: TokenRoutes) -> None:
     best = [{"token_id": 3, "logprob": -0.5, "rank": 1}, {"token_id": 4, "logprob": -1.0, "rank": 2}]
     drawn = {"token_id": 22, "logprob": -3.5, "rank": 9}
     first = drawn | {"top_logprobs": [drawn, *best]}
-    second = best[0] | {"top_logprobs": [*best, {"token_id": 2, "logprob": -1.0, "rank": 2}]}
+    second = best[0] | {"top_logprobs": [*best, {"token": "token_id:2", "logprob": -1.0}]}  # as vLLM before 0.32
     server.streams(chunk(22, 3, logprobs={"content": [first, second]}), chunk(finish="length"), "[DONE]")
     parts = [one async for one in routes.generate({}, 2)]
     assert parts[0] == NextTokens(

@@ -1,0 +1,179 @@
+"""The double's HTTP server, which dies and comes back on one port."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from kvfleet_vllm.row_sampling import sampling_of
+from kvfleet_vllm.wire import KEY
+from kvproto.testing.nats_process import free_port
+from tests.support.vllm_double.engine import Engine, Told, request_of
+from tests.support.vllm_double.made_with import MadeWith, Spoiled
+
+ROUTES = "/inference/v1/"
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="{name}"}} {running}
+# HELP vllm:generation_tokens_total Number of generation tokens processed.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{{engine="0",model_name="{name}"}} {tokens}
+# HELP process_open_fds Number of open file descriptors.
+# TYPE process_open_fds gauge
+process_open_fds 12.0
+"""
+
+
+def made(folder: Path, **more: Any) -> MadeWith:
+    """For a model's folder; vLLM connects to the endpoint of its events, and binds that of its replays."""
+    return MadeWith(f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}", str(folder), **more)
+
+
+@dataclass(eq=False)
+class VllmDouble:
+    made: MadeWith
+    port: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of requests that were not probes
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> VllmDouble:
+        """With an empty cache, as another process."""
+        self.engine = Engine(self.made)
+        self.engine.start()
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_route("*", "/{path:.*}", self._on)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def die(self) -> None:
+        """As SIGKILL: every connection breaks."""
+        if self._runner.server is not None:
+            for connection in list(self._runner.server.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+        await self._runner.cleanup()
+        await self.engine.die()
+
+    def hang(self) -> None:
+        """No further step, though HTTP answers."""
+        self.engine.runs.clear()
+
+    def wake(self) -> None:
+        self.engine.runs.set()
+
+    def spoil_next(self, *spoiled: Spoiled) -> None:
+        self.engine.spoiled += spoiled
+
+    async def _on(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        if path in self.made.answers:
+            status, body = self.made.answers[path]
+            return web.Response(status=status, body=body)
+        if path == "/health":
+            return web.Response()
+        if path == "/version":
+            return web.json_response({"version": self.made.version})
+        if path == "/v1/models":
+            one = {"id": self.made.name, "object": "model", "root": self.made.model, "parent": None}
+            return web.json_response({"object": "list", "data": [one | {"max_model_len": self.made.context}]})
+        if path == "/metrics":
+            running = len(self.engine.scheduler.running)
+            return web.Response(text=METRICS.format(name=self.made.name, running=running, tokens=self.engine.steps))
+        if path.startswith(ROUTES) and not self.made.has_routes:
+            return _refusal(403, "this route needs --enable-scale-out")
+        body = orjson.loads(await request.read() or b"{}")
+        if path == ROUTES + "abort_requests":
+            for name in body["request_ids"]:
+                self.engine.abort(name)
+            return web.Response()
+        if path == ROUTES + "generate":
+            return await self._generate(request, body)
+        return _refusal(404, "Not Found")
+
+    async def _generate(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if (refusal := self._refuses(body)) is not None:
+            return refusal
+        if body.get("priority", 0) > -1000:
+            self.bodies.append(body)
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(http)
+        params, engine = body["sampling_params"], self.engine
+        if (asked := (params.get("extra_args") or {}).get(KEY)) is not None and self.made.has_sampler:
+            try:  # as validate_params of the sampler: the answer has begun when vLLM finds it
+                sampling_of(asked)
+            except ValueError as error:
+                await _write(answer, _error(400, str(error)))
+                await answer.write(b"data: [DONE]\n\n")
+                return answer
+        made = request_of(body, self.made.context - len(body["token_ids"]))
+        queue = engine.add(made)
+        try:
+            while True:
+                told = await queue.get()
+                if told.error is not None:
+                    await _write(answer, _error(500, told.error))
+                    break
+                await _write(answer, _chunk(body.get("request_id", ""), told))
+                if told.finish is not None:
+                    break
+            await answer.write(b"data: [DONE]\n\n")
+        except OSError:  # the client has hung up
+            pass
+        finally:
+            if made.finish is None:
+                engine.abort(made.request_id)
+            engine.queues.pop(made.request_id, None)
+        return answer
+
+    def _refuses(self, body: dict[str, Any]) -> web.Response | None:
+        ids, params, context = body["token_ids"], body["sampling_params"], self.made.context
+        if body.get("model") not in (None, self.made.name):
+            return _refusal(404, f"The model `{body['model']}` does not exist.")
+        wrong = None
+        if not ids:
+            wrong = "The prompt cannot be empty"
+        elif len(ids) >= context:
+            wrong = f"This model's maximum context length is {context} tokens. However, you have {len(ids)}."
+        elif min(ids) < 0 or max(ids) >= self.made.vocab_size:
+            wrong = f"Token id {max(ids)} is out of vocabulary"
+        elif params.get("max_tokens", 1) < 1:
+            wrong = f"max_tokens must be at least 1, got {params['max_tokens']}."
+        elif not 0 < params.get("top_p", 1) <= 1:
+            wrong = f"top_p must be in (0, 1], got {params['top_p']}."
+        return None if wrong is None else _refusal(400, wrong)
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    kind = "BadRequestError" if status == 400 else "InternalServerError"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response(_error(status, message), status=status)
+
+
+def _chunk(name: str, told: Told) -> dict[str, Any]:
+    logprobs = None
+    if told.logprobs is not None:
+        best = [{"token_id": token, "logprob": value, "rank": rank} for token, value, rank in told.logprobs]
+        logprobs = {"content": [best[0] | {"top_logprobs": best}]}
+    choice = {"index": 0, "finish_reason": told.finish, "stop_reason": told.stop, "token_ids": told.ids}
+    usual = {"routed_experts": None, "sampling_mask": None, "weight_versions": None, "logprobs": logprobs}
+    head = {"request_id": f"generate-tokens-{name}", "usage": None, "output_mode": "tokens"}
+    return head | {"choices": [choice | usual]}
+
+
+async def _write(answer: web.StreamResponse, found: dict[str, Any]) -> None:
+    await answer.write(b"data: " + orjson.dumps(found) + b"\n\n")
