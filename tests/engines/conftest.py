@@ -9,6 +9,11 @@ from pathlib import Path
 import own_engine
 import pytest
 import torch
+<<<<<<< HEAD
+=======
+import vllm_engine
+import vllm_engine_rig
+>>>>>>> wt-chaos
 from rigs import CONTEXT, EngineRig, RigKind
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
@@ -17,7 +22,12 @@ from tests.support import vllm_rig
 KINDS = {
     "fake": RigKind(own_engine.fake),
     "torch": RigKind(own_engine.torch),
+<<<<<<< HEAD
     "vllm double": RigKind(vllm_rig.of_slots),
+=======
+    "vllm double": RigKind(vllm_engine_rig.double),
+    "real vllm": RigKind(vllm_engine.start),
+>>>>>>> wt-chaos
 }
 
 
@@ -26,6 +36,12 @@ def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_end() -> Iterator[None]:
+    yield
+    vllm_engine.stop_servers()
 
 
 @pytest.fixture(scope="session")

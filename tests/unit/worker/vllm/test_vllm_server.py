@@ -13,7 +13,6 @@ import pytest
 from aiohttp import web
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
-from kvfleet.worker.vllm.server_facts import Unsuitable
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
 from kvfleet_vllm.wire import VERSION
 from kvproto.errors import KvfleetError, Unavailable
