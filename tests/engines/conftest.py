@@ -9,11 +9,7 @@ from pathlib import Path
 import own_engine
 import pytest
 import torch
-<<<<<<< HEAD
-=======
 import vllm_engine
-import vllm_engine_rig
->>>>>>> wt-chaos
 from rigs import CONTEXT, EngineRig, RigKind
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
@@ -22,12 +18,8 @@ from tests.support import vllm_rig
 KINDS = {
     "fake": RigKind(own_engine.fake),
     "torch": RigKind(own_engine.torch),
-<<<<<<< HEAD
     "vllm double": RigKind(vllm_rig.of_slots),
-=======
-    "vllm double": RigKind(vllm_engine_rig.double),
     "real vllm": RigKind(vllm_engine.start),
->>>>>>> wt-chaos
 }
 
 
