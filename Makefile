@@ -5,6 +5,7 @@
 #   make check-all               the slow ones that it leaves out: a fleet broken for half a minute, every model, manifests
 #   make check                   ruff, mypy --strict, unit tests with warnings as errors
 #   make chaos                   breaks a fleet on purpose, 200 times in 10 minutes; writes docs/reliability.md (SEED=N)
+#                                ENGINE=vllm: one of vLLM servers, 100 times; writes docs/reliability-vllm.md
 #   make bench                   every benchmark, one after the other (QUICK=1: short forms)
 #   make deploy-check            all of deploy/ that can be checked without a cluster; fetches its tools into .tools
 #   make docs                    the site of docs/ into dist/docs; a link that leads nowhere fails
@@ -66,7 +67,7 @@ check: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit tests/contract -W error
 
 chaos: $(VENV)/.dev
-	@$(BIN)/python -m tests.chaos.run --minutes 10 --faults 200 $(if $(SEED),--seed $(SEED)) --report docs
+	@$(BIN)/python -m tests.chaos.run $(if $(ENGINE),--engine $(ENGINE)) $(if $(SEED),--seed $(SEED)) --report docs
 
 docs: $(VENV)/.dev
 	@$(BIN)/python -m scripts.make_reference

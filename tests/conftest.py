@@ -73,7 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (part := config.getoption("--part")) is not None:
-        left_out = [item for item in items if item.nodeid.startswith(SLOW) != (part == "slow")]
+        left_out = [item for item in items if is_slow(item.nodeid) != (part == "slow")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
@@ -94,8 +94,15 @@ SLOW = (
     "tests/exactness/test_deferred_compiler.py", "tests/exactness/test_kept_scan.py::test_transformers",
     "tests/e2e/test_autoscale.py", "tests/e2e/test_simulate.py", "tests/integration/security/test_region_link.py",
     "tests/integration/security/test_nats_mtls.py", "tests/unit/benchmarks/test_policy_moves.py",
-    "tests/unit/cli/test_cli_plan.py", "tests/vllm/",
+    "tests/unit/cli/test_cli_plan.py", "tests/vllm/", "tests/chaos/test_chaos_vllm.py",
+    "tests/engines/test_mixed_engines.py",
 )  # fmt: skip
+SLOW_KIND = "real vllm"  # of the engines that others of a test's parameters are
+
+
+def is_slow(nodeid: str) -> bool:
+    return nodeid.startswith(SLOW) or SLOW_KIND in nodeid
+
 
 # In the order in which they are taken: what takes longest comes first. What stands in one waits for the others of it.
 PARTS = (

@@ -18,22 +18,18 @@ from kvfleet.worker.model.kv_size import readable
 from kvfleet.worker.model.model_folder import resolve_model
 from kvfleet.worker.network.successors import Successors
 from kvfleet.worker.network.tier_network import TierNetwork
-from kvfleet.worker.port.engine_counters import EngineCounters
-from kvfleet.worker.port.engine_port import EngineFacts
 from kvfleet.worker.serve.demand import preload
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences, VllmModel
+from kvfleet.worker.vllm.engine_beside import engine_beside
 from kvfleet.worker.vllm.no_tiers import NoTiers, StoreTiers
 from kvfleet.worker.vllm.piece_store import PieceStore, SharedMemory
 from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.server_facts import PieceFormat, ServerFacts
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import TokenRoutes
-from kvfleet.worker.vllm.vllm_engine import VllmEngine
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
 from kvfleet.worker.vllm.vllm_tiers import VllmTiers
@@ -133,24 +129,17 @@ class VllmBackend(Backend):
         one, facts, bundle, server = self.process, self._facts, self._bundle, self._server
         assert isinstance(lease.record, WorkerRecord)
         tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
-        ratio = facts.block_size // one.settings.block_size
-        pieces = facts.pieces.name if facts.pieces is not None else b""
-        engine_facts = EngineFacts(facts.blocks * ratio, facts.block_bytes // ratio, pieces)
-        live = LiveVllmSequences(
-            VllmModel(
-                facts.name, facts.context_length, facts.vocab_size, bundle.stop_ids, facts.slots, engine_facts.blocks
-            ),
-            server.blocks,
-            Detokenizer(tokenizer),
-            EngineCounters(),
-        )
         results = ResultQueue(lambda results: worker.on_results(results))
-        self._engine = engine = VllmEngine(
-            live, engine_facts, server, results, lambda: worker.on_state(), self._tiers, self._rates,
-            prefix=f"{lease.record.epoch}-",
+        self._engine = engine = engine_beside(
+            server, facts, tokenizer, bundle.stop_ids, results, lambda: changed(), f"{lease.record.epoch}-",
+            self._tiers, self._rates,
         )  # fmt: skip
         lease.record = replace(
-            lease.record, blocks=engine_facts.blocks, block_bytes=engine_facts.block_bytes, kv_format=pieces
+            lease.record,
+            blocks=engine.facts.blocks,
+            block_bytes=engine.facts.block_bytes,
+            kv_format=engine.facts.kv_format,
+            engine_pid=server.engine_pid,
         )
         parts = WorkerParts(
             one.settings, one.connection, one.subjects, lease, engine, self._tiers, bundle,
@@ -159,6 +148,11 @@ class VllmBackend(Backend):
         self._successors = Successors(one.connection, one.subjects, lease.record)
         parts.somebody_is_ready = self._successors.somebody_is_ready
         worker = WorkerLoop(parts, one.life.fatal, one.life.stop)
+
+        def changed() -> None:
+            worker.record = replace(worker.record, engine_pid=server.engine_pid)
+            worker.on_state()
+
         return worker
 
     async def start(self, worker: WorkerLoop) -> None:

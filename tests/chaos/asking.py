@@ -23,7 +23,6 @@ from tests.chaos.history import End, Exchange, Piece, Transport
 
 Clock = Callable[[], float]
 
-PATIENCE_S = 40.0  # for a request to end
 REFUSED_S = 0.3  # before a refused one is tried again
 REFUSALS = ("no_responders", "no_workers", "unavailable", "draining", "limit_exceeded")
 
@@ -37,13 +36,13 @@ async def ask_client(client: Client, case: Case, behaviour: Behaviour, exchange:
         prompt=case.turns[0] if case.turns else None,
         tenant=case.tenant,
         priority=case.priority,
-        deadline_s=PATIENCE_S,
+        deadline_s=case.limit_s,
     )
     stream = client.generate(generation)
     exchange.request = stream.request
     tokens = 0
     try:
-        async with asyncio.timeout(PATIENCE_S + 5.0), stream:
+        async with asyncio.timeout(case.limit_s + 5.0), stream:
             while events := await stream.read():
                 at = now()
                 worker = stream.worker or ""
@@ -91,7 +90,7 @@ class BareProducer:
     async def ask(self, case: Case, behaviour: Behaviour, exchange: Exchange) -> None:
         """Until its terminal frame. What is refused before it was accepted is asked for again."""
         as_json = exchange.transport is Transport.BARE_JSON
-        end = self._now() + PATIENCE_S
+        end = self._now() + case.limit_s
         while True:
             request = exchange.request = new_request_id()
             inbox = f"{self._connection.inbox_prefix}.{os.urandom(6).hex()}"

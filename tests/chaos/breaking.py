@@ -15,9 +15,12 @@ from tests.chaos.fleet import Fleet
 from tests.chaos.history import Happened, History
 from tests.chaos.layout import Role
 from tests.chaos.schedule import TRAITS, Fault, Kind, Schedule
+from tests.support import vllm_server
 from tests.support.nats_proxy import EVENTS, FRAMES, Mangling
 
 SETTLE_S = 120.0  # for everybody to be back after a fault
+VLLM_SETTLE_S = 300.0  # where a vLLM server may have to start
+VLLM_END_S = 60.0  # for the rest of a vLLM server to end when one process of it was killed
 CALM_S = 1.0  # between the recovery of one and the fault of another in the same group
 BUSY_S = 2.0  # for a worker to have something to do, before it is broken
 RECENT = 100  # exchanges among which are all that run
@@ -36,6 +39,7 @@ class Breaker:
         self._say = say
         self._broken: dict[str, asyncio.Task[None]] = {}  # by target
         self._well_since: dict[str, float] = {}
+        self._settle_s = VLLM_SETTLE_S if fleet.layout.has_vllm else SETTLE_S
 
     async def run(self, schedule: Schedule, began: float) -> None:
         """`began`: the zero of the schedule's times, by the fleet's clock."""
@@ -56,7 +60,7 @@ class Breaker:
     async def _wait_for_its_turn(self, fault: Fault, *, alone: bool) -> None:
         """Until nothing is broken that would make the fault one that nobody promises anything about."""
         fleet = self._fleet
-        end = fleet.now() + SETTLE_S
+        end = fleet.now() + self._settle_s
         while not self._may_begin(fault, alone=alone):
             for task in self._broken.values():
                 if task.done() and task.exception() is not None:
@@ -95,7 +99,7 @@ class Breaker:
         await _DEEDS[fault.kind](self, fault)
         happened.over_at = self._fleet.now()
         names = self._fleet.members if fault.target == "nats" else [fault.target]
-        await self._fleet.wait_ready([name for name in names if name in self._fleet.members], SETTLE_S)
+        await self._fleet.wait_ready([name for name in names if name in self._fleet.members], self._settle_s)
         happened.well_at = self._well_since[fault.target] = self._fleet.now()
 
     # ------------------------------------------------------------------ deeds
@@ -119,6 +123,27 @@ class Breaker:
         starts = member.starts
         while member.starts == starts:
             await asyncio.sleep(0.02)
+
+    async def kill_vllm(self, fault: Fault) -> None:
+        """One process of it, or, as a machine that fails, all of it with its sidecar."""
+        server = self._fleet.vllm[fault.target]
+        starts = server.starts
+        if fault.kind is Kind.VLLM_HOST_KILL:
+            self._fleet.members[fault.target].kill()
+            server.kill_all()
+            await self._gone(fault.target)
+        else:
+            server.kill(VICTIMS[fault.kind])
+        end = self._fleet.now() + VLLM_END_S
+        while server.starts == starts:
+            assert self._fleet.now() < end, f"{fault}: vLLM lives on:\n{server.last_words()}"
+            await asyncio.sleep(0.02)
+
+    async def stop_vllm(self, fault: Fault) -> None:
+        server = self._fleet.vllm[fault.target]
+        server.stop()
+        await asyncio.sleep(fault.for_s)
+        server.wake()
 
     async def stop(self, fault: Fault) -> None:
         member = self._fleet.members[fault.target]
@@ -198,6 +223,12 @@ class Breaker:
         await asyncio.to_thread(self._fleet.nats.start)
 
 
+VICTIMS = {
+    Kind.VLLM_ENGINE_KILL: vllm_server.ENGINE,
+    Kind.VLLM_SERVER_KILL: vllm_server.SERVER,
+    Kind.VLLM_WORKER_KILL: vllm_server.WORKER,
+}
+
 MANGLINGS: dict[Kind, Callable[[int], Mangling]] = {
     Kind.FRAMES_LOST: lambda seed: Mangling(FRAMES, lost=0.15, seed=seed),
     Kind.FRAMES_DUPLICATED: lambda seed: Mangling(FRAMES, duplicated=0.5, seed=seed),
@@ -226,6 +257,12 @@ _DEEDS: dict[Kind, Do] = {
     Kind.NATS_KILL: Breaker.nats_kill,
     Kind.NATS_STOP: Breaker.nats_stop,
     Kind.NATS_DRAIN: Breaker.nats_restart,
+    Kind.VLLM_ENGINE_KILL: Breaker.kill_vllm,
+    Kind.VLLM_SERVER_KILL: Breaker.kill_vllm,
+    Kind.VLLM_WORKER_KILL: Breaker.kill_vllm,
+    Kind.VLLM_HOST_KILL: Breaker.kill_vllm,
+    Kind.VLLM_STOP: Breaker.stop_vllm,
+    Kind.VLLM_HANG: Breaker.stop_vllm,
 }
 
 assert set(_DEEDS) == set(TRAITS), "every kind has a deed"

@@ -104,6 +104,7 @@ class Case:
     ids: tuple[int, ...] = ()
     turns: tuple[str, ...] = ()  # texts: of one turn where the transport knows no sessions
     priority: int = 0
+    limit_s: float = 40.0  # for it to end
 
     @property
     def choices(self) -> int:
@@ -164,15 +165,26 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.2, "temperature": 0.7, "seed": 4},
     {"logprobs": 2},
     {"n": 2, "stop": ["and"], "temperature": 0.8, "seed": 5, "logprobs": 1},
+    {"min_tokens": 20, "ignore_eos": False, "temperature": 1.0, "seed": 6},
 )
 
 
-def catalogue(seed: int, real: int, fake: int) -> tuple[Case, ...]:
-    """So many cases of each model, over all transports; lengths 8 to 200 tokens out of prompts of 8 to 800."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`real`, `fake`: so many cases of each model; `lengths`: of answers of the real one, in tokens."""
+
+    real: int = 16
+    fake: int = 32
+    lengths: tuple[int, ...] = (8, 24, 60, 60, 100)
+    limit_s: float = 40.0
+
+
+def catalogue(seed: int, wanted: Wanted) -> tuple[Case, ...]:
+    """Over all transports; lengths 8 to 200 tokens out of prompts of 8 to 800."""
     chance = random.Random(seed)
     prefixes = [_ids(chance, length) for length in (64, 256, 512)]  # that prompts share
     out = []
-    for model, count in ((REAL, real), (FAKE, fake)):
+    for model, count in ((REAL, wanted.real), (FAKE, wanted.fake)):
         ways = [*_WAYS]
         transports: list[Transport] = []
         for at in range(count):
@@ -193,10 +205,12 @@ def catalogue(seed: int, real: int, fake: int) -> tuple[Case, ...]:
             else:
                 shared = chance.choice([(), *prefixes])
                 ids = shared + _ids(chance, chance.randint(8, 290))
-            length = chance.choice((8, 24, 60, 60, 100)) if model == REAL else chance.choice((8, 60, 100, 150, 200))
+            length = chance.choice(wanted.lengths) if model == REAL else chance.choice((8, 60, 100, 150, 200))
             name = f"{model}-{at}-{transport.value.replace(' ', '-')}"
             priority = 0 if transport.is_http else chance.choice((0, 0, 1, -1))
-            out.append(Case(name, transport, model, tenant, length, sampling, ids, turns, priority))
+            if sampling.get("min_tokens", 0) > length:
+                sampling["min_tokens"] = length
+            out.append(Case(name, transport, model, tenant, length, sampling, ids, turns, priority, wanted.limit_s))
     return tuple(out)
 
 

@@ -16,10 +16,13 @@ from tests.chaos.history import Answer, Exchange, Happened, History, Piece
 from tests.chaos.schedule import Kind
 
 TOLD_WITHIN_S = 4.0  # a bare producer of its worker's loss
+HUNG_S = 31.0  # in which a vLLM server that does not answer may come back
 SLACK_S = 1.0  # for a busy machine
 LOGPROB_TOLERANCE = 1e-3
 
-_WORKER_LOST = (Kind.KILL, Kind.STOP_SHORT, Kind.STOP_LONG, Kind.PARTITION, Kind.CUT)
+_HUNG = (Kind.VLLM_STOP, Kind.VLLM_HANG)
+_VLLM_LOST = (Kind.VLLM_ENGINE_KILL, Kind.VLLM_SERVER_KILL, Kind.VLLM_WORKER_KILL, Kind.VLLM_HOST_KILL, *_HUNG)
+_WORKER_LOST = (Kind.KILL, Kind.STOP_SHORT, Kind.STOP_LONG, Kind.PARTITION, Kind.CUT, *_VLLM_LOST)
 _WATCH_LOST = (Kind.KILL, Kind.STOP_SHORT, Kind.STOP_LONG, Kind.PARTITION, Kind.CUT)
 _LATE_S = 12.0  # so long after a fault its end may still be what somebody sees
 
@@ -145,7 +148,8 @@ def _check_error(exchange: Exchange, faults: list[Happened], verdict: Verdict) -
         verdict.found("error", f"{end.code} though nothing happened to {worker}: {end.message}", exchange.number)
         return
     late = end.at - max(lost[-1].began, exchange.began)
-    if late > TOLD_WITHIN_S + SLACK_S and not _unwatched(exchange, faults):
+    limit_s = TOLD_WITHIN_S + (HUNG_S if lost[-1].fault.kind in _HUNG else 0.0)
+    if late > limit_s + SLACK_S and not _unwatched(exchange, faults):
         verdict.found("error", f"told of the loss of {worker} after {late:.1f} s", exchange.number)
         return
     verdict.counts["failed_as_promised"] += 1

@@ -1,7 +1,7 @@
 """Loop: a fleet of real processes that is made to fail: NATS with the roles of deploy/nats, the members, a supervisor.
 
 Every member reaches NATS through a `NatsProxy`, and others' blocks through a `SlowProxy`. The supervisor starts again
-whatever has ended, and notes how it ended.
+whatever has ended, and notes how it ended; vLLM servers have one of their own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvproto.testing.nats_process import NatsProcess, ServerSpec, free_port
 from tests.chaos.history import ProcessEnd
 from tests.chaos.layout import FAKE, REAL, TENANTS, Layout, Place, Role
 from tests.chaos.process import ROOT, MemberProcess
+from tests.chaos.vllm_servers import VllmServers
 from tests.support.nats_proxy import NatsProxy
 from tests.support.secrets_rig import add_tenant
 from tests.support.slow_proxy import SlowProxy
@@ -68,6 +69,7 @@ class Fleet:
         self.nats: NatsProcess
         self.observer: Client  # an operator's, straight to NATS
         self.ports = {place.name: free_port() for place in layout.of_role(Role.INGRESS)}
+        self.vllm = VllmServers(folder, lambda name, code, said: self._ended(name, code, "", 0.0, said))
         self._supervisor: asyncio.Task[None] | None = None
         self.ways: dict[str, NatsProxy] = {}  # to NATS, of members and clients
 
@@ -85,6 +87,7 @@ class Fleet:
         await ensure_buckets(connection, self.subjects)
         await ensure_key(await Bucket.open(connection, self.subjects.keys_bucket))
         self.observer = await Client.over(connection, self.subjects)
+        self.vllm.start(place.name for place in self.layout.places if place.has_vllm)
         for place in self.layout.processes:
             await self._add(place)
         for place in self.layout.of_role(Role.CLIENT):
@@ -99,6 +102,7 @@ class Fleet:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
+        await self.vllm.stop()
         for member in self.members.values():
             member.wake()
             member.kill()
@@ -155,6 +159,8 @@ class Fleet:
         view = self.observer.members.view
         if not member.is_running or member.stopped or member.asked:
             return False
+        if member.place.has_vllm and not self.vllm[name].is_up:
+            return False
         if member.place.role is Role.WORKER:
             worker = view.workers.get(name)
             return worker is not None and worker.record.pid == member.pid and worker.state is State.READY
@@ -170,9 +176,13 @@ class Fleet:
         while not self.are_ready(names):
             if time.monotonic() > end:
                 missing = [name for name in names if not self.is_ready(name)]
-                words = "\n".join(f"== {name}\n{self.members[name].last_words()}" for name in missing)
+                words = "\n".join(f"== {name}\n{self._words_of(name)}" for name in missing)
                 raise AssertionError(f"not ready within {timeout_s:.0f} s: {', '.join(missing)}\n{words}")
             await asyncio.sleep(0.05)
+
+    def _words_of(self, name: str) -> str:
+        words = self.members[name].last_words()
+        return words + (self.vllm[name].last_words() if self.members[name].place.has_vllm else "")
 
     # ------------------------------------------------------------------ supervisor
 
@@ -183,7 +193,7 @@ class Fleet:
                 code = member.ended()
                 if code is not None:
                     took = time.monotonic() - member.asked_at if member.asked else 0.0
-                    self.ends.append(ProcessEnd(self.now(), name, code, member.asked, took, member.last_words(3000)))
+                    self._ended(name, code, member.asked, took, member.last_words(3000))
                     down[name] = time.monotonic() + BACKOFF_S
                 elif member.asked == "drain" and time.monotonic() - member.asked_at > GRACE_S[member.place.role]:
                     member.kill()
@@ -192,6 +202,9 @@ class Fleet:
                     del down[name]
                     member.start()
             await asyncio.sleep(0.05)
+
+    def _ended(self, name: str, code: int, asked: str, took_s: float, said: str) -> None:
+        self.ends.append(ProcessEnd(self.now(), name, code, asked, took_s, said))
 
 
 def _passwords() -> dict[str, str]:
@@ -234,6 +247,8 @@ def _flags(place: Place, fleet: Fleet) -> list[str]:
             disk = fleet.folder / f"{place.name}-disk"
             return [f"--max-bytes={SMALL_VAULT_BYTES}", f"--disk-dir={disk}", f"--disk-max-bytes={64 * 2**20}"]
         return [f"--max-bytes={VAULT_BYTES}"]
+    if place.has_vllm:
+        return ["--engine=vllm", f"--engine-url={fleet.vllm[place.name].url}", f"--drain-s={WORKER_DRAIN_S}"]
     if place.role is Role.WORKER:
         flags = [f"--drain-s={WORKER_DRAIN_S}", "--threads=1", f"--host-bytes={HOST_BYTES}", "--preload-s=1"]
         flags += [f"--chaos-step-s={STEP_S[place.model]}", f"--chaos-token-s={TOKEN_S}", f"--blocks={BLOCKS}"]

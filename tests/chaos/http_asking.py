@@ -23,7 +23,6 @@ from tests.support import sse
 
 Clock = Callable[[], float]
 
-PATIENCE_S = 40.0
 RETRY_S = 0.25
 LONGEST_RETRY_S = 1.0  # of what Retry-After says: a run has no time for more
 ROUTES = {
@@ -32,7 +31,7 @@ ROUTES = {
     Transport.GENERATE: "/generate",
 }
 EVENT_IDS = "text/event-stream; event-ids=1"
-_TIMEOUT = httpx.Timeout(PATIENCE_S, connect=1.0)
+CONNECT_S = 1.0
 
 
 class _Broke(Exception):
@@ -51,7 +50,7 @@ class HttpClients:
         self._turn = itertools.cycle(self._bases)
         self._now = now
         self._client = httpx.AsyncClient(
-            timeout=_TIMEOUT, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
         )
 
     async def close(self) -> None:
@@ -66,12 +65,12 @@ class HttpClients:
         if key is not None:
             headers["Idempotency-Key"] = key
         caller = _Caller(exchange, case.transport, behaviour, self._now)
-        end = self._now() + PATIENCE_S
+        end = self._now() + case.limit_s
         ingress = next(self._turn)
         while not exchange.ends and exchange.left_at is None and self._now() < end:
             wait_s = RETRY_S
             try:
-                said = await self._once(ingress, case.transport, body, headers | caller.position(), caller)
+                said = await self._once(ingress, case, body, headers | caller.position(), caller)
                 if said is not None:
                     wait_s = said
             except _Cut:
@@ -91,12 +90,13 @@ class HttpClients:
         exchange.done_at = self._now()
 
     async def _once(
-        self, ingress: str, transport: Transport, body: dict[str, Any], headers: dict[str, str], caller: _Caller
+        self, ingress: str, case: Case, body: dict[str, Any], headers: dict[str, str], caller: _Caller
     ) -> float | None:
         """One connection. Returns seconds to wait where it was refused. Raises _Broke, _Cut, httpx.TransportError."""
         exchange = caller.exchange
-        url = self._bases[ingress] + ROUTES[transport]
-        async with self._client.stream("POST", url, json=body, headers=headers) as response:
+        url = self._bases[ingress] + ROUTES[case.transport]
+        timeout = httpx.Timeout(case.limit_s, connect=CONNECT_S)
+        async with self._client.stream("POST", url, json=body, headers=headers, timeout=timeout) as response:
             if response.status_code in (409, 429, 503):
                 await response.aread()
                 code = response.json()["error"]["code"]

@@ -1,12 +1,13 @@
 """Which processes a chaos fleet has. Pure.
 
 Two models: `demo`, the real one, small, fp32, for exactness; `numbers`, the fake one, whose next token depends on every
-token before it, for numbers. Every role has at least two members, so that one may always be missing.
+token before it, for numbers. Where workers are vLLM's sidecars there is the real one alone. Every role has at least two
+members, so that one may always be missing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 REAL, FAKE = "demo", "numbers"
@@ -30,6 +31,7 @@ class Place:
     role: Role
     model: str = ""
     has_disk: bool = False
+    has_vllm: bool = False  # a server of its own is its engine
 
     @property
     def group(self) -> str:
@@ -54,6 +56,16 @@ class Layout:
                 *(Place(f"c{at}", Role.CLIENT) for at in range(len(TENANTS))),
             )
         )
+
+    @classmethod
+    def of_vllm(cls) -> Layout:
+        """Workers beside vLLM servers, of the real model alone. They have no tiers, so there are no vaults."""
+        places = cls.of(fake=0, vaults=0).places
+        return cls(tuple(replace(place, has_vllm=place.role is Role.WORKER) for place in places))
+
+    @property
+    def has_vllm(self) -> bool:
+        return any(place.has_vllm for place in self.places)
 
     def of_role(self, role: Role) -> tuple[Place, ...]:
         return tuple(place for place in self.places if place.role is role)

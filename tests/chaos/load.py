@@ -128,7 +128,7 @@ class Load:
     async def _cross(self, chance: random.Random) -> None:
         """One tenant asks for what nobody ever asked for, then another does: nothing of it is cached for that one."""
         while not self._stopping.is_set():
-            model = chance.choice((REAL, FAKE))
+            model = chance.choice(self._fleet.layout.models)
             first, second = chance.sample(TENANTS, 2)
             case = canary(random.Random(chance.getrandbits(32)), first, model)
             found = []

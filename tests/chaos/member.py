@@ -8,7 +8,7 @@
 --chaos-step-s=S         each step of the model takes so much longer: streams that last, without a busy core,
 --chaos-token-s=S        and so much more for each token that it is fed: blocks are worth being fetched
 
-A worker balances its books twice a second when idle, instead of every ten.
+An engine of our own balances its books twice a second when idle, instead of every ten.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
         advertise(options["data-plane"])
     if "step-s" in options:
         slow_down(runner_of(flags), float(options["step-s"]), float(options["token-s"]))
-    if role == "worker":
+    if role == "worker" and "--engine=vllm" not in flags:
         check_often()
     module = f"kvfleet.{role}.main"
     sys.argv = [module, *(flag for flag in flags if not flag.startswith(OPTION))]

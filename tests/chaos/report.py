@@ -1,4 +1,4 @@
-"""What a run came to, as the page docs/reliability.md. Pure."""
+"""What a run came to, as the page docs/reliability.md, or docs/reliability-vllm.md. Pure."""
 
 from __future__ import annotations
 
@@ -54,19 +54,33 @@ _OTHERS = {
     Kind.FRAMES_REORDERED: _NOTHING,
     Kind.FRAMES_STALE: _NOTHING,
     Kind.EVENTS_MANGLED: "nothing: the index notices and asks for a snapshot",
+    Kind.VLLM_ENGINE_KILL: _RESUMES,
+    Kind.VLLM_SERVER_KILL: _RESUMES,
+    Kind.VLLM_WORKER_KILL: _RESUMES,
+    Kind.VLLM_HOST_KILL: _RESUMES,
+    Kind.VLLM_STOP: "a pause",
+    Kind.VLLM_HANG: "a pause; " + _RESUMES,
+}
+
+_OWN = {"title": "Reliability", "made_by": "make chaos", "workers": "", "picture": "reliability.svg"}
+_VLLM = {
+    "title": "Reliability with vLLM",
+    "made_by": "make chaos ENGINE=vllm",
+    "workers": "Its workers are sidecars, each beside a vLLM server of its own on this machine's processors.\n",
+    "picture": "reliability-vllm.svg",
 }
 
 
 _HEAD = """\
-# Reliability
+# {title}
 
-Written by `make chaos`: real processes of a whole fleet under load, and one thing after the other broken on purpose.
-How it is done and what is judged is told in the files of `tests/chaos/`.
+Written by `{made_by}`: real processes of a whole fleet under load, and one thing after the other broken on purpose.
+{workers}How it is done and what is judged is told in the files of `tests/chaos/`.
 
 This run: seed {seed}, {faults} faults in {lasted} minutes, two shared cores;
 `{command}` repeats its schedule.
 
-![faults and throughput over time](reliability.svg)
+![faults and throughput over time]({picture})
 """
 _FAULTS = """
 ## Faults
@@ -96,8 +110,10 @@ def page(seed: int, minutes: float, history: History, layout: Layout, verdict: V
     """All of it; ends with a line break."""
     began, ended = span(history)
     counts = verdict.counts
+    told, flag = (_VLLM, "--engine vllm ") if layout.has_vllm else (_OWN, "")
+    faults = len(history.faults)
     total = [
-        ("faults", f"{len(history.faults)}"),
+        ("faults", f"{faults}"),
         ("requests", f"{counts['requests']:,}"),
         ("of them finished", f"{counts['finished']:,}"),
         ("of them left by their client", f"{counts['left']:,}"),
@@ -109,7 +125,7 @@ def page(seed: int, minutes: float, history: History, layout: Layout, verdict: V
         ("tokens compared with a run without faults", f"{counts['tokens']:,}"),
         ("streams gone on with after their connection broke", f"{counts['resumed']:,}"),
         ("refused before they were taken on, and tried again", f"{counts['refused']:,}"),
-        ("greedy answers that parted at a near tie (margin of the two best below 1e-4)", f"{near_ties}"),
+        ("answers that parted at a near tie (another token for logits that are 1e-4 off)", f"{near_ties}"),
         ("prompts of one tenant asked by another right after", f"{history.counts.get('canaries', 0):,}"),
         ("prompt tokens taken from device, host, vault, another worker", _reused(history)),
         ("messages lost, repeated, swapped and replayed on purpose", _mangled(history)),
@@ -124,9 +140,10 @@ def page(seed: int, minutes: float, history: History, layout: Layout, verdict: V
     lines = [
         _HEAD.format(
             seed=seed,
-            faults=len(history.faults),
+            faults=faults,
             lasted=f"{(ended - began) / 60:.1f}",
-            command=f"python -m tests.chaos.run --minutes {minutes:g} --faults {len(history.faults)} --seed {seed}",
+            command=f"python -m tests.chaos.run {flag}--minutes {minutes:g} --faults {faults} --seed {seed}",
+            **told,
         ),
         "| what | |",
         "| --- | --- |",

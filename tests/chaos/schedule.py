@@ -33,6 +33,12 @@ class Kind(StrEnum):
     NATS_KILL = "NATS server killed"
     NATS_STOP = "NATS server stopped, wakes"
     NATS_DRAIN = "NATS server restarted"
+    VLLM_ENGINE_KILL = "kill -9 of vLLM's EngineCore"
+    VLLM_SERVER_KILL = "kill -9 of vLLM's server"
+    VLLM_WORKER_KILL = "kill -9 of vLLM's Worker"
+    VLLM_HOST_KILL = "kill -9 of vLLM and its sidecar"
+    VLLM_STOP = "vLLM's EngineCore stopped"
+    VLLM_HANG = "vLLM's EngineCore stopped, wakes later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Trait:
     least_s: float
     most_s: float
     weight: int
+    of_vllm: bool = False  # only those beside a vLLM server
     alone: bool = False  # nothing else may be broken, nor recover, meanwhile
 
 
@@ -69,7 +76,23 @@ TRAITS: dict[Kind, Trait] = {
     Kind.NATS_KILL: Trait((Role.NATS,), 0.2, 4.0, 1, alone=True),
     Kind.NATS_STOP: Trait((Role.NATS,), 0.5, 5.0, 1, alone=True),
     Kind.NATS_DRAIN: Trait((Role.NATS,), 0.0, 1.0, 1, alone=True),
+    Kind.VLLM_ENGINE_KILL: Trait((Role.WORKER,), 0, 0, 2, of_vllm=True),
+    Kind.VLLM_SERVER_KILL: Trait((Role.WORKER,), 0, 0, 2, of_vllm=True),
+    Kind.VLLM_WORKER_KILL: Trait((Role.WORKER,), 0, 0, 2, of_vllm=True),
+    Kind.VLLM_HOST_KILL: Trait((Role.WORKER,), 0, 0, 2, of_vllm=True),
+    Kind.VLLM_STOP: Trait((Role.WORKER,), 0.5, 8.0, 4, of_vllm=True),
+    Kind.VLLM_HANG: Trait((Role.WORKER,), 32.0, 36.0, 1, of_vllm=True),
 }
+
+
+def kinds_in(layout: Layout) -> tuple[Kind, ...]:
+    """What can break there."""
+    roles = {place.role for place in layout.places} | {Role.NATS}
+    return tuple(
+        kind
+        for kind, trait in TRAITS.items()
+        if not roles.isdisjoint(trait.roles) and (layout.has_vllm or not trait.of_vllm)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +123,7 @@ class Schedule:
     def of(cls, seed: int, duration_s: float, count: int, layout: Layout, kinds: tuple[Kind, ...] = ()) -> Schedule:
         """`count` faults in equal steps, more or less: each kind once, and then about as often as its weight says."""
         chance = random.Random(seed)
-        drawn = _kinds(chance, count, kinds or tuple(TRAITS))
+        drawn = _kinds(chance, count, kinds or kinds_in(layout))
         step = duration_s / max(1, count)
         turns = _Turns(chance, layout)
         faults = []

@@ -44,6 +44,15 @@ def test_the_page_tells_what_was_found() -> None:
     assert "| 1.5 s |" in text, "all are ready again after that"
 
 
+def test_a_run_of_vllm_servers_has_a_page_of_its_own() -> None:
+    layout = Layout.of_vllm()
+    history = history_of(Schedule.of(1, 10.0, 60, layout))
+    text = page(1, 10 / 60, history, layout, check(history), 0)
+    assert text.startswith("# Reliability with vLLM\n")
+    assert "--engine vllm --minutes" in text
+    assert f"| {Kind.VLLM_HANG.value} | worker |" in text
+
+
 def test_the_picture() -> None:
     history = history_of(Schedule.of(1, 10.0, 60, LAYOUT))
     drawn = ElementTree.fromstring(timeline(history, LAYOUT))

@@ -9,15 +9,17 @@ from pathlib import Path
 import own_engine
 import pytest
 import torch
-import vllm_engine_rig
+import vllm_engine
 from rigs import CONTEXT, EngineRig, RigKind
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
+from tests.support import vllm_rig
 
 KINDS = {
     "fake": RigKind(own_engine.fake),
     "torch": RigKind(own_engine.torch),
-    "vllm double": RigKind(vllm_engine_rig.double),
+    "vllm double": RigKind(vllm_rig.of_slots),
+    "real vllm": RigKind(vllm_engine.start),
 }
 
 
@@ -26,6 +28,12 @@ def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_end() -> Iterator[None]:
+    yield
+    vllm_engine.stop_servers()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,17 @@ READY_S = 270.0  # importing torch in three processes has taken 257 s on a crowd
 STOP_S = 30.0
 SERVER, ENGINE, WORKER = "server", "VLLM::EngineCore", "VLLM::Worker"
 TOPIC = "kvfleet-tests"
+CONNECTOR = {
+    "kv_connector": "KvfleetConnector", "kv_connector_module_path": "kvfleet_vllm.connector", "kv_role": "kv_both",
+}  # fmt: skip
+NEEDED = {  # by a kvfleet worker, beside --kv-events-config
+    "--no-async-scheduling": "",
+    "--enable-scale-out": "",
+    "--scheduling-policy": "priority",
+    "--max-logprobs": "129",
+    "--logits-processors": "kvfleet_vllm.sampler:Sampler",
+    "--kv-transfer-config": json.dumps(CONNECTOR),
+}
 
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
@@ -46,10 +58,19 @@ def vllm_python() -> str:
 class VllmServer:
     """One server of the model in a folder. All its processes end with `stop` or `kill`, or when this process does.
 
-    Its KV events go to `kv_events`, where the test binds; the other end that it replays at is `kv_replay`.
+    `flags` follow the usual ones, of which `without` are left out. Its KV events go to `kv_events`, where the test
+    binds; the other end that it replays at is `kv_replay`.
     """
 
-    def __init__(self, model: Path, folder: Path, *flags: str, name: str = "tiny", env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *flags: str,
+        without: Collection[str] = (),
+        name: str = "tiny",
+        env: dict[str, str] | None = None,
+    ):
         port, events, replay = free_ports(3)
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
@@ -59,21 +80,25 @@ class VllmServer:
             "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.kv_events,
             "replay_endpoint": self.kv_replay, "topic": TOPIC,
         }  # fmt: skip
-        command = [
+        usual = NEEDED | {"--kv-events-config": json.dumps(told)}
+        self._command = [
             vllm_python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-            "--max-model-len", "2048", "--block-size", "32", "--enforce-eager", "--no-async-scheduling",
-            "--enable-scale-out", "--enable-prompt-tokens-details", "--scheduling-policy", "priority",
-            "--max-logprobs", "129", "--logits-processors", "kvfleet_vllm.sampler:Sampler",
-            "--kv-events-config", json.dumps(told), *flags,
+            "--max-model-len", "2048", "--block-size", "32", "--enforce-eager",
+            *(word for flag, value in usual.items() if flag not in without for word in (flag, value) if word), *flags,
         ]  # fmt: skip
-        with self._log.open("wb") as output:
+        self._env = {**os.environ, **ENV, "PYTHONPATH": str(ROOT / "libs"), **(env or {})}
+        self.start()
+
+    def start(self) -> None:
+        """Again, after it has ended."""
+        with self._log.open("ab") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("session_guard.py")), *command],
+                [sys.executable, str(Path(__file__).with_name("session_guard.py")), *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **ENV, "PYTHONPATH": str(ROOT / "libs"), **(env or {})},
+                env=self._env,
                 start_new_session=True,
             )
 
@@ -84,7 +109,13 @@ class VllmServer:
     @property
     def pids(self) -> dict[str, int]:
         """Of SERVER, ENGINE and WORKER, those that live."""
-        return {name: pid for pid in session(self._guard.pid) if (name := _name(pid))}
+        others = (pid for pid in session(self._guard.pid) if pid != self._guard.pid)
+        return {name: pid for pid in others if (name := _name(pid))}
+
+    @property
+    def status(self) -> int | None:
+        """With which it ended."""
+        return self._guard.poll()
 
     @property
     def guard_pid(self) -> int:
@@ -113,12 +144,16 @@ class VllmServer:
         return self._guard.wait(STOP_S)
 
     def kill(self) -> None:
-        """All its processes at once, as a machine that fails does. What frees their shared memory then is spared."""
+        """As a machine that fails does. Returns when all is gone."""
+        self.kill_processes()
+        self.stop()
+
+    def kill_processes(self) -> None:
+        """All at once. What frees their shared memory then is spared."""
         for pid in session(self._guard.pid):
             if pid != self._guard.pid and "resource_tracker" not in command_of(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self.stop()
 
 
 def session(leader: int) -> list[int]:

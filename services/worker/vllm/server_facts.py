@@ -10,12 +10,17 @@ from urllib.parse import urlsplit
 
 from kvfleet_vllm.wire import EngineHello, WorkerHello
 from kvproto.block_hash import HASH_BYTES
-from kvproto.errors import EngineFailure
+from kvproto.errors import UnsupportedModel
 
 OLDEST, NEWEST = (0, 31), (0, 32)  # releases that were tried
 LOGPROBS = 129  # 128 alternatives and the drawn token
 SAMPLER = "kvfleet_vllm.sampler:Sampler"
 SAMPLERS = {SAMPLER, "kvfleet_vllm.slot_sampler:SlotSampler"}  # of vLLM's first and second model runner
+_NEEDED = ("model", "max_model_len", "vocab_size", "block_size", "num_gpu_blocks", "max_num_seqs", "dtype", "kv_events")
+
+
+class Unsuitable(UnsupportedModel):
+    """This server can never be the engine of this worker; says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,10 @@ class ServerFacts:
 
     @classmethod
     def of(cls, hello: EngineHello, name: str, workers: Sequence[WorkerHello]) -> ServerFacts:
-        """`name`: what clients of vLLM call the model. Raises EngineFailure if a fact is missing."""
+        """`name`: what clients of vLLM call the model. Raises Unsuitable if a fact is missing."""
         told = hello.facts
+        if untold := [name for name in _NEEDED if told.get(name) is None]:
+            raise Unsuitable(f"the connector in vLLM {hello.vllm} does not tell {', '.join(untold)}")
         try:
             return cls(
                 version=hello.vllm,
@@ -76,24 +83,15 @@ class ServerFacts:
                 events=dict(told["kv_events"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineFailure(f"vLLM {hello.vllm} does not tell what it is: {error}") from None
+            raise Unsuitable(f"the connector in vLLM {hello.vllm} tells nonsense: {error}") from None
 
-    def is_as(self, other: ServerFacts) -> bool:
-        """Whether a worker may go on with it after a restart."""
-        mine, others = (
-            (
-                one.name,
-                one.model,
-                one.context_length,
-                one.vocab_size,
-                one.block_size,
-                one.dtype,
-                one.cache_dtype,
-                one.pieces,
-            )
-            for one in (self, other)
-        )
-        return mine == others
+    def changes(self, before: ServerFacts) -> list[str]:
+        """Why a worker cannot go on with it after a restart."""
+        names = (
+            "name", "model", "context_length", "vocab_size", "block_size", "dtype", "cache_dtype", "events", "pieces",
+        )  # fmt: skip
+        pairs = [(name, getattr(self, name), getattr(before, name)) for name in names]
+        return [f"{name} {is_now!r}, it was {was!r}" for name, is_now, was in pairs if is_now != was]
 
 
 def is_known(version: str) -> bool:
@@ -117,6 +115,7 @@ def missing_flags(told: Mapping[str, Any]) -> list[str]:
         "--kv-events-config with enable_kv_cache_events, publisher zmq, a replay_endpoint and a topic": bool(
             events.get("enabled")
             and events.get("publisher") == "zmq"
+            and events.get("endpoint")
             and events.get("replay_endpoint")
             and events.get("topic")
         ),

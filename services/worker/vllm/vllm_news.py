@@ -97,7 +97,7 @@ class VllmNews:
             self._writer.write(encode([EraseBlocks(number, tuple(hashes[at : at + ERASE_HASHES]))]))
         try:
             async with asyncio.timeout(ERASE_S):
-                return sum([await self._erasing[number] for number in waiting])
+                return sum(await asyncio.gather(*(self._erasing[number] for number in waiting)))
         except TimeoutError:
             raise EngineFailure("vLLM's connector does not answer") from None
         finally:
