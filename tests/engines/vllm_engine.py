@@ -35,8 +35,7 @@ def stop_servers() -> None:
 def _server(folder: Path, slots: int) -> VllmServer:
     if slots not in _servers:
         flags = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(slots), "--num-gpu-blocks-override", "256")
-        logs = Path(tempfile.mkdtemp(prefix="kvfleet-vllm-"))
-        _servers[slots] = VllmServer(folder, logs, *flags, name="demo")
+        _servers[slots] = VllmServer(folder, folder.parent, *flags, name="demo")
     return _servers[slots].wait_ready()
 
 
