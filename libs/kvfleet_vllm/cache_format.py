@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,22 +23,22 @@ _SPLIT = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_con
 _OF_FILES = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
-def block_pieces(config: Any, cache: Any, kind_of: Callable[[Any], str]) -> int:
-    """Pieces in a block, of a VllmConfig and a KVCacheConfig; 0 where blocks cannot be moved. `kind_of` names a cache
-    group's spec."""
-    groups = cache.kv_cache_groups
-    if len(groups) != 1 or kind_of(groups[0].kv_cache_spec) not in _KINDS:
+def block_pieces(config: Any, groups: Sequence[Mapping[str, Any]] | None) -> int:
+    """Pieces in a block, of a VllmConfig and its cache groups as `engine_facts` tells them; 0 where blocks cannot be
+    moved."""
+    if groups is None or len(groups) != 1 or groups[0]["kind"] not in _KINDS:
         return 0
     if any(getattr(config.parallel_config, name, 1) != 1 for name in _SPLIT):
         return 0
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return 0
-    pieces, rest = divmod(int(groups[0].kv_cache_spec.block_size), PIECE_TOKENS)
+    pieces, rest = divmod(groups[0]["block_size"] or 0, PIECE_TOKENS)
     return 0 if rest else pieces
 
 
 def cache_format(version: str, config: Any, caches: Mapping[str, Tensor], backends: Mapping[str, str]) -> bytes:
-    """`backends` tells how each layer's attention lays out what it caches."""
+    """`backends` tells how each layer's attention lays out what it caches. Raises TypeError, AttributeError for a vLLM
+    that it does not know."""
     model, on_cpu = config.model_config, all(tensor.device.type == "cpu" for tensor in caches.values())
     meaning = [
         version,

@@ -41,7 +41,7 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         instance, facts = uuid.uuid4().hex, engine_facts(vllm_config, kv_cache_config, _kind)
-        self._pieces = block_pieces(vllm_config, kv_cache_config, _kind)
+        self._pieces = block_pieces(vllm_config, facts["kv_cache_groups"])
         # Of the workers' connectors it is never asked, and has no connection.
         self._scheduler = SchedulerSide(
             lambda: EngineHello(VERSION, instance, os.getpid(), __version__, facts),
@@ -67,7 +67,8 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+        self._scheduler.allocated(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return _StepMoves(self._scheduler.step(scheduler_output))
@@ -84,16 +85,18 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In the workers.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        parallel, meaning, blocks = self._vllm_config.parallel_config, b"", None
-        try:
-            if self._pieces:
-                blocks = LayerBlocks(kv_caches, self._kv_cache_config.num_blocks, self._pieces)
-                meaning = cache_format(__version__, self._vllm_config, kv_caches, _backends(self._vllm_config))
-        except ValueError as error:
-            log.warning("blocks are neither saved nor restored: %s", error)
-        size = 0 if blocks is None else blocks.piece_bytes
+        blocks, meaning = self._blocks(kv_caches) if self._pieces else (None, b"")
+        parallel, size = self._vllm_config.parallel_config, 0 if blocks is None else blocks.piece_bytes
         hello = WorkerHello(VERSION, parallel.rank, parallel.tensor_parallel_size, meaning, size)
         self._worker = WorkerSide(lambda: hello, blocks)
+
+    def _blocks(self, kv_caches: dict[str, Any]) -> tuple[LayerBlocks | None, bytes]:
+        try:
+            blocks = LayerBlocks(kv_caches, self._kv_cache_config.num_blocks, self._pieces)
+            return blocks, cache_format(__version__, self._vllm_config, kv_caches, _backends(self._vllm_config))
+        except (ValueError, TypeError, AttributeError) as error:
+            log.warning("blocks are neither saved nor restored: %s", error)
+            return None, b""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:

@@ -65,14 +65,9 @@ def test_another_layout_is_another_format(version: str, cache: dict[str, Tensor]
 
 
 def of_groups(*groups: tuple[str, int], **changed: Any) -> int:
-    cache = SimpleNamespace(
-        kv_cache_groups=[
-            SimpleNamespace(kv_cache_spec=SimpleNamespace(kind=kind, block_size=size)) for kind, size in groups
-        ]
-    )
     one = config()
     one.parallel_config = SimpleNamespace(**{"tensor_parallel_size": 2, "pipeline_parallel_size": 1, **changed})
-    return block_pieces(one, cache, lambda spec: str(spec.kind))
+    return block_pieces(one, [{"kind": kind, "block_size": size, "layers": 4} for kind, size in groups])
 
 
 def test_which_blocks_can_be_moved() -> None:
@@ -83,5 +78,7 @@ def test_which_blocks_can_be_moved() -> None:
     assert of_groups(("sliding_window", 32)) == 0  # its blocks go while the request runs
     assert of_groups(("full_attention", 32), ("mamba", 32)) == 0
     assert of_groups() == 0
+    assert block_pieces(config(), None) == 0
+    assert block_pieces(config(), [{"kind": None, "block_size": None, "layers": None}]) == 0
     assert of_groups(("full_attention", 32), pipeline_parallel_size=2) == 0
     assert of_groups(("full_attention", 32), decode_context_parallel_size=2) == 0
