@@ -3,12 +3,12 @@
     frame = 4 bytes, big endian, the length of the rest │ msgpack of [name, field, ...]
 
 They run over a Unix stream socket on which the worker listens. It names the path in each request, in the HTTP body:
-`kv_transfer_params: {"kvfleet": {"version": VERSION, "socket": PATH}}`. vLLM's scheduler sends an EngineHello first.
-Either side closes the connection when it cannot read the other, or when the other does not read; vLLM comes back with
-the next request.
+`kv_transfer_params: {"kvfleet": {"version": VERSION, "socket": PATH}}` (all of it: `request_params`). vLLM's scheduler
+sends an EngineHello first. Either side closes the connection when it cannot read the other, or when the other does not
+read; vLLM comes back with the next request.
 
-Pieces, 16 tokens each, lie in slots of a shared memory that the worker owns. Where a request names it, each of vLLM's
-own workers, one a rank, opens a connection to the same path, with a WorkerHello first:
+Pieces, 16 tokens each, lie in slots of a shared memory that the worker owns. Each of vLLM's own workers, one a rank,
+opens a connection to the same path, with a WorkerHello first:
 
     save       GrantSlots ──▶ scheduler, PiecesSaving ──▶ worker; each rank, PiecesSaved ──▶ worker
     restore    in a request ──▶ scheduler, Scheduled ──▶ worker; each rank, PiecesRead ──▶ worker
