@@ -48,12 +48,10 @@ MOST_KEPT = 65_536  # hashes that vaults were sent
 
 @dataclass(eq=False, slots=True)
 class HeldChain:
-    """Slots that vLLM reads: `chain` from the beginning as the host lists it, `staged` behind. `fetched` pieces at its
-    end came from a vault."""
+    """Slots that vLLM reads: `chain` from the beginning as the host has it, then those `fetched` from a vault."""
 
-    chain: list[int]
-    staged: list[int]
-    fetched: int
+    chain: list[int] = field(default_factory=list)
+    fetched: list[int] = field(default_factory=list)
     reads: int = 0  # ranks that have read it
 
 
@@ -66,6 +64,7 @@ class VllmTiers(LookingTiers, StoreTiers):
     met: Callable[[str], Awaitable[None] | None]
     fleet_key: bytes
     _held: dict[str, HeldChain] = field(default_factory=dict)  # by vLLM's name of the request
+    _fetched: dict[str, int] = field(default_factory=dict)  # tokens, by the same name
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _losses: int = 0
     _writing: int = 0
@@ -131,14 +130,15 @@ class VllmTiers(LookingTiers, StoreTiers):
         self.store.refill()
         usable = (len(ids) - 1) // size // ratio * ratio
         start = min(self.blocks.depth(hashes), usable)
-        self._held[name] = held = HeldChain([], [], 0)
+        self._held[name] = held = HeldChain()
         await self._hold(held, sequence, hashes, start, usable)
         told: dict[str, Any] = {
             "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "piece_tokens": size},
             "save_from": len(self.host.pool.chain_to(hashes)) // ratio * ratio,
         }
-        slots = held.chain + held.staged
+        slots = held.chain + held.fetched
         if len(slots) // ratio * ratio > start:
+            self._fetched[name] = len(held.fetched) * size
             told["restore"] = {"at": 0, "slots": slots[: len(slots) // ratio * ratio]}
         else:
             self.read(name, self.store.ranks)
@@ -146,10 +146,7 @@ class VllmTiers(LookingTiers, StoreTiers):
 
     def restored(self, name: str, tokens: int) -> dict[Tier, int]:
         """Of the tokens that vLLM restores for a request, how many came from which tier."""
-        held = self._held.get(name)
-        if held is None or not tokens:
-            return {}
-        fetched = min(tokens, held.fetched * self.block_size)
+        fetched = min(tokens, self._fetched.get(name, 0))
         found = {Tier.VAULT: fetched, Tier.HOST: tokens - fetched}
         found = {tier: count for tier, count in found.items() if count}
         self._tokens.update(found)
@@ -163,11 +160,12 @@ class VllmTiers(LookingTiers, StoreTiers):
             held.reads += by
             if held.reads >= self.store.ranks:
                 del self._held[name]
-                self.host.pool.release(held.chain + held.staged)
+                self.host.pool.release(held.chain + held.fetched)
 
     def over(self, name: str) -> None:
         """A request has left vLLM, or never came there: it reads no longer than READ_S."""
         self.store.over(name)
+        self._fetched.pop(name, None)
         asyncio.get_running_loop().call_later(READ_S, self.read, name, self.store.ranks)
 
     def away(self) -> None:
@@ -278,10 +276,9 @@ class VllmTiers(LookingTiers, StoreTiers):
                 if len(held.chain) < part.start:
                     part = part._replace(start=len(held.chain))
                 limit_s = LATE * part.seconds + SLACK * compute_s(part.start, part.end)
-                held.staged = await self._fetch(
+                held.fetched = await self._fetch(
                     sequence.root, hashes, part, location, limit_s, exact=sequence.spec.exact
                 )
-                held.fetched = len(held.staged)
 
     async def _found(self, location: ChainLocation) -> Finding:
         clock = asyncio.get_running_loop().time

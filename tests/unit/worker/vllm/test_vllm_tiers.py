@@ -88,7 +88,7 @@ class Rig:
     def check(self) -> None:
         pool, store = self.tiers.host.pool, self.tiers.store
         store.told()
-        held = [[*one.chain, *one.staged] for one in self.tiers._held.values()]
+        held = [[*one.chain, *one.fetched] for one in self.tiers._held.values()]
         own = [[slot] for slots in store._saving for slot in slots]
         check_integrity(pool, [*held, *own, [*store._granted], [*store._doubtful]])
         log = EventLog("e")
@@ -125,8 +125,8 @@ async def test_what_vllm_saves_is_listed_and_told_to_the_next(rig: Rig) -> None:
     assert told["save_from"] == 6
     assert told["restore"]["at"] == 0
     assert rig.bytes_at(told) == [1, 2, 3, 4, 5, 6]
-    assert rig.tiers.restored(again.name, 96) == {Tier.HOST: 96}
     rig.tiers.on_pieces(PiecesRead(again.name))
+    assert rig.tiers.restored(again.name, 96) == {Tier.HOST: 96}, "vLLM tells so after it has read"
 
 
 async def test_not_all_of_a_prompt_is_read(rig: Rig) -> None:
