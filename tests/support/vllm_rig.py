@@ -18,6 +18,7 @@ from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
+from kvproto.errors import KvfleetError
 from tests.engines.rigs import BLOCK_SIZE, EngineRig, Recorder
 from tests.support.vllm_double.server import VllmDouble, made
 
@@ -50,7 +51,12 @@ async def start(folder: Path = DEMO_FOLDER, root: bytes | None = None, **more: A
     fatal: list[str] = []
     server = server_at(double.url, sockets, fatal)
     await server.open()
-    facts = await server.find()
+    try:
+        facts = await server.find()
+    except KvfleetError:
+        await server.close()
+        await double.die()
+        raise
     states: list[bool] = []
     engine = engine_beside(
         server, facts, tokenizer, bundle.stop_ids, ResultQueue(recorder.take),

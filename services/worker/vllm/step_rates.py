@@ -16,23 +16,17 @@ class StepRates:
     _times: StepTimes = field(default_factory=StepTimes)
     _before: EngineStep | None = None
     _since: float = 0.0
-    _owes: bool = False  # a step was begun, or asked for, and no token came since
 
-    def asked(self, now: float) -> None:
-        if not self._owes:
-            self._since, self._owes = now, True
-
-    def answered(self) -> None:
-        """A token came."""
-        self._owes = False
+    def alive(self, now: float) -> None:
+        """vLLM told something, or, idle so far, has something to do."""
+        self._since = now
 
     def age(self, now: float) -> float:
-        """How long the present step has taken so far, or vLLM's silence since it was asked. It goes on where nobody
-        waits for the step any more: a vLLM that hangs should be noticed."""
-        return now - self._since if self._owes else 0.0
+        """How long the present step has taken so far, or vLLM's silence since it was asked."""
+        return now - self._since
 
     def observe(self, step: EngineStep, now: float) -> None:
-        before, self._before, self._since, self._owes = self._before, step, now, True
+        before, self._before, self._since = self._before, step, now
         if before is not None and step.seconds:
             decodes, prompt = before.tokens - before.prefill_tokens, before.prefill_tokens
             self._times.observe(decodes, prompt, prompt * prompt / 2, step.seconds, now)

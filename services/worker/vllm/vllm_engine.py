@@ -79,6 +79,7 @@ class VllmEngine(EnginePort):
     cancel_to_free: Distribution = field(default_factory=Distribution)
     preemptions_total: int = 0
     is_ready: bool = False
+    _is_unsure: bool = False  # the last that vLLM was asked for was withdrawn, and it has told nothing since
     _asked: dict[str, VllmSequence] = field(default_factory=dict)  # by the name that vLLM has
     _numbers: count[int] = field(default_factory=count)
     _aside: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -97,7 +98,12 @@ class VllmEngine(EnginePort):
 
     @property
     def step_age_s(self) -> float:
-        return self.step_rates.age(time.monotonic())
+        return self.step_rates.age(time.monotonic()) if self._asked else 0.0
+
+    @property
+    def silence_s(self) -> float:
+        """The same; it goes on where those who waited have left, until vLLM tells something."""
+        return self.step_rates.age(time.monotonic()) if self._asked or self._is_unsure else 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -152,7 +158,7 @@ class VllmEngine(EnginePort):
         return self.results.answer(frozenset(sequence.key[:2] for sequence in shed))
 
     async def let_go(self, attempts: Sequence[Attempt], *, keep: bool) -> None:
-        leaving = [sequence for attempt in attempts for sequence in self.live.find(*attempt)]
+        leaving = [sequence for attempt in set(attempts) for sequence in self.live.find(*attempt)]
         aborts = [self._leave(sequence) for sequence in leaving]
         self.results.flush()
         await asyncio.gather(*(abort for abort in aborts if abort is not None))
@@ -207,6 +213,7 @@ class VllmEngine(EnginePort):
         sequence.scheduled.set()
 
     def on_step(self, told: EngineStep) -> None:
+        self.on_answer()
         self.step_rates.observe(told, time.monotonic())
         self.counters.stepped(told.sequences, told.tokens, told.seconds)
         self.preemptions_total += len(told.preempted)
@@ -215,8 +222,9 @@ class VllmEngine(EnginePort):
                 sequence.is_running = False
 
     def on_answer(self) -> None:
-        """A request that is not the engine's was served."""
-        self.step_rates.answered()
+        """vLLM lives, or was idle so far."""
+        self.step_rates.alive(time.monotonic())
+        self._is_unsure = False
 
     def on_changes(self, changes: Sequence[TierEvents]) -> None:
         self.results.changed(changes)
@@ -257,14 +265,15 @@ class VllmEngine(EnginePort):
         """Generate as far as one request of vLLM's goes. Returns whether it has ended. Raises KvfleetError."""
         sequence.name = name = f"{self.prefix}{next(self._numbers)}"
         sequence.scheduled.clear()
-        self.step_rates.asked(time.monotonic())
+        if not self._asked:
+            self.on_answer()
         self._asked[name] = sequence
         finish = None
         asked = sequence.spec.sampling.logprobs or 0
         body = sequence.body(self.model.name, self.server.sockets, await self.tiers.prepare(sequence))
         async with contextlib.aclosing(self.server.generate(body, asked)) as answer:
             async for part in answer:
-                self.step_rates.answered()
+                self.on_answer()
                 if not sequence.scheduled.is_set():
                     await self._until_scheduled(sequence)
                 if self._take(sequence, part):
@@ -363,6 +372,7 @@ class VllmEngine(EnginePort):
         """Have vLLM drop it, if it has it."""
         name, task = sequence.name, sequence.task
         was_asked = self._withdrawn(sequence)
+        self._is_unsure = self._is_unsure or was_asked
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         if not was_asked or not self.is_ready:

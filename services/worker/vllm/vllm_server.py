@@ -208,7 +208,7 @@ class VllmServer(VllmCalls):
         if self._feed is not None and self._feed.anew_total - self._anew >= MAX_ANEW:
             self.on_fatal(f"KV events of several servers arrive at {self._feed.endpoint}: each needs one of its own")
             return "another server's KV events arrive"
-        age, limit_s = self._engine.step_age_s, HEALTH_S
+        age, limit_s = self._engine.silence_s, HEALTH_S
         if age > HANG_S:
             return f"it has been in one step for {age:.0f} s"
         try:
