@@ -21,6 +21,7 @@ from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvfleet.worker.vllm.vllm_engine import VllmEngine
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
+from kvproto.errors import KvfleetError
 from tests.engines.rigs import BLOCK_SIZE, EngineRig, Recorder
 from tests.support.vllm_double.server import VllmDouble, made
 
@@ -53,7 +54,12 @@ async def start(folder: Path = DEMO_FOLDER, root: bytes | None = None, **more: A
     fatal: list[str] = []
     server = server_at(double.url, sockets, fatal)
     await server.open()
-    facts = await server.find()
+    try:
+        facts = await server.find()
+    except KvfleetError:
+        await server.close()
+        await double.die()
+        raise
     ratio = facts.block_size // BLOCK_SIZE
     engine_facts = EngineFacts(facts.blocks * ratio, facts.block_bytes // ratio, b"")
     model = VllmModel(

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
-from kvfleet.worker.vllm.server_facts import Unsuitable
+from kvfleet.worker.vllm import vllm_server
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
 from kvfleet_vllm.wire import VERSION
 from kvproto.errors import KvfleetError, Unavailable
@@ -99,6 +99,14 @@ for place, bodies in {
         SPOILT[f"{place} answers {body!r}"] = ({"answers": {place: (200, body)}}, ("is no vLLM",))
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for what will not come."""
+    monkeypatch.setattr(vllm_server, "HELLO_S", 0.2)
+    monkeypatch.setattr(vllm_server, "EVENTS_S", (0.1, 0.2))
+
+
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("case", SPOILT)
 async def test_a_server_that_will_not_do_is_refused_in_one_line(double: VllmDouble, tmp_path: Path, case: str) -> None:
     spoilt, words = SPOILT[case]
@@ -168,6 +176,7 @@ async def test_the_place_of_the_events_is_taken(double: VllmDouble, tmp_path: Pa
     assert "in use" in text
 
 
+@pytest.mark.usefixtures("hasty")
 async def test_events_of_another_server_alone(double: VllmDouble, tmp_path: Path) -> None:
     """They begin a replay, which is this server's own."""
     double.made.events_go_to = "tcp://127.0.0.1:1"
