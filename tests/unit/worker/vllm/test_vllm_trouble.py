@@ -100,7 +100,7 @@ async def test_one_that_hangs_is_away_until_it_steps_again(rig: VllmRig, monkeyp
     began = time.monotonic()
     monkeypatch.setattr(vllm_server, "HANG_S", 0.2)
     await all_fail(rig)
-    monkeypatch.undo()
+    monkeypatch.setattr(vllm_server, "HANG_S", 30.0)
     assert 0.1 < time.monotonic() - began < 5
     assert "in one step" in str(rig.stream(("r0", 0, 0)).error)
     assert rig.states == [False]
