@@ -140,9 +140,9 @@ class WorkerSide:
             read = 0  # the slots may have been another's meanwhile
         else:
             self._tell([PiecesRead(load.order.name)])
+            if error is not None:
+                self._give_up(f"a load failed: {error}")
         self._bad.update(load.order.blocks[read:])
-        if error is not None:
-            self._give_up(f"a load failed: {error}")
 
     def _confirm(self, idle: bool) -> None:
         """Say what has reached the shared memory. After an idle step there may be none for long: it waits for all."""

@@ -268,3 +268,22 @@ def test_it_does_not_come_back_before_the_scheduler_does(side: WorkerSide, sidec
     assert Path(sidecar.store.path).read_bytes() == before
     side.start(sidecar.moves(connection=2))
     assert sidecar.heard() == [HELLO]
+
+
+def test_a_load_that_failed_with_an_earlier_connection_leaves_the_new_one(
+    side: WorkerSide, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError("cut")
+
+    go = slowly(monkeypatch, fail)
+    side.start(sidecar.moves(LOAD))
+    side.start(sidecar.moves(connection=2))
+    go.set()
+    assert ends(side) == {LOAD.request}
+    assert side.take_bad_blocks() == {4, 6}
+    moves = sidecar.moves(saves=(SAVE,), connection=2)
+    side.start(moves)
+    side.save(moves)
+    sidecar.heard()  # of the first connection
+    assert sidecar.heard()[-1:] == [PiecesSaved("r", SAVE.slots)]
