@@ -146,7 +146,9 @@ class BareProducer:
             if self._take(frame, exchange, at):
                 await asyncio.sleep(0.2)  # for what must not come any more
                 while not frames.empty():
-                    exchange.after_end += frames.get_nowait().get("attempt", 0) >= attempt
+                    if (late := frames.get_nowait()).get("attempt", 0) >= attempt:
+                        exchange.after_end += 1
+                        exchange.late.append(str(late)[:300])
                 return True
             await behaviour.pause()
 

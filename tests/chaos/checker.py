@@ -89,7 +89,7 @@ def _check_exchange(exchange: Exchange, history: History, verdict: Verdict) -> N
     counts["refused"] += len(exchange.refusals)
     counts["resumed"] += exchange.resumed
     if exchange.after_end:
-        verdict.found("duplicated", f"{exchange.after_end} events after the last one", number)
+        verdict.found("duplicated", f"{exchange.after_end} events after the last one: {exchange.late}", number)
     if len(exchange.ends) > 1:
         verdict.found("duplicated", f"{len(exchange.ends)} ends: {exchange.ends}", number)
         return
@@ -143,7 +143,8 @@ def _check_error(exchange: Exchange, faults: list[Happened], verdict: Verdict) -
         verdict.counts["exempt"] += 1
         return
     worker = exchange.worker_at(end.at)
-    lost = [one for one in _during(faults, exchange) if one.fault.target == worker and one.fault.kind in _WORKER_LOST]
+    during = [one for one in _during(faults, exchange) if one.fault.kind in _WORKER_LOST]
+    lost = [one for one in during if worker in (None, one.fault.target)]  # it may not have begun before it failed
     if not lost:
         verdict.found("error", f"{end.code} though nothing happened to {worker}: {end.message}", exchange.number)
         return

@@ -69,6 +69,7 @@ class Exchange:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     ends: list[End] = field(default_factory=list)
     after_end: int = 0  # events that came after the terminal one
+    late: list[str] = field(default_factory=list)  # what they were, as far as it is known
     cached_tokens: int | None = None
     workers: list[tuple[float, str]] = field(default_factory=list)  # who served it, from when
     ingresses: list[tuple[float, str]] = field(default_factory=list)

@@ -99,6 +99,8 @@ def test_a_bare_producer_is_told_of_its_workers_loss_in_time() -> None:
     verdict = judged(told, fault(Kind.KILL, "f0", 1.2))
     assert not verdict.violations
     assert verdict.counts["failed_as_promised"] == 1
+    unknown = exchange(transport=Transport.BARE_JSON, ends=told.ends, done_at=3.0, workers=[])
+    assert not judged(unknown, fault(Kind.KILL, "f0", 1.2)).violations, "it was lost before it had begun"
     late = exchange(transport=Transport.BARE_JSON, ends=[End(9.0, "worker_lost", retryable=True)], done_at=9.0)
     assert words(judged(late, fault(Kind.KILL, "f0", 1.2))) == ["error"], "after 7.8 s"
     final = exchange(transport=Transport.BARE_JSON, ends=[End(3.0, "worker_lost", retryable=False)])

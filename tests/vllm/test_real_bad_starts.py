@@ -23,7 +23,7 @@ AT_ONCE = {*NEEDED, EVENTS} - {"--enable-scale-out", "--kv-transfer-config"}  # 
     [
         ({*NEEDED, EVENTS}, {"--enable-scale-out"}),
         ({"--kv-transfer-config"}, {"--kv-transfer-config"}),
-        (AT_ONCE, AT_ONCE),
+        (AT_ONCE, AT_ONCE - {"--no-async-scheduling"}),  # vLLM has it off by itself where it runs on processors
     ],
     ids=["as vLLM comes", "no connector", "a connector alone"],
 )
