@@ -44,7 +44,7 @@ VLLM_HELP = (
 DRAIN_S = 3.0
 START_TIMEOUT_S = 600.0
 
-OWN_ENGINE = ("runner", "fake_tokens_per_s", "blocks", "device", "vaults", "vault_max_bytes")  # flags for it alone
+OWN_ENGINE = ("runner", "fake_tokens_per_s", "blocks", "device")  # flags for it alone
 
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -105,7 +105,6 @@ def up(
     vllm = None
     if engine == "vllm":
         vllm = _vllm(context, engine_python, vllm_flags or [])
-        vaults = 0
         if _is_default(context, "workers"):
             workers = max(1, len(gpus()) // len(models))
     elif vllm_flags or engine_python is not None:

@@ -90,6 +90,25 @@ def test_whoever_was_drained_by_hand_is_forgotten_too() -> None:
         assert watched(fleet, None) == ["w1"]
 
 
+def test_a_drained_worker_s_engine_ends_with_it() -> None:
+    drained = a_process("w1", "exit 0")
+    drained.engine = a_process("vLLM of w1")
+    with a_fleet(a_process("w0"), drained) as fleet:
+        assert watched(fleet, None) == ["w1"]
+        assert drained.engine.given_up
+        drained.engine.process.wait(20)
+
+
+def test_a_worker_whose_engine_keeps_ending_is_given_up_with_it() -> None:
+    autoscaler = an_autoscaler()
+    worker = a_process("w1")
+    worker.engine = a_process("vLLM of w1", "exit 0")
+    with a_fleet(a_process("w0"), worker) as fleet, knowing(autoscaler, fleet):
+        assert watched(fleet, autoscaler) == ["w1"]
+        assert len(worker.engine.restarts) == 3  # also after an exit status of 0
+        assert not worker.running
+
+
 def test_a_worker_that_cannot_be_started_costs_nobody_else() -> None:
     def no_room(model: str) -> Child:
         raise OSError("no room")
