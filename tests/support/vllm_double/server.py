@@ -40,6 +40,7 @@ class VllmDouble:
     made: MadeWith
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of requests that were not probes
+    cached: list[int | None] = field(default_factory=list)  # tokens that they found; None: never scheduled
 
     @property
     def url(self) -> str:
@@ -136,6 +137,8 @@ class VllmDouble:
             if made.finish is None:
                 engine.abort(made.request_id)
             engine.queues.pop(made.request_id, None)
+            if made.priority > -1000:
+                self.cached.append(made.cached)
         return answer
 
     def _refuses(self, body: dict[str, Any]) -> web.Response | None:
