@@ -76,11 +76,17 @@ def end_in_order() -> None:
 
 
 @contextmanager
-def one_server() -> Iterator[tuple[NatsProcess, Path]]:
-    """A server with a system account, and a folder for the fleet's logs."""
+def work_folder() -> Iterator[Path]:
+    """A folder that goes with the benchmark, however it ends."""
     end_in_order()
     with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as name:
-        folder = Path(name)
+        yield Path(name)
+
+
+@contextmanager
+def one_server() -> Iterator[tuple[NatsProcess, Path]]:
+    """A server with a system account, and a folder for the fleet's logs."""
+    with work_folder() as folder:
         config = folder / "server.conf"
         config.write_text(_CONFIG)
         server = NatsProcess(folder / "nats", ServerSpec(config))
@@ -93,12 +99,11 @@ def one_server() -> Iterator[tuple[NatsProcess, Path]]:
 
 @contextmanager
 def three_servers() -> Iterator[tuple[NatsCluster, Path]]:
-    end_in_order()
-    with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as name:
-        cluster = NatsCluster(Path(name) / "nats")
+    with work_folder() as folder:
+        cluster = NatsCluster(folder / "nats")
         cluster.start()
         try:
-            yield cluster, Path(name)
+            yield cluster, folder
         finally:
             cluster.stop()
 
@@ -135,10 +140,12 @@ class Seen:
         return self.error is None and self.ids == unfailed(self.prompt, self.tokens)
 
 
-async def read_with_client(client: Client, seen: Seen, **options: Any) -> Seen:
-    """Run a request to its end; errors are noted in it."""
-    sampling = Sampling(seen.tokens, temperature=0.0, ignore_eos=True)
-    generation = Generation("demo", sampling, seen.prompt, patience_s=30.0, **options)
+async def read_with_client(
+    client: Client, seen: Seen, *, model: str = "demo", sampling: Sampling | None = None, **options: Any
+) -> Seen:
+    """Run a request to its end; errors are noted in it. `sampling` is greedy and ignores the end unless given."""
+    sampling = sampling or Sampling(seen.tokens, temperature=0.0, ignore_eos=True)
+    generation = Generation(model, sampling, seen.prompt, patience_s=30.0, **options)
     try:
         async with client.generate(generation) as stream:
             while events := await stream.read():

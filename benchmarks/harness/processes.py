@@ -18,6 +18,6 @@ def name_of(pid: int) -> str:
     """What the process is in a fleet: ingress, placement, worker, nats-server."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     for part in command:
-        if part.startswith("services."):
+        if part.startswith("kvfleet."):
             return part.split(".")[1]
     return Path(command[0]).name

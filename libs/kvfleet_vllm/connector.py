@@ -1,11 +1,13 @@
-"""Adapter: vLLM's hooks of a KV connector. It moves no blocks; it tells the worker beside vLLM what HTTP does not.
+"""Adapter: vLLM's hooks of a KV connector. It tells the worker beside vLLM what HTTP does not, and moves blocks
+between vLLM's cache and that worker's shared memory.
 
 --kv-transfer-config '{"kv_connector": "KvfleetConnector", "kv_connector_module_path": "kvfleet_vllm.connector",
-                       "kv_role": "kv_both"}'
+                       "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from typing import Any
@@ -17,19 +19,36 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.version import __version__
 
+from kvfleet_vllm.block_copies import LayerBlocks
+from kvfleet_vllm.block_moves import BlockMoves
+from kvfleet_vllm.cache_format import block_pieces, cache_format
 from kvfleet_vllm.engine_facts import engine_facts
 from kvfleet_vllm.scheduler_side import SchedulerSide
-from kvfleet_vllm.wire import VERSION, EngineHello
+from kvfleet_vllm.wire import VERSION, EngineHello, WorkerHello
+from kvfleet_vllm.worker_side import WorkerSide
+
+log = logging.getLogger(__name__)
+
+
+class _StepMoves(KVConnectorMetadata):  # type: ignore[misc]
+    def __init__(self, moves: BlockMoves) -> None:
+        self.moves = moves
 
 
 class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Hybrid models are served: it does not touch blocks, so it does not matter how they are grouped."""
+    """Hybrid models are served; their blocks are not moved."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         instance, facts = uuid.uuid4().hex, engine_facts(vllm_config, kv_cache_config, _kind)
+        self._pieces = block_pieces(vllm_config, facts["kv_cache_groups"])
         # Of the workers' connectors it is never asked, and has no connection.
-        self._scheduler = SchedulerSide(lambda: EngineHello(VERSION, instance, os.getpid(), __version__, facts))
+        self._scheduler = SchedulerSide(
+            lambda: EngineHello(VERSION, instance, os.getpid(), __version__, facts),
+            pieces=self._pieces,
+            recomputes=facts["kv_load_failure_policy"] == "recompute",
+        )
+        self._worker: WorkerSide | None = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -44,14 +63,18 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.request_added(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return 0, False
+        tokens = self._scheduler.restorable(request, num_computed_tokens)
+        return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        pass
+        ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+        self._scheduler.allocated(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        self._scheduler.step(scheduler_output)
-        return KVConnectorMetadata()
+        return _StepMoves(self._scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -61,8 +84,23 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # In the workers.
 
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        blocks, meaning = self._blocks(kv_caches) if self._pieces else (None, b"")
+        parallel, size = self._vllm_config.parallel_config, 0 if blocks is None else blocks.piece_bytes
+        hello = WorkerHello(VERSION, parallel.rank, parallel.tensor_parallel_size, meaning, size)
+        self._worker = WorkerSide(lambda: hello, blocks)
+
+    def _blocks(self, kv_caches: dict[str, Any]) -> tuple[LayerBlocks | None, bytes]:
+        try:
+            blocks = LayerBlocks(kv_caches, self._kv_cache_config.num_blocks, self._pieces)
+            return blocks, cache_format(__version__, self._vllm_config, kv_caches, _backends(self._vllm_config))
+        except (ValueError, TypeError, AttributeError) as error:
+            log.warning("blocks are neither saved nor restored: %s", error)
+            return None, b""
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
+        if self._worker is not None:
+            self._worker.start(self._get_connector_metadata().moves)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -71,12 +109,23 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pass
 
     def wait_for_save(self) -> None:
-        pass
+        if self._worker is not None:
+            self._worker.save(self._get_connector_metadata().moves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        return None, self._worker.finished(self._get_connector_metadata().moves.idle) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.take_bad_blocks()
 
     # In both.
 
     def shutdown(self) -> None:
         self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
 
 
 def _kind(spec: Any) -> str:
@@ -84,3 +133,12 @@ def _kind(spec: Any) -> str:
 
     kind: str = get_kv_cache_spec_kind(spec).value
     return kind
+
+
+def _backends(config: Any) -> dict[str, str]:
+    """How each attention layer lays out its cache: the backend, and on CPUs the instruction set it packs for."""
+    found = {}
+    for name, layer in config.compilation_config.static_forward_context.items():
+        backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else ""
+        found[name] = f"{backend} {getattr(layer, 'isa', '')}"
+    return found

@@ -28,6 +28,7 @@ _OF_CONFIG = {
     "pipeline_parallel_size": "parallel_config.pipeline_parallel_size",
     "data_parallel_size": "parallel_config.data_parallel_size",
     "data_parallel_rank": "parallel_config.data_parallel_index",
+    "kv_load_failure_policy": "kv_transfer_config.kv_load_failure_policy",
     "speculative_method": "speculative_config.method",
 }
 _OF_EVENTS = {

@@ -1,4 +1,5 @@
-"""What the connector does in vLLM's scheduler: it tells the worker of requests and steps, and erases blocks for it.
+"""What the connector does in vLLM's scheduler: it tells the worker of requests and steps, erases blocks for it, and
+plans which blocks are saved for it and which it brings back.
 
 All of it runs on the scheduler's thread. Imports nothing of vLLM.
 """
@@ -7,12 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvfleet_vllm.block_moves import BlockMoves, SharedStore
+from kvfleet_vllm.request_params import RequestParams, params_of
+from kvfleet_vllm.restore_plan import RestorePlan
+from kvfleet_vllm.save_plan import SavePlan
 from kvfleet_vllm.sidecar_link import SidecarLink
-from kvfleet_vllm.step_news import StepNews
-from kvfleet_vllm.wire import KEY, VERSION, BlocksErased, EngineHello, EraseBlocks
+from kvfleet_vllm.step_news import StepNews, computed_tokens, is_choice, name_of
+from kvfleet_vllm.wire import BlocksErased, EngineHello, EraseBlocks, GrantSlots, PiecesSaving
 
 log = logging.getLogger(__name__)
 
@@ -21,49 +26,108 @@ HASH_BYTES = 8  # the last of a hash: all that an event with a number for a hash
 
 
 class SchedulerSide:
-    """`pool` is vLLM's BlockPool, known a little later than the rest."""
+    """`pool` is vLLM's BlockPool, known a little later than the rest. `pieces` are in one of its blocks; 0: blocks
+    cannot be moved. They are brought back only where vLLM `recomputes` what cannot be loaded."""
 
-    def __init__(self, hello: Callable[[], EngineHello], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        hello: Callable[[], EngineHello],
+        clock: Callable[[], float] = time.monotonic,
+        pieces: int = 0,
+        recomputes: bool = True,
+    ) -> None:
         self.pool: Any = None
         self._clock = clock
         self._link = SidecarLink(hello)
+        self._connection = 0  # what is offered, wanted and granted is of this one
+        self._store: SharedStore | None = None
         self._news = StepNews()
+        self._moves = pieces > 0
+        self._recomputes = recomputes
+        self._restores = RestorePlan(pieces)
+        self._saves = SavePlan(pieces)
 
     def request_added(self, request: Any) -> None:
         """Before vLLM looks for its blocks: a request never hits what it was sent after the order to erase."""
         self._obey()
-        path = socket_path(request.kv_transfer_params)
-        if path is not None:
-            self._link.open(path)
+        params = params_of(request.kv_transfer_params)
+        if params is not None:
+            self._link.open(params.socket)
             self._obey()
-        self._news.added(request, path is not None)
+            if self._connection:
+                self._plan(request, params)
+        self._news.added(request, params is not None)
+
+    def restorable(self, request: Any, cached: int) -> int:
+        return self._restores.restorable(request.request_id, cached, request.num_tokens)
+
+    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        self._restores.allocated(request.request_id, blocks, tokens)
+
+    def loaded(self, requests: Iterable[str], bad_blocks: Iterable[int]) -> None:
+        for request in self._restores.ended(requests, set(bad_blocks)):
+            log.warning("blocks of %s were not loaded; it is computed, and nothing of it saved", request)
+            self._saves.stop(request)
 
     def request_finished(self, request: str) -> None:
         self._news.finished(request)
+        self._restores.finished(request)
+        self._saves.stop(request)
 
-    def step(self, output: Any) -> None:
+    def step(self, output: Any) -> BlockMoves:
         self._obey()
-        self._link.send(self._news.step(output, self._clock()))
+        news = self._news.step(output, self._clock(), self._restores.own)
+        saves = self._saves.step(computed_tokens(output), lambda one: block_ids(output, one)) if self._moves else []
+        self._link.send([*news, *(PiecesSaving(save.request, save.at, save.slots) for save in saves)])
+        loads, given_up = self._restores.step()
+        if not self._follow_link():
+            saves, given_up = [], ()
+        idle = not output.total_num_scheduled_tokens
+        return BlockMoves(self._connection, self._link.path, self._store, tuple(saves), loads, given_up, idle)
 
     def close(self) -> None:
         self._link.close("vLLM shuts down")
 
+    def _plan(self, request: Any, params: RequestParams) -> None:
+        self._store = params.store or self._store
+        if params.store is None or not self._moves or not is_movable(request):
+            return
+        name = name_of(request.request_id)
+        if params.restore_slots and self._recomputes:
+            self._restores.offer(request.request_id, name, params.restore_at, params.restore_slots)
+        if params.save_from is not None:
+            self._saves.want(request, name, params.save_from)
+
     def _obey(self) -> None:
+        self._follow_link()
         for order in self._link.receive():
             if isinstance(order, EraseBlocks):
                 self._link.send([BlocksErased(order.number, erase(self.pool, order.hashes))])
+            elif isinstance(order, GrantSlots):
+                self._saves.grant(order.slots)
+        self._follow_link()
+
+    def _follow_link(self) -> bool:
+        """Whether the connection is the one it was. What an earlier one's worker has told is void."""
+        if self._link.number == self._connection:
+            return True
+        self._connection, self._store = self._link.number, None
+        self._restores.forget()
+        self._saves.forget()
+        return False
 
 
-def socket_path(params: Any) -> str | None:
-    """Where the worker listens that sent a request with these kv_transfer_params; None if no worker of ours did."""
-    asked = params.get(KEY) if isinstance(params, dict) else None
-    if not isinstance(asked, dict):
-        return None
-    if asked.get("version") != VERSION or not isinstance(asked.get("socket"), str):
-        log.warning("kv_transfer_params of a worker that this version (%d) does not understand: %.200r", VERSION, asked)
-        return None
-    path: str = asked["socket"]
-    return path
+def is_movable(request: Any) -> bool:
+    """Blocks are named by tokens alone, one sequence a request."""
+    adapted = getattr(request, "lora_request", None) or getattr(request, "mm_features", None)
+    return not adapted and getattr(request, "prompt_embeds", None) is None and not is_choice(request.request_id)
+
+
+def block_ids(output: Any, request: str) -> Sequence[int]:
+    """The whole block table of a request that `output`, a SchedulerOutput, schedules."""
+    (ids,) = output.kv_connector_block_state.get_block_ids(request)
+    found: Sequence[int] = ids
+    return found
 
 
 def erase(pool: Any, hashes: Iterable[int | bytes]) -> int:

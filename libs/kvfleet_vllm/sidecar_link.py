@@ -1,4 +1,5 @@
-"""The connection from vLLM's scheduler to the worker beside it. Owned by the scheduler's thread, and never holds it up.
+"""The connection from vLLM's scheduler, or one of its workers, to the worker beside vLLM. Owned by that one's main
+thread, and never holds it up.
 
 It needs no thread of its own: a Unix socket takes what fits into its buffer at once, and connects at once. A worker
 that has not read for so long that the buffer is full (hundreds of steps) is treated as one that is gone.
@@ -10,7 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 
-from kvfleet_vllm.wire import Decoder, EngineHello, Message, encode
+from kvfleet_vllm.wire import Decoder, Message, encode
 
 log = logging.getLogger(__name__)
 
@@ -21,20 +22,22 @@ PART = 1 << 16
 class SidecarLink:
     """Closed until `open`, and again when the other side is gone, does not read, or cannot be understood."""
 
-    def __init__(self, hello: Callable[[], EngineHello]) -> None:
+    def __init__(self, hello: Callable[[], Message]) -> None:
+        self.path = ""  # of the last worker that was reached
         self._hello = hello
-        self._path = ""
+        self._opened = 0  # times
         self._refused = ""  # the last path that nobody listened at, which is logged once
         self._socket: socket.socket | None = None
         self._decoder = Decoder()
 
     @property
-    def is_open(self) -> bool:
-        return self._socket is not None
+    def number(self) -> int:
+        """Of the connection, no two have the same; 0 while closed."""
+        return 0 if self._socket is None else self._opened
 
     def open(self, path: str) -> None:
         """To the worker that listens at `path`, in place of another one, unless it is open already."""
-        if self._socket is not None and path == self._path:
+        if self._socket is not None and path == self.path:
             return
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link.setblocking(False)
@@ -48,7 +51,8 @@ class SidecarLink:
             self._refused = path
             return
         self.close("another worker asks")
-        self._path, self._refused, self._socket, self._decoder = path, "", link, Decoder()
+        self.path, self._refused, self._socket, self._decoder = path, "", link, Decoder()
+        self._opened += 1
         log.info("connected to the worker at %s", path)
         self.send([self._hello()])
 
@@ -66,7 +70,7 @@ class SidecarLink:
             self.close(str(error))
 
     def receive(self) -> list[Message]:
-        """What has come since, without waiting."""
+        """What has come since, without waiting. An end that has come is noticed."""
         found: list[Message] = []
         while self._socket is not None:
             try:
@@ -79,12 +83,10 @@ class SidecarLink:
                 break
             if not data:
                 self.close("the worker hung up")
-            elif len(data) < PART:
-                break
         return found
 
     def close(self, why: str) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-            log.warning("the connection to the worker at %s is closed: %s", self._path, why)
+            log.warning("the connection to the worker at %s is closed: %s", self.path, why)

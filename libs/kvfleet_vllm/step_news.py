@@ -11,12 +11,13 @@ comes back after a preemption among the new requests.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvfleet_vllm.wire import EngineStep, Message, Scheduled
 
 # Several choices of one request are children, with a number before; the end is drawn by vLLM.
+_CHOICE = re.compile(r"\d+_")
 _ID = re.compile(r"(?:\d+_)?generate-tokens-(.+?)(?:-[0-9a-f]{8})?")
 
 
@@ -41,8 +42,9 @@ class StepNews:
         if not self._live:
             self._previous = None
 
-    def step(self, output: Any, now: float) -> list[Message]:
-        """News of the step that `output` (vLLM's SchedulerOutput) describes, scheduled at `now` (monotonic seconds)."""
+    def step(self, output: Any, now: float, cached: Mapping[str, int]) -> list[Message]:
+        """News of the step that `output` (vLLM's SchedulerOutput) describes, scheduled at `now` (monotonic seconds).
+        `cached` has the requests that restored blocks, and how many tokens vLLM had itself."""
         for request in output.preempted_req_ids or ():
             self._prefilling.pop(request, None)
             if request in self._own:
@@ -55,7 +57,10 @@ class StepNews:
             if request in self._live:
                 self._prefilling[request] = self._live[request].num_tokens - computed
         news: list[Message] = [self._step(output, now)]
-        news += [Scheduled(self._own[request], had, 0) for request, had in started if request in self._own]
+        for request, had in started:
+            if request in self._own:
+                alone = min(had, cached.get(request, had))
+                news.append(Scheduled(self._own[request], alone, had - alone))
         return news
 
     def _step(self, output: Any, now: float) -> EngineStep:
@@ -81,6 +86,20 @@ def _started(output: Any) -> Iterator[tuple[str, int]]:
         for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if request in cached.resumed_req_ids:
                 yield request, computed
+
+
+def computed_tokens(output: Any) -> Iterator[tuple[str, int]]:
+    """Of each request of the step, how many tokens are computed when it ends, drafts that may be dropped included."""
+    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
+    for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request, computed + scheduled.get(request, 0)
+
+
+def is_choice(request: str) -> bool:
+    """One of several sequences of one request, which have one name."""
+    return _CHOICE.match(request) is not None
 
 
 def name_of(request: str) -> str:

@@ -3,9 +3,15 @@
     frame = 4 bytes, big endian, the length of the rest │ msgpack of [name, field, ...]
 
 They run over a Unix stream socket on which the worker listens. It names the path in each request, in the HTTP body:
-`kv_transfer_params: {"kvfleet": {"version": VERSION, "socket": PATH}}`. vLLM sends an EngineHello first. Either side
-closes the connection when it cannot read the other, or when the other does not read; vLLM comes back with the next
-request.
+`kv_transfer_params: {"kvfleet": {"version": VERSION, "socket": PATH}}` (all of it: `request_params`). vLLM's scheduler
+sends an EngineHello first. Either side closes the connection when it cannot read the other, or when the other does not
+read; vLLM comes back with the next request.
+
+Pieces, 16 tokens each, lie in slots of a shared memory that the worker owns. Each of vLLM's own workers, one a rank,
+opens a connection to the same path, with a WorkerHello first:
+
+    save       GrantSlots ──▶ scheduler, PiecesSaving ──▶ worker; each rank, PiecesSaved ──▶ worker
+    restore    in a request ──▶ scheduler, Scheduled ──▶ worker; each rank, PiecesRead ──▶ worker
 """
 
 from __future__ import annotations
@@ -75,7 +81,63 @@ class BlocksErased:
     blocks: int
 
 
-Message = EngineHello | Scheduled | EngineStep | EraseBlocks | BlocksErased
+@dataclass(frozen=True, slots=True)
+class GrantSlots:
+    """From the worker, to vLLM's scheduler: free slots to save pieces in. They are vLLM's until it has told a
+    PiecesSaving of them, or the connection ends. An idle vLLM reads it with the next request only."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesSaving:
+    """The pieces of a request's tokens from number `at` on, outputs included, will lie in these slots, which were
+    granted. Each of vLLM's workers tells when its part is there; it does not where a connection ends, or vLLM."""
+
+    request: str
+    at: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """The first message of each of vLLM's workers. Slots of equal `format` mean the same; it is empty where pieces can
+    neither be saved nor restored. A rank's part of a piece has `piece_bytes`; a slot has the parts of all ranks."""
+
+    version: int
+    rank: int
+    ranks: int
+    format: bytes
+    piece_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesSaved:
+    """From one of vLLM's workers: its rank's part of these slots, named by one PiecesSaving, is there."""
+
+    request: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesRead:
+    """From one of vLLM's workers: it has read what it was to restore for the request, or has given it up."""
+
+    request: str
+
+
+Message = (
+    EngineHello
+    | Scheduled
+    | EngineStep
+    | EraseBlocks
+    | BlocksErased
+    | GrantSlots
+    | PiecesSaving
+    | WorkerHello
+    | PiecesSaved
+    | PiecesRead
+)
 
 _FORMS: dict[type[Message], tuple[type, ...]] = {
     EngineHello: (int, str, int, str, dict),
@@ -83,8 +145,19 @@ _FORMS: dict[type[Message], tuple[type, ...]] = {
     EngineStep: (float, int, int, int, list),
     EraseBlocks: (int, list),
     BlocksErased: (int, int),
+    GrantSlots: (list,),
+    PiecesSaving: (str, int, list),
+    WorkerHello: (int, int, int, bytes, int),
+    PiecesSaved: (str, list),
+    PiecesRead: (str,),
 }
-_ITEMS: dict[type[Message], type | tuple[type, ...]] = {EngineStep: str, EraseBlocks: (int, bytes)}  # of the last field
+_ITEMS: dict[type[Message], type | tuple[type, ...]] = {  # of the last field
+    EngineStep: str,
+    EraseBlocks: (int, bytes),
+    GrantSlots: int,
+    PiecesSaving: int,
+    PiecesSaved: int,
+}
 _NAMES = {kind.__name__: kind for kind in _FORMS}
 _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _FORMS}
 

@@ -93,6 +93,7 @@ def worker_record(settings: WorkerSettings, worker: str, bundle: Bundle, slots: 
         started_unix_ms=int(time.time() * 1000),
         public_prefixes=tuple(public_prefix(ids) for ids in bundle.public_prefixes),
         attaches=True,
+        engine=settings.engine,
     )
 
 

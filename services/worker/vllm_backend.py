@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,28 +13,55 @@ from tokenizers import Tokenizer
 
 from kvfleet.worker.backend import Backend, Served, WorkerProcess, prompt_encoder_of
 from kvfleet.worker.engine.bundle import read_bundle
+from kvfleet.worker.model.base import BlockFormat
+from kvfleet.worker.model.kv_size import readable
 from kvfleet.worker.model.model_folder import resolve_model
 from kvfleet.worker.network.successors import Successors
-from kvfleet.worker.port.engine_counters import EngineCounters
-from kvfleet.worker.port.engine_port import EngineFacts
+from kvfleet.worker.network.tier_network import TierNetwork
+from kvfleet.worker.serve.demand import preload
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.settings import WorkerSettings
-from kvfleet.worker.text.detokenizer import Detokenizer
-from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences, VllmModel
-from kvfleet.worker.vllm.no_tiers import NoTiers
-from kvfleet.worker.vllm.server_facts import ServerFacts
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.vllm.engine_beside import engine_beside
+from kvfleet.worker.vllm.no_tiers import NoTiers, StoreTiers
+from kvfleet.worker.vllm.piece_store import PieceStore, SharedMemory
+from kvfleet.worker.vllm.result_queue import ResultQueue
+from kvfleet.worker.vllm.server_facts import PieceFormat, ServerFacts
+from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import TokenRoutes
-from kvfleet.worker.vllm.vllm_engine import VllmEngine
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
+from kvfleet.worker.vllm.vllm_tiers import VllmTiers
 from kvfleet.worker.vllm_metrics import VllmMetrics, vllm_readings
 from kvproto.errors import InvalidRequest
 from kvproto.members import Lease
 from kvproto.messages import Bundle, WorkerRecord
 from kvservice import lifecycle
 from kvservice.data_plane import runtime_folder
+from kvservice.host import free_bytes
 from kvservice.metrics import Reading
+
+log = logging.getLogger(__name__)
+
+SHARED = Path("/dev/shm")  # both containers of a pod mount it
+SHARED_SHARE = 0.9  # of what is free there
+
+
+@dataclass(slots=True)
+class PieceBytes(BlockFormat):
+    """Pieces as vaults know blocks: bytes of a format, whatever they mean."""
+
+    kv_format: bytes
+    rows: tuple[int, int, str]
+
+
+def _slots(settings: WorkerSettings, nbytes: int) -> int:
+    """As many pieces as the settings leave room for, in what shared memory there is."""
+    size = settings.host_bytes
+    if size is None:
+        size = int(free_bytes() * settings.host_memory_fraction / settings.workers_on_host)
+    return min(size, int(SHARED_SHARE * shutil.disk_usage(SHARED).free)) // nbytes
 
 
 def bundle_of(settings: WorkerSettings, folder: Path, facts: ServerFacts) -> Bundle:
@@ -54,7 +83,9 @@ class VllmBackend(Backend):
         settings, life = self.process.settings, self.process.life
         if settings.public_prefixes_file is not None:
             raise InvalidRequest("vLLM workers share no cache among tenants", field="public_prefixes_file")
-        folder = runtime_folder(settings, life)
+        if settings.vault_codec != "raw":
+            raise InvalidRequest("vLLM's blocks are written as they are: raw", field="vault_codec")
+        self._runtime = folder = runtime_folder(settings, life)
         sockets = Sockets(str(folder / f"{settings.member}.news"), str(folder / f"{settings.member}.draws"))
         wanted = Expected(settings.block_size, settings.served_model_name, settings.dtype)
         self._server = VllmServer(TokenRoutes(settings.engine_url), sockets, wanted, life.fatal)
@@ -66,46 +97,73 @@ class VllmBackend(Backend):
         return Served(self._bundle, facts.slots)
 
     async def load(self, record: WorkerRecord) -> None:
-        """vLLM has it."""
+        """vLLM has the model; here is what lies below it."""
+        facts, settings, process = self._facts, self.process.settings, self.process
+        self._network = TierNetwork(settings, record.id, record.host, self._runtime, process.tracer)
+        self._rates = StepRates()
+        self._tiers: StoreTiers = NoTiers()
+        if facts.pieces is None:
+            log.info("vLLM's blocks of this layout are kept on its device alone")
+        elif slots := _slots(settings, facts.pieces.nbytes):
+            self._tiers = self._tiers_of(facts.pieces, slots, record)
+
+    def _tiers_of(self, pieces: PieceFormat, slots: int, record: WorkerRecord) -> VllmTiers:
+        settings = self.process.settings
+        log.info("%s of host memory for %d blocks below vLLM", readable(slots * pieces.nbytes), slots)
+        memory = SharedMemory(SHARED / f"kvfleet-{record.id}.kv", slots * pieces.nbytes)
+        self.process.life.closing("shared memory", memory.closed)
+        store = PieceStore(
+            memory,
+            HostTier(memory.view, pieces.nbytes, settings.block_size),
+            self._facts.block_size // settings.block_size,
+            pieces.ranks,
+            self._server.news.grant,
+            lambda changes: self._engine.on_changes(changes),
+        )
+        remote = self._network.remote_for(PieceBytes(pieces.name, (pieces.nbytes // 4, 1, "float32")))
+        return VllmTiers(
+            store, self._server.blocks, self._rates, remote, self._network.meet, settings.fleet_key.encode()
+        )
 
     def assemble(self, lease: Lease) -> WorkerLoop:
         one, facts, bundle, server = self.process, self._facts, self._bundle, self._server
         assert isinstance(lease.record, WorkerRecord)
         tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
-        ratio = facts.block_size // one.settings.block_size
-        engine_facts = EngineFacts(facts.blocks * ratio, facts.block_bytes // ratio, b"")
-        live = LiveVllmSequences(
-            VllmModel(
-                facts.name, facts.context_length, facts.vocab_size, bundle.stop_ids, facts.slots, engine_facts.blocks
-            ),
-            server.blocks,
-            Detokenizer(tokenizer),
-            EngineCounters(),
+        results = ResultQueue(lambda results: worker.on_results(results))
+        self._engine = engine = engine_beside(
+            server, facts, tokenizer, bundle.stop_ids, results, lambda: changed(), f"{lease.record.epoch}-",
+            self._tiers, self._rates,
+        )  # fmt: skip
+        lease.record = replace(
+            lease.record,
+            blocks=engine.facts.blocks,
+            block_bytes=engine.facts.block_bytes,
+            kv_format=engine.facts.kv_format,
+            engine_pid=server.engine_pid,
         )
-        self._engine = engine = VllmEngine(
-            live,
-            engine_facts,
-            server,
-            on_result=lambda results: worker.on_results(results),
-            on_state=lambda: worker.on_state(),
-            prefix=f"{lease.record.epoch}-",
-        )
-        lease.record = replace(lease.record, blocks=engine_facts.blocks, block_bytes=engine_facts.block_bytes)
         parts = WorkerParts(
-            one.settings, one.connection, one.subjects, lease, engine, NoTiers(), bundle, prompt_encoder_of(tokenizer),
-            one.tracer,
+            one.settings, one.connection, one.subjects, lease, engine, self._tiers, bundle,
+            prompt_encoder_of(tokenizer), one.tracer,
         )  # fmt: skip
         self._successors = Successors(one.connection, one.subjects, lease.record)
         parts.somebody_is_ready = self._successors.somebody_is_ready
         worker = WorkerLoop(parts, one.life.fatal, one.life.stop)
+
+        def changed() -> None:
+            worker.record = replace(worker.record, engine_pid=server.engine_pid)
+            worker.on_state()
+
         return worker
 
     async def start(self, worker: WorkerLoop) -> None:
+        await self._network.follow(self.process.connection, self.process.subjects, worker.record)
         self._server.watch(self._engine)
+        await preload(worker.parts)
 
     async def stop(self) -> None:
         await self._successors.stop()
         await self._engine.stop()
+        await self._network.stop()
 
     def readings(self, worker: WorkerLoop) -> list[Reading]:
         return vllm_readings(worker, self._server)

@@ -120,6 +120,7 @@ MESSAGES: dict[str, Any] = {
         block_bytes=393_216,
         public_prefixes=(m.PublicPrefix(32, HASHES[1]), m.PublicPrefix(48, HASHES[2])),
     ),
+    "worker_record_engine": replace(RECORD, engine="vllm", engine_pid=4712),
     "heartbeat_restore_rates": replace(
         HEARTBEAT, rates=m.Rates(1234.5, 17.25, 270.0, {"host": 8e9, "vault": 1.5e8})
     ),

@@ -37,6 +37,12 @@ class Pod:
         return found
 
     @property
+    def main(self) -> Object:
+        """Its first container that is no sidecar."""
+        first: Object = self.spec["containers"][0]
+        return first
+
+    @property
     def containers(self) -> list[Object]:
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 

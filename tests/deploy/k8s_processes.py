@@ -42,7 +42,7 @@ def process_problems(objects: Sequence[Object]) -> list[str]:
         f"{pod.name}: {problem}"
         for pod in pods(objects)
         for container in pod.containers
-        if "kvfleet-nats" not in container["image"]
+        if not any(other in container["image"] for other in ("kvfleet-nats", "kvfleet-vllm"))
         for problem in _container(pod, container, objects)
     ]
 

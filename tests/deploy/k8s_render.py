@@ -17,7 +17,7 @@ K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = tuple(sorted(path.name for path in (K8S / "overlays").iterdir() if path.is_dir()))
 COMPONENTS = tuple(sorted(path.name for path in (K8S / "components").iterdir() if path.is_dir()))
 
-IMAGES = ("kvfleet-control", "kvfleet-worker", "kvfleet-nats")
+IMAGES = ("kvfleet-control", "kvfleet-worker", "kvfleet-vllm", "kvfleet-nats")
 
 Object = dict[str, Any]
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, seven times as fast

@@ -186,3 +186,9 @@ def test_a_docker_that_can_build_is_looked_for(
     monkeypatch.setenv("DOCKER", str(docker))
     found = script().find_docker()
     assert (found == str(docker)) == can
+
+
+def test_vllms_image_is_a_registrys() -> None:
+    (argv,) = planned("--target", "vllm", "--build-arg", "VLLM_IMAGE=mine/vllm:1")
+    assert after(argv, "--target") == ["vllm"]
+    assert run("--dry-run", "--offline", "--target", "vllm").returncode == 2

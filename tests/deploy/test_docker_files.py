@@ -18,12 +18,14 @@ from kvfleet.ingress.settings import IngressSettings
 from kvfleet.placement.settings import PlacementSettings
 from kvfleet.vault.settings import VaultSettings
 from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.vllm.server_facts import NEWEST
 from kvservice.settings import ServiceSettings
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
-IMAGES = ("control", "worker", "worker-gpu", "nats")
+IMAGES = ("control", "worker", "worker-gpu", "vllm", "nats")
+ENTRIES = {"nats": ["nats-server"], "vllm": ["vllm", "serve"]}
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "ingress": IngressSettings,
     "placement": PlacementSettings,
@@ -42,7 +44,7 @@ def stages() -> dict[str, list[str]]:
         if made := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
             found[made[2]] = list(found.get(made[1], []))
             current = made[2]
-        elif line and not line.startswith(("#", "ARG BASE_IMAGE", "ARG WHEELS")):
+        elif line and not line.startswith(("#", "ARG BASE_IMAGE", "ARG WHEELS", "ARG VLLM_IMAGE")):
             found[current].append(line)
     return found
 
@@ -71,7 +73,9 @@ def test_hadolint_finds_nothing() -> None:
 def test_the_base_is_an_argument_with_a_pinned_release() -> None:
     assert re.search(r"^ARG BASE_IMAGE=python:3\.11-slim-bookworm$", DOCKERFILE, re.MULTILINE)
     bases = {line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("FROM ")}
-    assert bases <= {"${BASE_IMAGE}", "${WHEELS}", *stages()}
+    assert bases <= {"${BASE_IMAGE}", "${WHEELS}", "${VLLM_IMAGE}", *stages()}
+    (newest,) = re.findall(r"^ARG VLLM_IMAGE=vllm/vllm-openai:v(\d+\.\d+)\.\d+$", DOCKERFILE, re.MULTILINE)
+    assert tuple(map(int, newest.split("."))) == NEWEST
     assert not DOCKERFILE.startswith("# syntax="), "that would be pulled from a registry"
 
 
@@ -84,7 +88,7 @@ def test_an_image_runs_as_a_numeric_user(image: str) -> None:
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_says_whether_it_is_healthy_without_curl(image: str) -> None:
     check = json.loads(last(image, "HEALTHCHECK").split("CMD", 1)[1])
-    assert check[:3] == ["python", "-m", "kvservice.health"]
+    assert check[:3] == ["python3" if image == "vllm" else "python", "-m", "kvservice.health"]
     assert not re.search(r"\b(curl|wget|sudo|apt-get)\b", DOCKERFILE.split("# ----", 1)[1].replace("without curl", ""))
 
 
@@ -96,7 +100,7 @@ def test_python_imports_nothing_from_the_current_folder(image: str) -> None:
 @pytest.mark.parametrize("image", IMAGES)
 def test_a_process_is_started_without_a_shell(image: str) -> None:
     entry = json.loads(last(image, "ENTRYPOINT"))
-    assert entry == (["nats-server"] if image == "nats" else ["kvfleet"])
+    assert entry == ENTRIES.get(image, ["kvfleet"])
     assert isinstance(json.loads(last(image, "CMD")), list)
 
 

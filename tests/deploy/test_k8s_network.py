@@ -50,6 +50,11 @@ def test_gke_gpu() -> None:
     assert arrows(render("gke-gpu")) == BASE | VAULT | COLLECTORS | HUB | DNS_CACHE
 
 
+def test_vllm() -> None:
+    """Its ports are the pod's own."""
+    assert arrows(render("vllm")) == BASE | HUB
+
+
 def test_with_the_prometheus_operator(tmp_path: Path) -> None:
     scraped: set[Arrow] = {("prometheus", role, "TCP 9090") for role in SERVICES}
     assert arrows(render_combination(("vault", "monitoring"), tmp_path)) == BASE | VAULT | scraped

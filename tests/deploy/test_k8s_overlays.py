@@ -38,8 +38,25 @@ def test_images_are_the_overlays() -> None:
     }
 
 
+def test_a_gpu_for_each_vllm_and_its_worker_beside_it() -> None:
+    (worker,) = [pod for pod in pods(render("vllm")) if pod.component == "worker"]
+    assert [(one["name"], one["resources"]["limits"].get(GPU)) for one in worker.containers] == [
+        ("vllm", "1"),
+        ("worker", None),
+    ]
+    assert [one["key"] for one in worker.spec["tolerations"]] == [GPU]
+    told = environment(worker.main, render("vllm"))
+    assert (told["KVFLEET_ENGINE"], told["KVFLEET_MODEL"]) == ("vllm", "Qwen/Qwen2.5-7B-Instruct")
+
+
+def test_vllm_has_the_token_of_the_hub_and_no_key_of_the_fleet() -> None:
+    (worker,) = [pod for pod in pods(render("vllm")) if pod.component == "worker"]
+    vllm, _ = worker.containers
+    assert mounted_files(vllm, worker.spec["volumes"]) == {"/etc/kvfleet/hub/token"}
+
+
 def test_how_many_of_each() -> None:
-    for overlay, workers, vaults in (("base", 4, None), ("local", 2, 1), ("gke-gpu", None, 2)):
+    for overlay, workers, vaults in (("base", 4, None), ("local", 2, 1), ("gke-gpu", None, 2), ("vllm", 2, None)):
         objects = render(overlay)
         counts = {pod.component: pod.owner["spec"].get("replicas") for pod in pods(objects) if pod.component != "init"}
         wanted = {"nats": 3, "ingress": None, "placement": 2, "worker": workers, "vault": vaults}
@@ -107,13 +124,15 @@ def test_each_role_holds_its_own_keys_and_no_others(overlay: str) -> None:
             for source in volume.get("projected", {}).get("sources", []):
                 if source.get("secret", {}).get("name") == "kvfleet-nkeys":
                     seeds.setdefault(pod.component, set()).update(item["key"] for item in source["secret"]["items"])
-    assert seeds == {
+    own = {
         "ingress": {"ingress.seed"},
         "placement": {"placement.seed", "sys.seed"},
         "worker": {"worker.seed"},
         "vault": {"vault.seed"},
         "init": {"admin.seed"},
     }
+    assert seeds == {role: own[role] for role in seeds}
+    assert own.keys() - seeds.keys() == set() if overlay != "vllm" else {"vault"}
     fleet_key = {
         pod.component
         for pod in pods(render(overlay))
@@ -129,7 +148,7 @@ def test_tls_everywhere(overlay: str) -> None:
     for pod in pods(objects):
         if pod.component == "nats":
             continue
-        told = environment(pod.containers[0], objects)
+        told = environment(pod.main, objects)
         servers = (told["KVFLEET_NATS_URL"] or "").split(",")
         assert len(servers) == 3
         assert all(server.startswith("tls://") for server in servers)
@@ -165,7 +184,7 @@ def test_the_ingress_shows_the_world_one_port() -> None:
 
 def test_a_vaults_memory_and_disk_have_room_for_what_it_is_told_to_keep() -> None:
     units = {"Mi": 2**20, "Gi": 2**30}
-    for overlay in OVERLAYS:
+    for overlay in ("local", "gke-gpu"):
         vault = named(render(overlay), "StatefulSet", "vault")["spec"]
         (container,) = vault["template"]["spec"]["containers"]
         told = environment(container, render(overlay))

@@ -20,12 +20,14 @@ from tests.deploy.k8s_processes import PROBED, process_problems
 from tests.deploy.k8s_references import reference_problems
 from tests.deploy.k8s_render import OVERLAYS, combinations, gke_with_gateway, render, render_combination
 from tests.deploy.k8s_schemas import schema_problems
+from tests.deploy.k8s_vllm import vllm_problems
 
 CHECKS: tuple[Callable[[Sequence[Object]], list[str]], ...] = (
     schema_problems,
     reference_problems,
     process_problems,
     hardening_problems,
+    vllm_problems,
 )
 
 

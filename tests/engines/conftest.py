@@ -10,15 +10,15 @@ import own_engine
 import pytest
 import torch
 import vllm_engine
-import vllm_engine_rig
 from rigs import CONTEXT, EngineRig, RigKind
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
+from tests.support import vllm_rig
 
 KINDS = {
     "fake": RigKind(own_engine.fake),
     "torch": RigKind(own_engine.torch),
-    "vllm double": RigKind(vllm_engine_rig.double),
+    "vllm double": RigKind(vllm_rig.of_slots),
     "real vllm": RigKind(vllm_engine.start),
 }
 

@@ -11,12 +11,9 @@ from rigs import BLOCK_SIZE, CONTEXT, EngineRig, Recorder
 from tokenizers import Tokenizer
 
 from kvfleet.worker.engine.bundle import read_bundle
-from kvfleet.worker.port.engine_counters import EngineCounters
-from kvfleet.worker.port.engine_port import EngineFacts
-from kvfleet.worker.text.detokenizer import Detokenizer
-from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences, VllmModel
+from kvfleet.worker.vllm.engine_beside import engine_beside
+from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.token_routes import TokenRoutes
-from kvfleet.worker.vllm.vllm_engine import VllmEngine
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected
 from kvfleet.worker.vllm.vllm_server import VllmServer as VllmSide
@@ -53,14 +50,9 @@ async def beside(url: str, folder: Path) -> EngineRig:
     )  # fmt: skip
     await side.open()
     facts = await side.find()
-    ratio = facts.block_size // BLOCK_SIZE
-    engine_facts = EngineFacts(facts.blocks * ratio, facts.block_bytes // ratio, b"")
-    model = VllmModel(
-        facts.name, facts.context_length, facts.vocab_size, bundle.stop_ids, facts.slots, engine_facts.blocks
+    engine = engine_beside(
+        side, facts, tokenizer, bundle.stop_ids, ResultQueue(recorder.take), lambda: None, f"life{next(_lives)}-"
     )
-    live = LiveVllmSequences(model, side.blocks, Detokenizer(tokenizer), EngineCounters())
-    prefix = f"life{next(_lives)}-"
-    engine = VllmEngine(live, engine_facts, side, recorder.take, lambda: None, prefix)
     side.watch(engine)
 
     async def stop() -> None:

@@ -45,6 +45,8 @@ class WorkerRecord:
     kv_format: bytes = b""  # 16 bytes: layout of usable blocks (`kvproto.dataplane.block.kv_format`)
     attaches: bool = False  # an attempt may have several readers, each of which may leave
     born: Count = 0  # revision at which this life first registered; 0: this record's own
+    engine: Name = "own"  # or `vllm`: a server beside the worker
+    engine_pid: Count = 0  # of that server's engine on the worker's host, which changes when it restarts; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,8 +113,8 @@ def _table(widths: Mapping[str, int], left: Iterable[str], rows: Iterable[Row], 
 
 def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> Table:
     widths = {
-        "worker": 0, "state": 0, "model": MEDIUM, "host": MEDIUM, "running": 0, "queued": SMALL, "blocks used": NARROW,
-        "cached": NARROW, "hit rate": 0, "tokens/s": 0, "oldest wait": NARROW,
+        "worker": 0, "state": 0, "model": MEDIUM, "engine": MEDIUM, "host": MEDIUM, "running": 0, "queued": SMALL,
+        "blocks used": NARROW, "cached": NARROW, "hit rate": 0, "tokens/s": 0, "oldest wait": NARROW,
     }  # fmt: skip
     assert snapshot.workers is not None
     rows: list[Row] = []
@@ -124,6 +124,7 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
             "worker": _name(worker),
             "state": _name(state, "" if plain else STATE_STYLES.get(state, "")),
             "model": _name(one["model"]),
+            "engine": _name(one["engine"]),
             "host": _name(one["host"]),
         }
         if state != "dead":
@@ -137,7 +138,7 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
                 "oldest wait": milliseconds(load["oldest_wait_s"] * 1000 or None),
             }
         rows.append(row)
-    return _table(widths, ("worker", "state", "model", "host"), rows, width, plain=plain)
+    return _table(widths, ("worker", "state", "model", "engine", "host"), rows, width, plain=plain)
 
 
 def _tiers(snapshot: TopSnapshot, width: int, *, plain: bool) -> Table | None:

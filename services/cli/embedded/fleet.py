@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from kvfleet.cli.embedded.autoscaler import LocalAutoscaler
 from kvfleet.cli.embedded.processes import Child, FleetEnded, StopRequest, stop
 
 STOP_WITHIN_S = 9.0
+ENGINES_STOP_S = 4.0  # more, where there are engines: a share of it is longer than vLLM's guard takes
 LOOK_EVERY_S = 0.05
 JOIN_S = 0.5  # when all processes are gone: the fleet's own time to stop is up by then
 
@@ -29,11 +31,15 @@ class EmbeddedFleet:
     autoscaler: LocalAutoscaler | None = None
 
     def __iter__(self) -> Iterator[Child]:
-        yield from (*self.nats, *self.vaults, *self.placements, *self.workers, *self.ingresses)
+        yield from (*self.nats, *self.vaults, *self.placements, *self.engines, *self.workers, *self.ingresses)
+
+    @property
+    def engines(self) -> list[Child]:
+        return [worker.engine for worker in self.workers if worker.engine is not None]
 
     def watch(self, stopping: StopRequest, forget: Callable[[Child], None]) -> None:
         """Start each process that ends again; give up one that keeps ending, and a worker that was to drain, however it
-        ended. Calls `forget` for workers that were drained or are replaced.
+        ended; a worker and its engine together. Calls `forget` for workers that were drained or are replaced.
 
         Raises FleetEnded when NATS, the ingress or the last worker is given up. Without vaults or placement a fleet is
         only slower.
@@ -57,6 +63,17 @@ class EmbeddedFleet:
                     err.print(f"kvfleet: {child.name} ended again and again, given up")
                     if autoscaler is not None and child in self.workers:
                         forget(child)
+            for worker in self.workers:
+                if worker.engine is None or worker.given_up == worker.engine.given_up:
+                    continue
+                if worker.given_up:
+                    worker.engine.given_up = True
+                    worker.engine.signal(signal.SIGTERM)
+                else:
+                    worker.given_up = True
+                    worker.kill()
+                    if autoscaler is not None:
+                        forget(worker)
             if autoscaler is not None:
                 autoscaler.maintain()
             if all(worker.given_up for worker in self.workers):
@@ -68,7 +85,9 @@ class EmbeddedFleet:
             self.autoscaler.stopping.set()
         if self.listener is not None:
             self.listener.close()  # first: clients must not wait for an ingress that does not come
-        stop((self.ingresses, self.workers, [*self.vaults, *self.placements], self.nats), STOP_WITHIN_S)
+        engines = self.engines
+        groups = (self.ingresses, self.workers, [*engines, *self.vaults, *self.placements], self.nats)
+        stop(groups, STOP_WITHIN_S + (ENGINES_STOP_S if engines else 0.0))
         if self.autoscaler is not None and self.autoscaler.thread.is_alive():
             self.autoscaler.thread.join(JOIN_S)
         self.autoscaler = None

@@ -50,7 +50,7 @@ def begin(flags: Sequence[str]) -> None:
         return
     of_services().prepare()
     atexit.register(of_services().close)
-    if not {"--runner=fake", "fake"} & set(flags) and find_spec("torch") is not None:
+    if not {"--runner=fake", "fake", "--engine=vllm", "vllm"} & set(flags) and find_spec("torch") is not None:
         of_workers().prepare()
         atexit.register(of_workers().close)
 

@@ -1,4 +1,4 @@
-"""Ports of this machine: that of the ingress, and those of the fleet's metrics."""
+"""Ports of this machine: that of the ingress, those of vLLM servers, and those of the fleet's metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def claim(host: str, port: int) -> int:
     """The port, or a free one for 0. Raises PortTaken."""
     with _bound(host, port) as probe:
         return int(probe.getsockname()[1])
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """That many different ones. Raises PortTaken."""
+    with ExitStack() as held:
+        return [held.enter_context(_bound(host, 0)).getsockname()[1] for _ in range(count)]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -65,6 +65,7 @@ class Child:
     restarts: list[float] = field(default_factory=list)
     model: str = ""  # of a worker
     draining: bool = False  # as the autoscaler told it
+    engine: Child | None = None  # of a worker, where it is a process of its own
 
     def __post_init__(self) -> None:
         self.process = self.start()

@@ -29,26 +29,36 @@ from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
 from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim, listen
 from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, spawn
+from kvfleet.cli.embedded.vllm_python import NoVllm, VllmPython, find_vllm
+from kvfleet.cli.embedded.vllm_servers import VllmServers, gpus, refused
 from kvfleet.cli.operator.init import create_buckets
 from kvfleet.cli.operator.operator_login import Login
 from kvproto.errors import KvfleetError
 from kvservice import launch
 from kvservice.private_files import make_own_folder, read_secret, remove_own_folder, write_private
 
+VLLM_HELP = (
+    "flags of `vllm serve`, with --engine vllm. On CPUs each server takes VLLM_CPU_KVCACHE_SPACE GiB for KV blocks: 1, "
+    "unless that is set"
+)
 DRAIN_S = 3.0
 START_TIMEOUT_S = 600.0
+
+OWN_ENGINE = ("runner", "fake_tokens_per_s", "blocks", "device", "vaults", "vault_max_bytes")  # flags for it alone
 
 DType = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
 def up(
+    context: typer.Context,
+    vllm_flags: Annotated[list[str] | None, typer.Argument(metavar="-- VLLM_FLAGS", help=VLLM_HELP)] = None,
     model: Annotated[list[str] | None, typer.Option(help="demo, a model folder or a hub id; may be repeated")] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="name for clients, one per --model")] = None,
     load_format: Annotated[
         Literal["auto", "dummy"], typer.Option(help="dummy: random weights from config.json")
     ] = "auto",
-    workers: Annotated[int, typer.Option(min=1, help="workers of each model")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="workers of each model; vLLM: 1, or one a GPU")] = 2,
     autoscale: Annotated[
         str | None, typer.Option(metavar="MIN:MAX", help="as many workers of each model as there is work for, instead")
     ] = None,
@@ -69,6 +79,12 @@ def up(
     runner: Annotated[
         Literal["torch", "fake"], typer.Option(help="fake: deterministic and without torch, for tests")
     ] = "torch",
+    engine: Annotated[
+        Literal["own", "vllm"], typer.Option(help="vllm: each worker beside a vLLM server, started with it")
+    ] = "own",
+    engine_python: Annotated[
+        Path | None, typer.Option(help="Python that has vLLM; default: that of make vllm-install, or this one")
+    ] = None,
     fake_tokens_per_s: Annotated[float, typer.Option(min=0, help="speed of the fake runner; 0: unlimited")] = 0.0,
     blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of each worker")] = None,
     namespace: Annotated[str, typer.Option(help="first token of every subject")] = "kvf",
@@ -86,6 +102,14 @@ def up(
     for one in models:
         if one != "demo" and (one.startswith((".", "/", "~")) or one.count("/") != 1) and not Path(one).is_dir():
             fail(f"model folder {one!r} does not exist")
+    vllm = None
+    if engine == "vllm":
+        vllm = _vllm(context, engine_python, vllm_flags or [])
+        vaults = 0
+        if _is_default(context, "workers"):
+            workers = max(1, len(gpus()) // len(models))
+    elif vllm_flags or engine_python is not None:
+        fail(f"{vllm_flags[0] if vllm_flags else '--engine-python'}: only with --engine vllm", 2)
     limits = read_limits(autoscale)
     if limits is not None and not placements:
         fail("--autoscale needs a placement: it says how many workers there should be", 2)
@@ -122,20 +146,29 @@ def up(
             for i in range(placements):
                 own = [*deciding, *targets.flags("placement", f"p{i}")]
                 fleet.placements.append(_service("placement", f"p{i}", own, key | system))
-            flags = [f"--load-format={load_format}", f"--dtype={dtype}", f"--device={device}"]
+            flags = [f"--engine={engine}", f"--load-format={load_format}", f"--dtype={dtype}", f"--device={device}"]
             flags += [f"--runner={runner}", f"--fake-tokens-per-s={fake_tokens_per_s}", f"--drain-s={DRAIN_S}"]
             flags += [f"--blocks={blocks}"] if blocks else []
             total = (limits.minimum if limits else workers) * len(models)
             most = (limits.maximum if limits else workers) * len(models)
             numbers = itertools.count()
+            servers = None
+            if vllm is not None:
+                options = [f"--load-format={load_format}", f"--dtype={dtype}"]
+                servers = VllmServers(vllm, own_folder, state, vllm_flags or [], options, most, log_level)
 
             def start_worker(which: int, *, late: bool = False) -> Child:
                 i = next(numbers)
                 own = [*common, *flags, f"--model={models[which]}", f"--workers-on-host={most}"]
                 own += targets.flags("worker", f"w{i}", or_any=late)
                 own += [f"--served-model-name={names[which]}"] if which < len(names) else []
-                child = _service("worker", f"w{i}", own, key | _own_gpu(i), torch=runner == "torch")
-                child.model = served[which]
+                beside = None
+                if servers is not None:
+                    beside, at = servers.start(f"w{i}", models[which], served[which], _own_gpu(i))
+                    own.append(f"--engine-url={at}")
+                uses_torch = runner == "torch" and servers is None
+                child = _service("worker", f"w{i}", own, key | _own_gpu(i), torch=uses_torch)
+                child.model, child.engine = served[which], beside
                 return child
 
             fleet.workers += [start_worker(i % len(models)) for i in range(total)]
@@ -206,6 +239,24 @@ def fleet_key(state: Path) -> str:
     return read_secret(path, "state_dir")
 
 
+def _vllm(context: typer.Context, python: Path | None, flags: list[str]) -> VllmPython:
+    """Fails in one line."""
+    for name in OWN_ENGINE:
+        if not _is_default(context, name):
+            fail(f"--{name.replace('_', '-')}: not with --engine vllm", 2)
+    if (ours := refused(flags)) is not None:
+        fail(f"{ours}: kvfleet up gives vLLM its own", 2)
+    try:
+        return find_vllm(python)
+    except NoVllm as error:
+        fail(str(error))
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
+
+
 def _name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
@@ -235,12 +286,7 @@ def _service(
 
 def _own_gpu(index: int) -> dict[str, str]:
     """Local workers take the GPUs round robin."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        gpus = [gpu for gpu in visible.split(",") if gpu.strip()]
-    else:
-        gpus = [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
-    return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+    return {"CUDA_VISIBLE_DEVICES": found[index % len(found)]} if (found := gpus()) else {}
 
 
 def _wait_ready(

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich import box
@@ -34,10 +34,16 @@ def plan(
         float | None,
         typer.Option(min=0, max=0.999, help="share of prompt tokens found in a cache; default: measured, or 0"),
     ] = None,
+    engine: Annotated[
+        Literal["own", "vllm"], typer.Option(help="of the workers; vllm: no vaults, and says what flags vLLM needs")
+    ] = "own",
     dtype: Annotated[DType, typer.Option(help="of the model")] = "auto",
     kv_dtype: Annotated[KvDType, typer.Option(help="of keys and values")] = KvDType.auto,
     worker_memory: Annotated[
         str | None, typer.Option(help="of a worker for keys and values, such as 24GiB", callback=known_size)
+    ] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="of a worker, instead: vLLM logs its KV cache size in tokens")
     ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="sequences of a worker; default: measured, or 256")] = None,
     prefill_tokens_per_s: Annotated[float | None, typer.Option(min=1e-9, help="of one worker")] = None,
@@ -58,8 +64,12 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of a table")] = False,
 ) -> None:
     """How many workers, how much memory for keys and values, and what it costs, for a load and a wait."""
+    if worker_memory is not None and kv_tokens is not None:
+        fail("--worker-memory and --kv-tokens: one of them", 2)
+    if engine == "vllm" and kv_dtype is KvDType.int8:
+        fail("--kv-dtype int8 is the own engine's", 2)
     try:
-        measured = _measured(rates, from_fleet, model_name, api_key)
+        measured = _measured(rates, from_fleet, model_name, api_key, engine)
     except NoRates as error:
         fail(str(error))
     prefill, decode_s = prefill_tokens_per_s or measured.prefill_tokens_per_s, measured.decode_s
@@ -73,16 +83,17 @@ def plan(
         )
         load = f"--requests-per-second {requests_per_second:g} --ttft {ttft:g}"
         load += f" --input-tokens {input_tokens:g} --output-tokens {output_tokens:g}"
-        _measure_first(why, how_to_measure(model, load, input_tokens, output_tokens, from_fleet))
+        _measure_first(why, how_to_measure(model, load, input_tokens, output_tokens, from_fleet, engine))
     flags = [f"--kv-dtype={kv_dtype}", f"--dtype={dtype}", "--device=cpu"]
     reported = json.loads(report(model, [*flags, f"--memory={worker_memory or '1GiB'}"]))
     size, context = reported["sizes"][0], reported["context_length"]
     token_bytes = size["bytes_per_token"]
-    kv_tokens = measured.kv_tokens if worker_memory is None else size["blocks"] * reported["block_size"]
+    held = measured.kv_tokens if worker_memory is None else size["blocks"] * reported["block_size"]
+    held = held if kv_tokens is None else kv_tokens
     hits = hit_rate if hit_rate is not None else measured.hit_rate or 0.0
     demand = planning.Demand(requests_per_second, ttft, ttft_share, input_tokens, input_cv, output_tokens, hits)
     worker = planning.PlannedWorker(
-        prefill, decode_s, decode_each_ms / 1e3, chunk_tokens, slots or measured.slots or 256, kv_tokens
+        prefill, decode_s, decode_each_ms / 1e3, chunk_tokens, slots or measured.slots or 256, held
     )
     if input_tokens + output_tokens > context:
         fail(f"{input_tokens + output_tokens:,.0f} tokens do not fit a context of {context:,}")
@@ -91,13 +102,15 @@ def plan(
     except ValueError as error:
         source = f"measured: {measured.source}; beside other work it is less" if measured.source else "as given"
         fail(f"{error}, at {prefill:,.0f} prompt tokens/s and {decode_s * 1e3:,.1f} ms a decode step ({source})")
-    vault_bytes = vault_minutes * 60 * requests_per_second * (demand.fed_tokens + output_tokens) * token_bytes
+    kept_s = vault_minutes * 60 if engine == "own" else 0.0
+    vault_bytes = kept_s * requests_per_second * (demand.fed_tokens + output_tokens) * token_bytes
     vaults = math.ceil(vault_bytes / parse_bytes(vault_memory)) if vault_bytes else 0
     cost = None
     if price_per_worker_hour is not None:
         cost = fleet.workers * price_per_worker_hour + vaults * price_per_vault_hour
     found = {
         "model": model,
+        "engine": engine,
         "workers": fleet.workers,
         "one_fewer_lacks": lacking or None,
         "utilisation": fleet.utilisation,
@@ -109,9 +122,10 @@ def plan(
         "kv_dtype": size["kv_dtype"],
         "kv_bytes_per_token": token_bytes,
         "kv_bytes_per_worker": fleet.kv_tokens * token_bytes / planning.MOST_USED,
-        "kv_bytes_given": None if kv_tokens is None else kv_tokens * token_bytes,
+        "kv_bytes_given": None if held is None else held * token_bytes,
         "vault_bytes": vault_bytes,
         "vaults": vaults,
+        "vllm_flags": _vllm_flags(fleet, token_bytes) if engine == "vllm" else None,
         "cost_per_hour": cost,
         "demand": asdict(demand),
         "worker": asdict(worker),
@@ -124,6 +138,14 @@ def plan(
     _show(found, vault_minutes)
 
 
+def _vllm_flags(fleet: planning.PlannedFleet, token_bytes: float) -> dict[str, int]:
+    """What vLLM must be given at least, for a worker of one GPU: the memory is a GPU's."""
+    return {
+        "--max-num-seqs": math.ceil(fleet.most_sequences),
+        "--kv-cache-memory-bytes": math.ceil(fleet.kv_tokens * token_bytes / planning.MOST_USED),
+    }
+
+
 def _measure_first(why: str, how: list[str]) -> NoReturn:
     err.print(f"kvfleet: {printable(why)}: measure it:")
     for line in how:
@@ -132,12 +154,12 @@ def _measure_first(why: str, how: list[str]) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _measured(path: Path | None, url: str | None, model: str | None, api_key: str | None) -> Measured:
+def _measured(path: Path | None, url: str | None, model: str | None, api_key: str | None, engine: str) -> Measured:
     if path is not None and url is not None:
         raise NoRates("--rates and --from-fleet: one of them")
     if path is not None:
-        return of_file(path, model)
-    return of_fleet(url, model, api_key) if url is not None else Measured()
+        return of_file(path, model, engine)
+    return of_fleet(url, model, api_key, engine) if url is not None else Measured()
 
 
 def _show(found: dict[str, Any], vault_minutes: float) -> None:
@@ -156,9 +178,12 @@ def _show(found: dict[str, Any], vault_minutes: float) -> None:
     given = "" if found["kv_bytes_given"] is None else f" of {readable(int(found['kv_bytes_given']))}"
     needed = readable(int(found["kv_bytes_per_worker"]))
     table.add_row("KV memory of a worker", f"{needed}{given} ({found['kv_dtype']})")
+    if found["vllm_flags"] is not None:
+        table.add_row("vLLM, at least", " ".join(f"{flag} {value}" for flag, value in found["vllm_flags"].items()))
     one = "vault" if found["vaults"] == 1 else "vaults"
     vaults = f"{readable(int(found['vault_bytes']))}: {found['vaults']:,} {one}" if found["vaults"] else "none"
-    table.add_row(f"vault, for {vault_minutes:g} min", vaults)
+    if found["engine"] == "own":
+        table.add_row(f"vault, for {vault_minutes:g} min", vaults)
     if found["cost_per_hour"] is not None:
         per_1000 = found["cost_per_hour"] / (demand["requests_per_s"] * 3.6)
         table.add_row("cost", f"{found['cost_per_hour']:,.2f} an hour, {per_1000:,.4f} per 1,000 requests")

@@ -16,16 +16,19 @@ class NoRates(Exception):
     """The message names what is missing."""
 
 
-def how_to_measure(model: str, load: str, input_tokens: float, output_tokens: float, url: str | None) -> list[str]:
+def how_to_measure(
+    model: str, load: str, input_tokens: float, output_tokens: float, url: str | None, engine: str = "own"
+) -> list[str]:
     """Lines to type. `load`: the plan's options."""
     told = shlex.quote(model)
-    fleet = [] if url is not None else [f"kvfleet up --model {told} --workers 1"]
+    flag = "" if engine == "own" else f" --engine {engine}"
+    fleet = [] if url is not None else [f"kvfleet up{flag} --model {told} --workers 1"]
     where = url or "http://127.0.0.1:8080"
     prompt = f"\"$(yes a | head -n {input_tokens:.0f} | tr '\\n' ' ')\""
     return [
         *fleet,
         f"kvfleet generate {prompt} --max-tokens {output_tokens:.0f} --url {where}",
-        f"kvfleet plan {told} {load} --from-fleet {where}",
+        f"kvfleet plan {told}{flag} {load} --from-fleet {where}",
     ]
 
 
@@ -41,18 +44,18 @@ class Measured:
     source: str = ""
 
 
-def of_fleet(url: str, model: str | None, api_key: str | None) -> Measured:
+def of_fleet(url: str, model: str | None, api_key: str | None, engine: str = "own") -> Measured:
     """GET /workers of a running fleet. Raises NoRates."""
     try:
         with reading(url), client(api_key) as http:
-            return read(get(http, f"{url}/workers"), f"{url}/workers", model)
+            return read(get(http, f"{url}/workers"), f"{url}/workers", model, engine)
     except AnswerRefused as error:
         raise NoRates(f"{url}: {error}") from None
     except AnswerFailed as error:
         raise NoRates(str(error)) from None
 
 
-def of_file(path: Path, model: str | None) -> Measured:
+def of_file(path: Path, model: str | None, engine: str = "own") -> Measured:
     """A saved GET /workers or a heartbeat's rates; the last of several lines counts. Raises NoRates."""
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
@@ -66,11 +69,11 @@ def of_file(path: Path, model: str | None) -> Measured:
         raise NoRates(f"{path} is no JSON") from None
     if not isinstance(said, dict):
         raise NoRates(f"{path} is no JSON object")
-    return read(said, str(path), model)
+    return read(said, str(path), model, engine)
 
 
-def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Measured:
-    """Pure. Raises NoRates."""
+def read(said: Mapping[str, Any], source: str, model: str | None = None, engine: str = "own") -> Measured:
+    """Of several engines the workers of this one count. Pure. Raises NoRates."""
     if "prefill_tokens_per_s" in said:
         step = _mean([said.get("decode_steps_per_s")])
         return Measured(_mean([said["prefill_tokens_per_s"]]), 1 / step if step else None, source=source)
@@ -82,6 +85,8 @@ def read(said: Mapping[str, Any], source: str, model: str | None = None) -> Meas
         workers = [one for one in workers if one.get("model") == model]
     elif len(names) > 1:
         raise NoRates(f"{source} has workers of {', '.join(sorted(names))}: say --model-name")
+    if len({one.get("engine") for one in workers}) > 1:
+        workers = [one for one in workers if one.get("engine") == engine]
     prefill = _mean(one["rates"].get("prefill_tokens_per_s") for one in workers)
     steps = _mean(one["rates"].get("decode_steps_per_s") for one in workers)
     blocks = _mean(one.get("blocks") for one in workers)

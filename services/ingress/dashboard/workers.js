@@ -4,11 +4,11 @@ import { Row, arrange, element, setText } from './elements.js';
 import { NONE, count, rate, seconds, share } from './figures.js';
 
 const WORKER_COLUMNS = [
-  ['worker', 'id'], ['state', 'state'], ['model', 'name'], ['host', 'name'], ['running', 'n'], ['queued', 'n'],
-  ['blocks', 'n blocks'], ['hits', 'n'], ['tokens', 'n'], ['wait', 'n'],
+  ['worker', 'id'], ['state', 'state'], ['model', 'name'], ['engine', 'name'], ['host', 'name'], ['running', 'n'],
+  ['queued', 'n'], ['blocks', 'n blocks'], ['hits', 'n'], ['tokens', 'n'], ['wait', 'n'],
 ];
 
-const BLOCKS = 6;
+const BLOCKS = 7;
 
 class WorkerRow extends Row {
   constructor() {
@@ -32,7 +32,7 @@ class WorkerRow extends Row {
           seconds(load.oldest_wait_s),
         ];
     this.node.dataset.state = state;
-    this.fill([id, state, worker.model, worker.host, ...now]);
+    this.fill([id, state, worker.model, worker.engine, worker.host, ...now]);
     setText(this.blocks, dead ? NONE : `${count(load.blocks_used)} / ${count(load.blocks_total)}`);
     this.cells[BLOCKS].title = dead ? '' : `${count(load.blocks_used)} in use, ${count(load.blocks_cached)} cached`;
     const part = (blocks) => (dead || !load.blocks_total ? '0' : `${(100 * blocks) / load.blocks_total}%`);

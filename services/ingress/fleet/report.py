@@ -36,6 +36,8 @@ class WorkerAnswer(Described):
     model_revision: str
     epoch: str
     pid: Natural
+    engine: str
+    engine_pid: Natural
     host: str
     started_unix_ms: Natural
     block_size: Natural

@@ -45,13 +45,16 @@ class Abort:
             raise StepAborted
 
 
-class BlockMemory(Protocol):
+class BlockFormat(Protocol):
+    kv_format: bytes  # 16: equal where blocks' bytes mean the same (`kvproto.dataplane.block`)
+    rows: tuple[int, int, str]  # of a block: how many, of how many numbers, and their dtype; int8: each has a scale
+
+
+class BlockMemory(BlockFormat, Protocol):
     """The bytes of a KV pool's blocks. From any thread, beside steps: a reader ensures that the block is full and
     stays, a writer that it alone holds the block."""
 
     block_bytes: int
-    kv_format: bytes  # 16: equal where blocks' bytes mean the same (`kvproto.dataplane.block`)
-    rows: tuple[int, int, str]  # of a block: how many, of how many numbers, and their dtype; int8: each has a scale
 
     def host_memory(self, size: int) -> memoryview:
         """Zero bytes on the host, to copy blocks to and from. Raises MemoryError."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvfleet.worker.blocks.block_codec import BlockShape
 from kvfleet.worker.engine.engine_thread import EngineThread
-from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.model.base import BlockFormat
 from kvfleet.worker.network.lending import PeerStore
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.remote import RemoteTiers
@@ -118,9 +118,9 @@ class TierNetwork:
         self._far_keys = KeyRing(far) if far else None
         self._tls = server_context(settings), client_context(settings)
 
-    def remote_for(self, memory: BlockMemory) -> RemoteTiers:
-        shape, codec = BlockShape(*memory.rows), BlockCodec(self.settings.vault_codec)
-        settings = RemoteSettings(self.worker, self.host, memory.kv_format, shape, codec)
+    def remote_for(self, blocks: BlockFormat) -> RemoteTiers:
+        shape, codec = BlockShape(*blocks.rows), BlockCodec(self.settings.vault_codec)
+        settings = RemoteSettings(self.worker, self.host, blocks.kv_format, shape, codec)
         self.remote = RemoteTiers(settings, self.ring, tls=self._tls[1], far_keys=self._far_keys, tracer=self.tracer)
         return self.remote
 

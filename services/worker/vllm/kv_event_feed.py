@@ -23,6 +23,8 @@ import msgpack
 import zmq
 import zmq.asyncio
 
+from kvproto.errors import Unavailable
+
 log = logging.getLogger(__name__)
 
 REPLAY_S = 5.0  # for the next part of a replay
@@ -45,6 +47,8 @@ class KvEventFeed:
     batches_total: int = 0
     replays_total: int = 0
     malformed_total: int = 0
+    anew_total: int = 0  # times that another process seemed to begin
+    is_replay: bool = False  # what is told just now came by a replay
     _context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
     _next: int = 0
 
@@ -52,18 +56,25 @@ class KvEventFeed:
         """vLLM is another process now, whose numbers begin at 0 and may have passed those of the last one."""
         self._clear(0)
 
+    def open(self) -> None:
+        """Then `run` it. Raises Unavailable."""
+        self._socket = socket = self._context.socket(zmq.SocketType.SUB)
+        socket.setsockopt(zmq.SocketOption.RCVHWM, HIGH_WATER)
+        socket.setsockopt(zmq.SocketOption.LINGER, 0)
+        socket.setsockopt_string(zmq.SocketOption.SUBSCRIBE, self.topic)
+        try:
+            (socket.bind if self.binds else socket.connect)(self.endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise Unavailable(f"cannot take vLLM's KV events at {self.endpoint}: {error.strerror}") from None
+
     async def run(self) -> None:
         """Until cancelled."""
-        with self._context.socket(zmq.SocketType.SUB) as socket:
-            socket.setsockopt(zmq.SocketOption.RCVHWM, HIGH_WATER)
-            socket.setsockopt(zmq.SocketOption.LINGER, 0)
-            socket.setsockopt_string(zmq.SocketOption.SUBSCRIBE, self.topic)
-            (socket.bind if self.binds else socket.connect)(self.endpoint)
-            try:
-                while True:
-                    await self._take(await socket.recv_multipart())
-            finally:
-                self._context.destroy(linger=0)
+        try:
+            while True:
+                await self._take(await self._socket.recv_multipart())
+        finally:
+            self._context.destroy(linger=0)
 
     async def _take(self, frames: Sequence[bytes]) -> None:
         if len(frames) != 3 or frames[0].decode(errors="replace") != self.topic or len(frames[1]) != 8:
@@ -72,6 +83,7 @@ class KvEventFeed:
         (number,) = struct.unpack(">Q", frames[1])
         if number < self._next:
             log.info("vLLM's KV events begin anew: it is another process")
+            self.anew_total += 1
             self._clear(0)
         if number > self._next:
             await self._replay(number)
@@ -98,11 +110,21 @@ class KvEventFeed:
     async def _replay(self, until: int) -> None:
         """Take the batches from the next one up to `until`, which is not taken. What is not there is gone."""
         self.replays_total += 1
+        self.is_replay = True
+        try:
+            await self._ask_again(until)
+        finally:
+            self.is_replay = False
+        if self._next < until:
+            log.warning("KV events %d to %d of vLLM are lost: its blocks are learnt anew", self._next, until - 1)
+            self._clear(until)
+
+    async def _ask_again(self, until: int) -> None:
         with self._context.socket(zmq.SocketType.DEALER) as socket:
             socket.setsockopt(zmq.SocketOption.LINGER, 0)
             socket.connect(self.replay_endpoint)
             await socket.send_multipart([b"", struct.pack(">Q", self._next)])
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, struct.error, IndexError):  # nobody answers, or somebody else
                 while self._next < until:
                     frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_S)
                     (number,) = struct.unpack(">q", frames[-2])
@@ -112,6 +134,3 @@ class KvEventFeed:
                         self._apply(number, frames[-1])
                     elif number > self._next:
                         break
-        if self._next < until:
-            log.warning("KV events %d to %d of vLLM are lost: its blocks are learnt anew", self._next, until - 1)
-            self._clear(until)

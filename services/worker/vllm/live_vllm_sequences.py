@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain as flat
 from itertools import count
@@ -18,7 +18,7 @@ from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvproto.block_hash import chain
 from kvproto.errors import InvalidRequest, OutOfMemory
-from kvproto.messages import Load
+from kvproto.messages import Load, TierLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class LiveVllmSequences:
         if not sequence.siblings:
             del self._choices[sequence.key[:2]]
 
-    def load(self, preemptions: int, now: float) -> Load:
+    def load(self, preemptions: int, tiers: Mapping[str, TierLoad], now: float) -> Load:
         live, accounts = [one for one in self if not one.is_paused], self.counters.costs.accounts.values()
         waiting = [one for one in live if not one.is_running]
         queued = [(one, one.queued_tokens) for one in live if one.queued_tokens]
@@ -106,5 +106,6 @@ class LiveVllmSequences:
             generated_tokens_total=sum(account.generated_tokens for account in accounts),
             preemptions_total=preemptions,
             evictions_total=self.blocks.evictions_total,
+            tiers=dict(tiers),
             oldest_wait_s=max((now - one.enqueued for one in waiting if not one.started), default=0),
         )

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvfleet_vllm.wire import EngineHello
-from kvproto.errors import EngineFailure
+from kvfleet_vllm.wire import EngineHello, WorkerHello
+from kvproto.block_hash import HASH_BYTES
+from kvproto.errors import UnsupportedModel
 
 OLDEST, NEWEST = (0, 31), (0, 32)  # releases that were tried
 LOGPROBS = 129  # 128 alternatives and the drawn token
 SAMPLER = "kvfleet_vllm.sampler:Sampler"
 SAMPLERS = {SAMPLER, "kvfleet_vllm.slot_sampler:SlotSampler"}  # of vLLM's first and second model runner
+_NEEDED = ("model", "max_model_len", "vocab_size", "block_size", "num_gpu_blocks", "max_num_seqs", "dtype", "kv_events")
+
+
+class Unsuitable(UnsupportedModel):
+    """This server can never be the engine of this worker; says why in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFormat:
+    """`nbytes` of a piece, of all `ranks`; pieces of equal `name`, 16 bytes, mean the same."""
+
+    name: bytes
+    nbytes: int
+    ranks: int
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerHello]) -> PieceFormat | None:
+        """None unless all workers can move pieces of one size."""
+        if not workers or not all(one.format for one in workers) or len({one.piece_bytes for one in workers}) > 1:
+            return None
+        digest = hashlib.blake2b(b"".join(one.format for one in workers), digest_size=HASH_BYTES)
+        return cls(digest.digest(), sum(one.piece_bytes for one in workers), len(workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +56,15 @@ class ServerFacts:
     dtype: str
     cache_dtype: str
     has_lora: bool
+    pieces: PieceFormat | None  # None: its blocks cannot be read or written from outside
     events: Mapping[str, Any]
 
     @classmethod
-    def of(cls, hello: EngineHello, name: str) -> ServerFacts:
-        """`name`: what clients of vLLM call the model. Raises EngineFailure if a fact is missing."""
+    def of(cls, hello: EngineHello, name: str, workers: Sequence[WorkerHello]) -> ServerFacts:
+        """`name`: what clients of vLLM call the model. Raises Unsuitable if a fact is missing."""
         told = hello.facts
+        if untold := [name for name in _NEEDED if told.get(name) is None]:
+            raise Unsuitable(f"the connector in vLLM {hello.vllm} does not tell {', '.join(untold)}")
         try:
             return cls(
                 version=hello.vllm,
@@ -52,18 +79,19 @@ class ServerFacts:
                 dtype=str(told["dtype"]),
                 cache_dtype=str(told["cache_dtype"]),
                 has_lora=bool(told["enable_lora"]),
+                pieces=PieceFormat.of(workers),
                 events=dict(told["kv_events"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineFailure(f"vLLM {hello.vllm} does not tell what it is: {error}") from None
+            raise Unsuitable(f"the connector in vLLM {hello.vllm} tells nonsense: {error}") from None
 
-    def is_as(self, other: ServerFacts) -> bool:
-        """Whether a worker may go on with it after a restart."""
-        mine, others = (
-            (one.name, one.model, one.context_length, one.vocab_size, one.block_size, one.dtype, one.cache_dtype)
-            for one in (self, other)
-        )
-        return mine == others
+    def changes(self, before: ServerFacts) -> list[str]:
+        """Why a worker cannot go on with it after a restart."""
+        names = (
+            "name", "model", "context_length", "vocab_size", "block_size", "dtype", "cache_dtype", "events", "pieces",
+        )  # fmt: skip
+        pairs = [(name, getattr(self, name), getattr(before, name)) for name in names]
+        return [f"{name} {is_now!r}, it was {was!r}" for name, is_now, was in pairs if is_now != was]
 
 
 def is_known(version: str) -> bool:
@@ -87,6 +115,7 @@ def missing_flags(told: Mapping[str, Any]) -> list[str]:
         "--kv-events-config with enable_kv_cache_events, publisher zmq, a replay_endpoint and a topic": bool(
             events.get("enabled")
             and events.get("publisher") == "zmq"
+            and events.get("endpoint")
             and events.get("replay_endpoint")
             and events.get("topic")
         ),

@@ -37,6 +37,10 @@ class StepRates:
             decodes, prompt = before.tokens - before.prefill_tokens, before.prefill_tokens
             self._times.observe(decodes, prompt, prompt * prompt / 2, step.seconds, now)
 
+    def prompt_seconds(self, position: int, tokens: int) -> float:
+        """To compute a prompt's tokens from a position on."""
+        return self._times.prompt_seconds(position, tokens)
+
     @property
     def rates(self) -> Rates:
         times = self._times

@@ -19,7 +19,7 @@ ID_PREFIX = "generate-tokens-"  # what vLLM puts in front of a request's id, and
 CONNECT_S = 5.0
 ANSWER_S = 10.0  # for a short question
 MAX_LINE = 1 << 20  # bytes of one chunk
-MAX_ERROR = 1000  # characters of a foreign message that are repeated
+MAX_ERROR = 500  # characters of a foreign message that are repeated
 
 
 class Answered(EngineFailure):
@@ -93,11 +93,11 @@ class TokenRoutes:
             async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as answer:
                 found = await answer.read()
         except aiohttp.ClientResponseError as error:
-            raise Answered(f"{self.url}{path} answers no HTTP: {error.message}", error.status) from error
+            raise Answered(f"{self.url}{path} answers no HTTP: {_line(error.message)}", error.status) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineFailure(f"{self.url}{path} does not answer: {type(error).__name__}: {error}") from error
         if answer.status != 200:
-            text = found[:MAX_ERROR].decode(errors="replace")
+            text = _line(found.decode(errors="replace"))
             raise Answered(f"{self.url}{path} answers {answer.status}: {text}", answer.status)
         return found
 
@@ -133,7 +133,7 @@ def _refusal(status: int, text: str) -> KvfleetError:
     try:
         message = _message(orjson.loads(text))
     except (orjson.JSONDecodeError, TypeError, AttributeError):
-        message = text[:MAX_ERROR]
+        message = _line(text)
     return _error(status, message)
 
 
@@ -149,4 +149,9 @@ def _error(status: int, message: str) -> KvfleetError:
 
 def _message(found: Mapping[str, Any]) -> str:
     error = found.get("error", found)
-    return str(error.get("message", error) if isinstance(error, Mapping) else error)[:MAX_ERROR]
+    return _line(str(error.get("message", error) if isinstance(error, Mapping) else error))
+
+
+def _line(text: str) -> str:
+    """A foreign text, which may be a whole page, in one line."""
+    return " ".join(text[:MAX_ERROR].split())

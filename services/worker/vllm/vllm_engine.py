@@ -21,15 +21,18 @@ from typing import Any, Protocol
 from kvfleet.worker.port.capacity import Attempt, full
 from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
 from kvfleet.worker.port.giving_way import giving_way
-from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted, StepResult
+from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.vllm.foreign_blocks import ForeignHash
 from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences
+from kvfleet.worker.vllm.no_tiers import StoreTiers
+from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import NextTokens
+from kvfleet.worker.vllm.vllm_holdings import VllmHoldings
 from kvfleet.worker.vllm.vllm_sequence import Sockets, VllmSequence
 from kvfleet_vllm.wire import EngineStep, Scheduled
-from kvproto.block_hash import Root, chain, own_root
+from kvproto.block_hash import Root, chain
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import ChoiceFinished, FinishReason, Inspection, Load, Rates, Tier, TierEvents, Tokens
 from kvproto.tasks import end
@@ -68,34 +71,33 @@ class VllmEngine(EnginePort):
     live: LiveVllmSequences
     facts: EngineFacts
     server: VllmCalls
-    on_result: Callable[[list[StepResult]], None]
+    results: ResultQueue
     on_state: Callable[[], None]
+    tiers: StoreTiers
+    step_rates: StepRates
     prefix: str
     cancel_to_free: Distribution = field(default_factory=Distribution)
     preemptions_total: int = 0
     is_ready: bool = False
-    _is_over: bool = False
     _asked: dict[str, VllmSequence] = field(default_factory=dict)  # by the name that vLLM has
     _numbers: count[int] = field(default_factory=count)
-    _rates: StepRates = field(default_factory=StepRates)
-    _outputs: list[SequenceOutput] = field(default_factory=list)
-    _changes: list[TierEvents] = field(default_factory=list)
-    _flush_due: bool = False
     _aside: set[asyncio.Task[Any]] = field(default_factory=set)
     _forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.model, self.blocks, self.counters = self.live.model, self.live.blocks, self.live.counters
+        self.kv = VllmHoldings(self.blocks, self.tiers)
 
     # What it is asked.
 
     @property
     def measured(self) -> tuple[Load, Rates]:  # type: ignore[override]
-        return self.live.load(self.preemptions_total, time.monotonic()), self._rates.rates
+        load = self.live.load(self.preemptions_total, self.tiers.loads(), time.monotonic())
+        return load, self.step_rates.rates
 
     @property
     def step_age_s(self) -> float:
-        return self._rates.age(time.monotonic())
+        return self.step_rates.age(time.monotonic())
 
     @property
     def is_idle(self) -> bool:
@@ -108,7 +110,7 @@ class VllmEngine(EnginePort):
                 raise EngineFailure("vLLM is away")
             sequence = self.live.accept(spec, time.monotonic())
         except KvfleetError as error:
-            self._tell(SequenceFailed(spec.request, spec.attempt, error, spec.choice))
+            self.results.tell(SequenceFailed(spec.request, spec.attempt, error, spec.choice))
             return
         if (reason := sequence.end) is not None:  # the earlier attempt had all of it
             self._start(sequence, Scheduled("", 0, 0))
@@ -141,32 +143,32 @@ class VllmEngine(EnginePort):
             shed = giving_way(waiting, found[0].spec.priority, count)
             if not shed and not any(one.started or one.is_running for one in found):
                 shed = found
-        rate, error = self._rates.rates.prefill_tokens_per_s, full(0.0)
+        rate, error = self.step_rates.rates.prefill_tokens_per_s, full(0.0)
         if shed and rate:
             least = min(one.spec.priority for one in shed)
             error = full(sum(one.queued_tokens for one in self.live if one.spec.priority >= least) / rate)
         for sequence in shed:
             self._fail(sequence, error)
-        return self._answer(frozenset(sequence.key[:2] for sequence in shed))
+        return self.results.answer(frozenset(sequence.key[:2] for sequence in shed))
 
     async def let_go(self, attempts: Sequence[Attempt], *, keep: bool) -> None:
-        aborts = [self._leave(sequence) for attempt in attempts for sequence in self.live.find(*attempt)]
-        self._flush()
+        leaving = [sequence for attempt in attempts for sequence in self.live.find(*attempt)]
+        aborts = [self._leave(sequence) for sequence in leaving]
+        self.results.flush()
         await asyncio.gather(*(abort for abort in aborts if abort is not None))
+        await asyncio.gather(*(self._keep(sequence) for sequence in leaving))  # found in vaults by those who go on
+        await self.tiers.settled()
 
     def holdings(self) -> asyncio.Future[tuple[Mapping[Tier, Sequence[bytes]], int]]:
-        return self._answer(({Tier.DEVICE: self.blocks.hashes()}, self.blocks.digest))
+        return self.results.answer(self.kv.holdings())
 
     async def inspect(self, root: Root, ids: Sequence[int]) -> Inspection:
         if self._forgetting:
             await asyncio.wait(self._forgetting)
-        cached = self.blocks.depth(chain(own_root(root), ids, self.blocks.block_size)) * self.blocks.block_size
-        found: Inspection = await self._answer(Inspection(cached, (), {Tier.DEVICE.value: cached}))
-        return found
+        return await self.results.answer(self.kv.inspect(root, ids))
 
     async def erase(self, root: Root, ids: Sequence[int], keep: int) -> int:
-        size = self.blocks.block_size
-        names, gone = self.blocks.erasable(chain(own_root(root), ids, size), keep // size)
+        names, gone = self.kv.erasable(root, ids, keep)
         if names:
             await self.server.erase(names)
             self.on_changes(self.blocks.forget(names))  # vLLM tells so too, a little later
@@ -180,6 +182,7 @@ class VllmEngine(EnginePort):
     def came(self) -> None:
         if not self.is_ready:
             self.is_ready = True
+            self.tiers.back()
             self.on_state()
 
     def went(self, reason: str) -> None:
@@ -187,6 +190,7 @@ class VllmEngine(EnginePort):
         was_up, self.is_ready = self.is_ready, False
         for sequence in self.live:
             self._fail(sequence, EngineFailure(reason))
+        self.tiers.away()
         if was_up:
             self.on_state()
 
@@ -195,6 +199,7 @@ class VllmEngine(EnginePort):
         if sequence is None:
             return
         sequence.is_running = True
+        sequence.restored = self.tiers.restored(told.request, told.restored)
         sequence.cached_tokens = told.cached + told.restored
         sequence.account.step_tokens += max(sequence.length - sequence.cached_tokens, 0)
         if not sequence.started:
@@ -202,7 +207,7 @@ class VllmEngine(EnginePort):
         sequence.scheduled.set()
 
     def on_step(self, told: EngineStep) -> None:
-        self._rates.observe(told, time.monotonic())
+        self.step_rates.observe(told, time.monotonic())
         self.counters.stepped(told.sequences, told.tokens, told.seconds)
         self.preemptions_total += len(told.preempted)
         for name in told.preempted:
@@ -211,16 +216,15 @@ class VllmEngine(EnginePort):
 
     def on_answer(self) -> None:
         """A request that is not the engine's was served."""
-        self._rates.answered()
+        self.step_rates.answered()
 
     def on_changes(self, changes: Sequence[TierEvents]) -> None:
-        self._changes += changes
-        self._flush_soon()
+        self.results.changed(changes)
 
     async def stop(self) -> None:
-        self._is_over = True
+        self.results.is_over = True
         self.went("the worker ends")
-        self._flush()
+        self.results.flush()
         await end([*self._aside])
 
     # Sequences.
@@ -253,14 +257,14 @@ class VllmEngine(EnginePort):
         """Generate as far as one request of vLLM's goes. Returns whether it has ended. Raises KvfleetError."""
         sequence.name = name = f"{self.prefix}{next(self._numbers)}"
         sequence.scheduled.clear()
-        self._rates.asked(time.monotonic())
+        self.step_rates.asked(time.monotonic())
         self._asked[name] = sequence
         finish = None
         asked = sequence.spec.sampling.logprobs or 0
-        body = sequence.body(self.model.name, self.server.sockets)
+        body = sequence.body(self.model.name, self.server.sockets, await self.tiers.prepare(sequence))
         async with contextlib.aclosing(self.server.generate(body, asked)) as answer:
             async for part in answer:
-                self._rates.answered()
+                self.step_rates.answered()
                 if not sequence.scheduled.is_set():
                     await self._until_scheduled(sequence)
                 if self._take(sequence, part):
@@ -293,7 +297,7 @@ class VllmEngine(EnginePort):
                     trace.prefilled = time.monotonic()
             if released.ids:
                 index = sequence.text.next_index - len(released.ids)
-                self._tell(Tokens(*sequence.key, index, *released))
+                self.results.tell(Tokens(*sequence.key, index, *released))
             if reason is not None:
                 self._finish(sequence, reason, by_vllm=part.finish is not None)
                 return True
@@ -310,11 +314,15 @@ class VllmEngine(EnginePort):
         cached = min(sequence.cached_tokens, sequence.length)
         again = sequence.length - cached if sequence.spec.output_ids else 0
         request, attempt, choice = sequence.key
-        self._tell(SequenceStarted(request, attempt, sequence.num_prompt, cached, waited, choice, {}, again))
+        restored = sequence.restored
+        self.results.tell(
+            SequenceStarted(request, attempt, sequence.num_prompt, cached, waited, choice, restored, again)
+        )
 
     def _finish(self, sequence: VllmSequence, reason: FinishReason, *, by_vllm: bool = False) -> None:
         self._leave(sequence, by_vllm=by_vllm)
-        self._tell(ChoiceFinished(*sequence.key, reason, len(sequence.outputs)))
+        self._later(self._keep(sequence))
+        self.results.tell(ChoiceFinished(*sequence.key, reason, len(sequence.outputs)))
 
     def _fail(self, sequence: VllmSequence, error: KvfleetError, told: int | None = None) -> None:
         """`told`: how many tokens its reader has, if fewer than have left."""
@@ -326,13 +334,18 @@ class VllmEngine(EnginePort):
             self._forgetting.add(forgetting)
             forgetting.add_done_callback(self._forgetting.discard)
         request, attempt, choice = sequence.key
-        self._tell(SequenceFailed(request, attempt, error, choice))
+        self.results.tell(SequenceFailed(request, attempt, error, choice))
 
     async def _forget(self, root: bytes, ids: Sequence[int], known: int) -> None:
         """No erase could name what follows the `known` tokens. vLLM tells of its last blocks a moment later."""
-        await asyncio.sleep(SETTLE_S + 2 * self._rates.rates.step_s)
+        await asyncio.sleep(SETTLE_S + 2 * self.step_rates.rates.step_s)
         with contextlib.suppress(EngineFailure):  # what it held is gone with it
             await self.erase(root, ids, known)
+
+    async def _keep(self, sequence: VllmSequence) -> None:
+        """Have vaults keep its chain. vLLM saves its last blocks a moment later."""
+        await asyncio.sleep(SETTLE_S)
+        self.tiers.keep(chain(sequence.root, sequence.ids, self.blocks.block_size))
 
     def _leave(self, sequence: VllmSequence, *, by_vllm: bool = False) -> asyncio.Task[None] | None:
         """It is no longer ours. `by_vllm`: nor vLLM's. Returns vLLM's abort, if there is one."""
@@ -358,6 +371,7 @@ class VllmEngine(EnginePort):
 
     def _withdrawn(self, sequence: VllmSequence) -> bool:
         sequence.is_running = False
+        self.tiers.over(sequence.name)
         return self._asked.pop(sequence.name, None) is not None
 
     async def _abort(self, name: str) -> None:
@@ -371,31 +385,3 @@ class VllmEngine(EnginePort):
         self._aside.add(task)
         task.add_done_callback(self._aside.discard)
         return task
-
-    # Results.
-
-    def _answer(self, value: Any) -> asyncio.Future[Any]:
-        self._flush()
-        future = asyncio.get_running_loop().create_future()
-        if self._is_over:
-            future.set_exception(EngineFailure("the engine was stopped"))
-        else:
-            future.set_result(value)
-        return future
-
-    def _tell(self, output: SequenceOutput) -> None:
-        self._outputs.append(output)
-        self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if not self._flush_due:
-            self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        if not (self._outputs or self._changes):
-            return
-        result = StepResult(self._outputs, self._changes, sequences=bool(self._outputs))
-        self._outputs, self._changes = [], []
-        self.on_result([result])

@@ -1,6 +1,7 @@
 """Loop: what runs inside vLLM tells the worker, over two Unix sockets of the worker's. Owned by its event loop.
 
-connector, in the scheduler ──stream──▶ VllmNews      hello, scheduled, steps, erased
+connector, in the scheduler ──stream───▶ VllmNews      hello, scheduled, steps, erased, pieces to be saved
+connector, in each worker ────stream───▶ VllmNews      hello, pieces that were saved or read
 sampler, beside the model ──datagrams──▶ DrawFailures  tokens that could not be drawn, before vLLM tells them
 """
 
@@ -27,12 +28,19 @@ from kvfleet_vllm.wire import (
     EngineHello,
     EngineStep,
     EraseBlocks,
+    GrantSlots,
+    PiecesRead,
+    PiecesSaved,
+    PiecesSaving,
     Scheduled,
+    WorkerHello,
     encode,
 )
 from kvproto.errors import EngineFailure, KvfleetError, Unavailable, from_code
 
 log = logging.getLogger(__name__)
+
+Told = Scheduled | EngineStep | PiecesSaving | PiecesSaved | PiecesRead
 
 PART = 1 << 16
 ERASE_S = 5.0
@@ -41,12 +49,14 @@ MAX_FAILURES = 1024  # of requests that nobody asked about
 
 @dataclass(eq=False)
 class VllmNews:
-    """One connection at a time: a new one replaces the last. `on_gone` hears of an end that the other side made."""
+    """One scheduler at a time: a new connection replaces the last. `on_gone` hears of an end that the other side made.
+    `workers` have greeted, by rank, and are there."""
 
     path: Path
     on_hello: Callable[[EngineHello], None]
-    on_told: Callable[[Scheduled | EngineStep], None]
+    on_told: Callable[[Told], None]
     on_gone: Callable[[str], None]
+    workers: dict[int, WorkerHello] = field(default_factory=dict)
     _server: asyncio.Server | None = None
     _writer: asyncio.StreamWriter | None = None
     _erasing: dict[int, asyncio.Future[int]] = field(default_factory=dict)
@@ -87,7 +97,7 @@ class VllmNews:
             self._writer.write(encode([EraseBlocks(number, tuple(hashes[at : at + ERASE_HASHES]))]))
         try:
             async with asyncio.timeout(ERASE_S):
-                return sum([await self._erasing[number] for number in waiting])
+                return sum(await asyncio.gather(*(self._erasing[number] for number in waiting)))
         except TimeoutError:
             raise EngineFailure("vLLM's connector does not answer") from None
         finally:
@@ -96,6 +106,7 @@ class VllmNews:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder, greeted, why = Decoder(), False, "its connector hung up"
+        worker: WorkerHello | None = None
         try:
             while data := await reader.read(PART):
                 for message in decoder.feed(data):
@@ -103,7 +114,9 @@ class VllmNews:
                         self.hang_up()
                         self._writer, greeted = writer, True
                         self.on_hello(message)
-                    elif self._writer is writer:
+                    elif isinstance(message, WorkerHello):
+                        worker = self.workers[message.rank] = message
+                    elif worker is not None or self._writer is writer:
                         self._hear(message)
         except (OSError, ValueError) as error:
             why = f"its connector cannot be read: {error}"
@@ -111,12 +124,18 @@ class VllmNews:
             greeted = False
         finally:
             writer.close()
+            if worker is not None and self.workers.get(worker.rank) is worker:
+                del self.workers[worker.rank]
             if greeted and self._writer is writer:
                 self.hang_up()
                 self.on_gone(why)
 
+    def grant(self, slots: Sequence[int]) -> None:
+        if self._writer is not None:
+            self._writer.write(encode([GrantSlots(tuple(slots))]))
+
     def _hear(self, message: object) -> None:
-        if isinstance(message, Scheduled | EngineStep):
+        if isinstance(message, Told):
             self.on_told(message)
         elif isinstance(message, BlocksErased):
             future = self._erasing.get(message.number)

@@ -22,7 +22,7 @@ from kvfleet.worker.text.text_stream import NOTHING, Released, TextStream
 from kvfleet.worker.vllm.foreign_blocks import salt_of_root
 from kvfleet_vllm import wire
 from kvproto.block_hash import own_root
-from kvproto.messages import FinishReason, Sampling, TokenLogprobs
+from kvproto.messages import FinishReason, Sampling, Tier, TokenLogprobs
 
 _DRAWING = {  # what of it a draw depends on
     one.name: one.default
@@ -53,6 +53,7 @@ class VllmSequence:
     outputs: list[int] = field(init=False)
     num_prompt: int = field(init=False)  # of its tokens vLLM sees at first, whatever a sliding context drops later
     name: str = ""  # under which vLLM has it
+    restored: dict[Tier, int] = field(default_factory=dict)  # tokens that came from below
     cached_tokens: int = 0  # of what it begins with; until it is scheduled, by what vLLM has told of its blocks
     is_running: bool = False
     is_paused: bool = False
@@ -114,8 +115,8 @@ class VllmSequence:
             reason = FinishReason.STOP if self.text.stopped else reason
         return released, reason
 
-    def body(self, model: str, sockets: Sockets) -> dict[str, Any]:
-        """Of a request to vLLM's token route."""
+    def body(self, model: str, sockets: Sockets, store: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a request to vLLM's token route. `store`: what its connector is to read and save."""
         spec, asked, ids = self.spec, self.spec.sampling, self.ids
         most = self.window.max_tokens - len(self.outputs)
         if self.window.limit is not None:
@@ -138,7 +139,7 @@ class VllmSequence:
             "sampling_params": params,
             "cache_salt": salt_of_root(self.root),
             "priority": -spec.priority,  # vLLM serves the least first
-            "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": sockets.news}},
+            "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": sockets.news, **store}},
         }
 
     def _is_drawn(self) -> bool:

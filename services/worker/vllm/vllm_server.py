@@ -26,17 +26,18 @@ from kvfleet.worker.vllm.server_facts import (
     SAMPLER,
     EventAddresses,
     ServerFacts,
+    Unsuitable,
     contradictions,
     is_known,
     missing_flags,
 )
 from kvfleet.worker.vllm.token_routes import Answered, NextTokens, TokenRoutes
 from kvfleet.worker.vllm.vllm_engine import VllmCalls, VllmEngine
-from kvfleet.worker.vllm.vllm_news import DrawFailures, VllmNews, problem_of
+from kvfleet.worker.vllm.vllm_news import DrawFailures, Told, VllmNews, problem_of
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet_vllm import wire
 from kvproto.block_hash import HASH_BYTES
-from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError, ModelNotFound, UnsupportedModel
+from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError, ModelNotFound
 from kvproto.messages import TierEvents
 from kvproto.tasks import VitalTasks, end
 
@@ -48,13 +49,13 @@ HEALTH_S = 5.0
 PROBE_S = 60.0  # the first request of a server may compile
 FIRST = -1000  # before all requests
 HELLO_S = 5.0
+WORKERS_S = 0.5
+POLL_S = 0.02
 EVENTS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)  # for the events of one probe after the other
 HANG_S = 30.0  # in a step
 SILENT_S = 3.0  # after which a step that nobody waits for is looked after
-
-
-class Unsuitable(UnsupportedModel):
-    """This server can never be the engine of this worker; says why in one line."""
+STARTING = (502, 503, 504)  # what a proxy answers for a server that is not there yet
+MAX_ANEW = 3  # times that the events of one process may seem to begin anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,14 @@ class VllmServer(VllmCalls):
     wanted: Expected
     on_fatal: Callable[[str], None]
     restarts_total: int = 0
+    engine_pid: int = 0
     _engine: VllmEngine | None = None
     _early: list[TierEvents] = field(default_factory=list)  # changes before there is an engine
     _feed: KvEventFeed | None = None
     _facts: ServerFacts | None = None
     _hello: asyncio.Future[wire.EngineHello] | None = None
     _instance: str = ""
+    _anew: int = 0  # of the feed's, when the server was checked
     _model: str = ""
     _probe_root: bytes = b""
     _probe_seen: asyncio.Event = field(default_factory=asyncio.Event)
@@ -138,8 +141,8 @@ class VllmServer(VllmCalls):
         """Raises EngineFailure."""
         erasing = asyncio.ensure_future(self.news.erase(hashes))
         await asyncio.sleep(0)
-        await self._probe([1], os.urandom(HASH_BYTES))  # an idle vLLM reads its connector's socket with a request
-        await erasing
+        # An idle vLLM reads its connector's socket with a request.
+        await asyncio.gather(self._probe([1], os.urandom(HASH_BYTES)), erasing)
 
     async def abort(self, name: str) -> None:
         await self.routes.abort(name)
@@ -155,16 +158,19 @@ class VllmServer(VllmCalls):
         elif hello.instance != self._instance:
             self._went("it was restarted")
 
-    def _on_told(self, told: wire.Scheduled | wire.EngineStep) -> None:
+    def _on_told(self, told: Told) -> None:
         if self._engine is None:
             return
         if isinstance(told, wire.Scheduled):
             self._engine.on_scheduled(told)
-        else:
+        elif isinstance(told, wire.EngineStep):
             self._engine.on_step(told)
+        else:
+            self._engine.tiers.on_pieces(told)
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        if not self._probe_seen.is_set():
+        # Not by a replay, which another server's events may lead to.
+        if not self._probe_seen.is_set() and self._feed is not None and not self._feed.is_replay:
             keys = [key for event in events for keys in event.get("extra_keys") or () for key in keys or ()]
             if salt_of_root(self._probe_root) in keys:
                 self._probe_seen.set()
@@ -199,6 +205,9 @@ class VllmServer(VllmCalls):
 
     async def _trouble(self) -> str | None:
         assert self._engine is not None
+        if self._feed is not None and self._feed.anew_total - self._anew >= MAX_ANEW:
+            self.on_fatal(f"KV events of several servers arrive at {self._feed.endpoint}: each needs one of its own")
+            return "another server's KV events arrive"
         age, limit_s = self._engine.step_age_s, HEALTH_S
         if age > HANG_S:
             return f"it has been in one step for {age:.0f} s"
@@ -220,17 +229,17 @@ class VllmServer(VllmCalls):
         before = self._facts
         try:
             await self._check()
-        except Unsuitable as error:
-            self.on_fatal(str(error))
-            return
         except EngineFailure as error:
             log.debug("vLLM is not back yet: %s", error)
+            return
+        except KvfleetError as error:
+            self.on_fatal(str(error))
             return
         assert before is not None
         assert self._facts is not None
         assert self._engine is not None
-        if not self._facts.is_as(before):
-            self.on_fatal(f"vLLM at {self.routes.url} came back as another: {self._facts}, it was {before}")
+        if changed := self._facts.changes(before):
+            self.on_fatal(f"vLLM at {self.routes.url} came back as another: {'; '.join(changed)}")
             return
         log.info("vLLM at %s is back", self.routes.url)
         self._is_up = True
@@ -253,7 +262,11 @@ class VllmServer(VllmCalls):
             flags.append(f"--logits-processors {SAMPLER} of this version")
         if flags:
             raise Unsuitable(f"vLLM at {self.routes.url} was started without: {', '.join(flags)}")
-        facts = ServerFacts.of(hello, self._model)
+        workers = await self._workers(hello)
+        try:
+            facts = ServerFacts.of(hello, self._model, workers)
+        except Unsuitable as error:
+            raise Unsuitable(f"vLLM at {self.routes.url}: {error}") from None
         wanted = self.wanted
         against = contradictions(facts, hello.facts, block_size=wanted.block_size, name=wanted.name, dtype=wanted.dtype)
         if against:
@@ -261,30 +274,51 @@ class VllmServer(VllmCalls):
         await self._events_arrive(facts, hello)
         if self._instance and self._instance != hello.instance:
             self.restarts_total += 1
-        self._facts, self._instance = facts, hello.instance
+        self._facts, self._instance, self.engine_pid = facts, hello.instance, hello.pid
+        self._anew = 0 if self._feed is None else self._feed.anew_total
 
     async def _served_name(self) -> str:
         """Raises Unsuitable for a server that is no vLLM, EngineFailure where nothing listens."""
         try:
             orjson.loads(await self.routes.get("/version"))["version"]
             listed = orjson.loads(await self.routes.get("/v1/models"))["data"]
-            return str(next(one["id"] for one in listed if not one.get("parent")))
-        except (Answered, orjson.JSONDecodeError, KeyError, TypeError, StopIteration) as error:
-            raise Unsuitable(f"the server at {self.routes.url} is no vLLM: {error or 'it serves nothing'}") from None
+            served = [str(one["id"]) for one in listed if not one.get("parent")]
+        except Answered as error:
+            if error.status in STARTING:
+                raise
+            raise Unsuitable(f"the server at {self.routes.url} is no vLLM: {error}") from None
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            told = f"{type(error).__name__}: {error}"
+            raise Unsuitable(f"the server at {self.routes.url} is no vLLM, or a broken one: {told}") from None
+        if not served:
+            raise Unsuitable(f"vLLM at {self.routes.url} serves no model")
+        return served[0]
 
     async def _greeting(self) -> wire.EngineHello:
         self._hello = asyncio.get_running_loop().create_future()
         self.news.hang_up()
-        await self._probe([1], os.urandom(HASH_BYTES))
         try:
+            await self._probe([1], os.urandom(HASH_BYTES))
             return await asyncio.wait_for(self._hello, HELLO_S)
         except TimeoutError:
             raise Unsuitable(
                 f"vLLM at {self.routes.url} was started without --kv-transfer-config with the kv_connector "
-                "KvfleetConnector of kvfleet_vllm.connector, or cannot reach this worker's runtime_dir"
+                "KvfleetConnector of kvfleet_vllm.connector, has another version of it, or cannot reach this worker's "
+                "runtime_dir"
             ) from None
         finally:
             self._hello = None
+
+    async def _workers(self, hello: wire.EngineHello) -> list[wire.WorkerHello]:
+        """All of vLLM's workers, in the order of their ranks; none if some do not greet. They do with the first step
+        that they make for this worker."""
+        ranks = (hello.facts.get("tensor_parallel_size") or 1) * (hello.facts.get("pipeline_parallel_size") or 1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WORKERS_S):
+                while len(self.news.workers) < ranks:
+                    await asyncio.sleep(POLL_S)
+                return [self.news.workers[rank] for rank in sorted(self.news.workers)]
+        return []
 
     async def _draws_as_ours(self) -> bool:
         """Whether the sampler refuses what no sampler of ours takes."""
@@ -302,6 +336,7 @@ class VllmServer(VllmCalls):
             self._feed = KvEventFeed(
                 at.endpoint, at.replay, at.topic, at.binds, self._on_events, lambda: self._changed(self.blocks.clear())
             )
+            self._feed.open()
             self._tasks.spawn(self._feed.run(), "vllm-events")
         elif hello.instance != self._instance:
             self._feed.restarted()
@@ -332,7 +367,7 @@ class VllmServer(VllmCalls):
         """Raises EngineFailure; Unsuitable for a server that cannot be asked so."""
         try:
             await self._ask(self._body(ids, root))
-        except (InvalidRequest, KvfleetError, ModelNotFound) as error:
+        except (InvalidRequest, ModelNotFound) as error:
             raise Unsuitable(f"vLLM at {self.routes.url} does not take a request: {error}") from None
 
     async def _ask(self, body: Mapping[str, Any]) -> None:

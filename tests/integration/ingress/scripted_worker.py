@@ -128,6 +128,8 @@ class ScriptedWorker:
             address="tcp://127.0.0.1:1",
             host="testhost",
             pid=4242,
+            engine="vllm",
+            engine_pid=4243,
             versions=codec.supported_versions(),
             bundle="hash-of-" + self.bundle.model,
             context_length=self.bundle.context_length,

@@ -164,6 +164,13 @@ def test_of_several_models_the_one_that_is_named_counts() -> None:
     assert read(two, "there", "n").prefill_tokens_per_s == pytest.approx(7.0)
 
 
+def test_of_several_engines_the_one_that_is_planned_with_counts() -> None:
+    own, vllm = a_worker(5.0, 5.0) | {"engine": "own"}, a_worker(70.0, 5.0) | {"engine": "vllm"}
+    for engine, rate in (("own", 5.0), ("vllm", 70.0)):
+        assert read({"w0": own, "w1": vllm}, "there", engine=engine).prefill_tokens_per_s == pytest.approx(rate)
+    assert read({"w1": vllm}, "there").prefill_tokens_per_s == pytest.approx(70.0), "there is no other"
+
+
 def test_a_file_of_lines_counts_by_its_last(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     path.write_text('{"a": 1}\n{"prefill_tokens_per_s": 100, "decode_steps_per_s": 20}\n')
@@ -206,6 +213,43 @@ def test_without_rates_it_says_what_to_type() -> None:
         "--from-fleet http://127.0.0.1:8080",
         "or say --prefill-tokens-per-s and --decode-ms",
     ]
+    vllm = kvfleet("--requests-per-second", "4", "--ttft", "2", "--engine", "vllm").stderr.splitlines()
+    assert vllm[1] == "  kvfleet up --engine vllm --model demo --workers 1"
+    assert vllm[3].startswith("  kvfleet plan demo --engine vllm --requests-per-second 4 ")
+
+
+ASKED = ("--requests-per-second", "40", "--ttft", "2", "--prefill-tokens-per-s", "20000", "--decode-ms", "10")
+
+
+def test_vllm_workers_have_no_vaults_and_flags_that_are_enough() -> None:
+    done = kvfleet(*ASKED, "--engine", "vllm", "--kv-tokens", "262144", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["vaults"], found["vault_bytes"]) == (0, 0)
+    assert found["worker"]["kv_tokens"] == 262144, "as vLLM logs it"
+    flags = found["vllm_flags"]
+    assert flags["--max-num-seqs"] >= found["most_sequences_per_worker"]
+    assert flags["--kv-cache-memory-bytes"] >= found["kv_bytes_per_worker"]
+    for bytes_given, lacks in ((flags["--kv-cache-memory-bytes"], False), (found["kv_bytes_per_worker"] // 2, True)):
+        given = int(bytes_given / found["kv_bytes_per_token"])
+        again = json.loads(kvfleet(*ASKED, "--engine", "vllm", "--json", f"--kv-tokens={given + 1}").stdout)
+        assert (again["workers"] > found["workers"]) == lacks
+    with out.capture() as shown:
+        _show(found, 30.0)
+    assert f"--max-num-seqs {flags['--max-num-seqs']}" in shown.get()
+    assert "vault" not in shown.get()
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--kv-tokens", "9", "--worker-memory", "8GiB"), "--worker-memory and --kv-tokens: one of them"),
+        (("--engine", "vllm", "--kv-dtype", "int8"), "--kv-dtype int8 is the own engine's"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags: tuple[str, ...], why: str) -> None:
+    done = kvfleet(*ASKED, *flags)
+    assert (done.returncode, done.stderr) == (2, f"kvfleet: {why}\n")
 
 
 def test_what_a_fleet_has_not_measured_may_be_said(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def a_worker(
 ) -> dict[str, Any]:
     whole = asdict(Load(running=2, waiting=1, blocks_used=10, blocks_cached=20, blocks_total=100, oldest_wait_s=1.5))
     return {
-        "state": state, "model": "demo", "host": "node-1", "epoch": "e", "load": {**whole, **load},
+        "state": state, "model": "demo", "engine": "own", "host": "node-1", "epoch": "e", "load": {**whole, **load},
         "hit_rate_last_minute": rates[0], "tokens_per_s": rates[1],
     }  # fmt: skip
 
@@ -72,8 +72,8 @@ def test_a_wide_one_shows_all_of_it() -> None:
     text = [" ".join(line.split()) for line in lines(a_snapshot(), 160, 50)]
     assert "workers ready 3 of 3, placements 2, vaults 1, models demo" in text
     assert "6 running, 3 queued, 123 tokens/s, hit rate 90.0% (last minute), 50.0% (all)" in text
-    assert "w0 ready demo node-1 2 1 10 of 100 20 75.0% 8.2 1.5 s" in text
-    assert "w1 ready demo node-1 2 1 10 of 100 20 - - 1.5 s" in text
+    assert "w0 ready demo own node-1 2 1 10 of 100 20 75.0% 8.2 1.5 s" in text
+    assert "w1 ready demo own node-1 2 1 10 of 100 20 - - 1.5 s" in text
     assert "device 0 of 300 0.0% 50 - - 0 -" in text
     assert "host 3 293.0 KiB of 976.6 KiB 48 600 B 7 1 late 2" in text
     assert "vault - - 2 0 B 0 0 none" in text
@@ -83,7 +83,7 @@ def test_a_wide_one_shows_all_of_it() -> None:
 def test_a_dead_worker_has_no_figures() -> None:
     dead = replace(a_snapshot(1), workers={"w0": a_worker("dead")})
     text = [" ".join(line.split()) for line in lines(dead, 160, 50)]
-    assert "w0 dead demo node-1 - - - - - - -" in text
+    assert "w0 dead demo own node-1 - - - - - - -" in text
 
 
 def test_a_key_that_may_not_see_workers() -> None:
@@ -107,7 +107,7 @@ def test_names_neither_command_the_terminal_nor_are_markup() -> None:
     evil = "\x1b[2J\x07[bold]x[/bold]"
     snapshot = a_snapshot(1)
     assert snapshot.workers is not None
-    worker = {**snapshot.workers["w0"], "model": evil, "host": evil}
+    worker = {**snapshot.workers["w0"], "model": evil, "engine": evil, "host": evil}
     stats = {**(snapshot.stats or {}), "models": [evil]}
     snapshot = replace(
         snapshot,
@@ -118,7 +118,7 @@ def test_names_neither_command_the_terminal_nor_are_markup() -> None:
     text = "\n".join(lines(snapshot, 200, 40, trouble=evil))
     assert "\x1b[2J" not in text
     assert "\x07" not in text
-    assert text.count("\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}[bold]x[/bold]") == 6
+    assert text.count("\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}[bold]x[/bold]") == 7
     assert printable("a b\n\u202ec") == "a b\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}c"
 
 

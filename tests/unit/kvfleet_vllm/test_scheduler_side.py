@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvfleet_vllm import sidecar_link
-from kvfleet_vllm.scheduler_side import SchedulerSide, erase, socket_path
+from kvfleet_vllm.block_moves import BlockMoves, LoadBlocks, SaveBlocks, SharedStore
+from kvfleet_vllm.scheduler_side import SchedulerSide, erase
 from kvfleet_vllm.wire import (
     VERSION,
     BlocksErased,
@@ -19,7 +20,9 @@ from kvfleet_vllm.wire import (
     EngineHello,
     EngineStep,
     EraseBlocks,
+    GrantSlots,
     Message,
+    PiecesSaving,
     Scheduled,
     encode,
 )
@@ -56,8 +59,11 @@ class Worker:
         return found
 
     def order(self, *hashes: int | bytes, number: int = 1) -> None:
+        self.say(EraseBlocks(number, hashes))
+
+    def say(self, message: Message) -> None:
         assert self.link is not None
-        self.link.sendall(encode([EraseBlocks(number, hashes)]))
+        self.link.sendall(encode([message]))
 
     def die(self) -> None:
         self.listener.close()
@@ -75,7 +81,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 @pytest.fixture
 def side() -> Iterator[SchedulerSide]:
-    one = SchedulerSide(lambda: HELLO, clock=lambda: 0.0)
+    one = SchedulerSide(lambda: HELLO, clock=lambda: 0.0, pieces=2)
     one.pool = Pool(4)
     yield one
     one.close()
@@ -216,15 +222,120 @@ def test_what_cannot_be_read_closes_the_connection(side: SchedulerSide, worker: 
     assert worker.link.recv(1) == b""
 
 
-@pytest.mark.parametrize(
-    "params", [None, {}, {"other": 1}, {"kvfleet": None}, {"kvfleet": {"version": 2, "socket": "/s"}},
-               {"kvfleet": {"version": 1}}, {"kvfleet": {"version": 1, "socket": 5}}],
-)  # fmt: skip
-def test_other_parameters_name_no_worker(params: Any) -> None:
-    assert socket_path(params) is None
-
-
 @pytest.mark.parametrize("path", ["", "a\0b", "x" * 300, "/none"])
 def test_a_path_that_cannot_be_reached_costs_nothing(side: SchedulerSide, path: str) -> None:
     side.request_added(request("r", path))
     side.step(first_step("r"))
+
+
+STORE = SharedStore("/dev/shm/x", 64)
+BLOCKS = list(range(100, 140))
+
+
+def moving(path: str, name: str = "r", tokens: int = 100, **more: Any) -> Any:
+    asked = {"version": VERSION, "socket": path, "store": {"path": STORE.path, "slots": 64, "piece_tokens": 16}, **more}
+    return SimpleNamespace(
+        request_id=f"generate-tokens-{name}-00000000", num_tokens=tokens, kv_transfer_params={"kvfleet": asked}
+    )
+
+
+def scheduled(request: Any, computed: int, count: int) -> Any:
+    one = first_step("")
+    one.scheduled_new_reqs = [SimpleNamespace(req_id=request.request_id, num_computed_tokens=computed)]
+    one.num_scheduled_tokens = {request.request_id: count}
+    one.total_num_scheduled_tokens = count
+    one.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: (BLOCKS,))
+    return one
+
+
+def test_a_restored_request_is_told_and_its_next_blocks_are_saved(side: SchedulerSide, worker: Worker) -> None:
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5, 6, 7]}, save_from=4)
+    side.request_added(one)
+    worker.accept()
+    worker.say(GrantSlots((20, 21, 22)))
+    assert side.restorable(one, 0) == 64
+    side.allocated(one, BLOCKS, 64)
+    empty = scheduled(one, 0, 0)
+    empty.scheduled_new_reqs, empty.num_scheduled_tokens = [], {}
+    load = LoadBlocks(one.request_id, "r", (100, 101), (4, 5, 6, 7))
+    assert side.step(empty) == BlockMoves(1, worker.path, STORE, (), (load,), (), True)
+    side.loaded([one.request_id], ())
+    side.allocated(one, BLOCKS, 0)
+    save = SaveBlocks("r", 4, (102,), (20, 21))
+    assert side.step(scheduled(one, 64, 36)) == BlockMoves(1, worker.path, STORE, (save,), (), (), False)
+    assert worker.heard() == [
+        HELLO, EngineStep(0.0, 1, 36, 36, ()), Scheduled("r", 0, 64), PiecesSaving("r", 4, (20, 21)),
+    ]  # fmt: skip
+
+
+def test_nothing_is_saved_of_a_request_whose_load_failed(side: SchedulerSide, worker: Worker) -> None:
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5, 6, 7]}, save_from=0)
+    side.request_added(one)
+    worker.accept()
+    worker.say(GrantSlots(tuple(range(20, 40))))
+    assert side.restorable(one, 0) == 64
+    side.allocated(one, BLOCKS, 64)
+    side.loaded([one.request_id], {101})
+    assert side.step(scheduled(one, 32, 68)).saves == ()
+    assert worker.heard()[2:] == [Scheduled("r", 0, 32)]
+
+
+def test_a_worker_that_restarts_is_neither_restored_from_nor_saved_to(side: SchedulerSide, worker: Worker) -> None:
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
+    side.request_added(one)
+    worker.accept()
+    worker.say(GrantSlots((20, 21, 22, 23)))
+    worker.die()
+    again = Worker(worker.path)
+    side.request_added(request("new", again.path))
+    again.accept()
+    assert side.restorable(one, 0) == 0
+    side.allocated(one, BLOCKS, 0)
+    moves = side.step(scheduled(one, 0, 100))
+    assert moves == BlockMoves(2, again.path, None, (), (), (), False)
+    assert [kind for kind in map(type, again.heard()) if kind is PiecesSaving] == []
+    again.die()
+
+
+def test_a_worker_that_goes_between_planning_and_telling(side: SchedulerSide, worker: Worker) -> None:
+    one, two = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0), moving(worker.path, "r2")
+    side.request_added(one)
+    side.request_added(two)
+    worker.accept()
+    worker.say(GrantSlots((20, 21, 22, 23)))
+    assert side.restorable(one, 0) == 32
+    side.allocated(one, BLOCKS, 32)
+    worker.die()
+    moves = side.step(scheduled(two, 0, 100))
+    assert (moves.connection, moves.saves, len(moves.loads)) == (0, (), 1)  # the load has to end
+
+
+def test_where_vllm_would_fail_what_cannot_be_loaded_nothing_is_restored(worker: Worker) -> None:
+    side = SchedulerSide(lambda: HELLO, pieces=2, recomputes=False)
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5]})
+    side.request_added(one)
+    assert side.restorable(one, 0) == 0
+    side.close()
+
+
+@pytest.mark.parametrize(
+    "special", [{"lora_request": object()}, {"mm_features": [1]}, {"prompt_embeds": 1}, {"request_id": "0_generate-x"}]
+)
+def test_blocks_that_tokens_alone_do_not_name_stay(side: SchedulerSide, worker: Worker, special: Any) -> None:
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
+    vars(one).update(special)
+    side.request_added(one)
+    worker.accept()
+    worker.say(GrantSlots((20, 21, 22, 23)))
+    assert side.restorable(one, 0) == 0
+    assert side.step(scheduled(one, 0, 100)).saves == ()
+
+
+def test_hybrid_models_move_nothing(worker: Worker) -> None:
+    side = SchedulerSide(lambda: HELLO, pieces=0)
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
+    side.request_added(one)
+    assert side.restorable(one, 0) == 0
+    side.allocated(one, BLOCKS, 0)
+    assert side.step(first_step("r")).saves == ()
+    side.close()

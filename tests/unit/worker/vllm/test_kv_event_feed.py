@@ -82,6 +82,7 @@ def places(tmp_path: Path) -> tuple[str, str]:
 async def feed(places: tuple[str, str], binds: bool) -> AsyncIterator[tuple[KvEventFeed, Heard]]:
     heard = Heard()
     feed = KvEventFeed(*places, "kv", binds, heard.on_events, lambda: heard.events.append(None))
+    feed.open()
     task = asyncio.create_task(feed.run())
     yield feed, heard
     task.cancel()

@@ -1,0 +1,97 @@
+"""Copies between vLLM's blocks and the slots of the shared memory, on one rank. Tensors of any device; imports nothing
+of vLLM.
+
+    vLLM's tensor of a layer [blocks, ...] ──▶ row of words [block, piece, word] ◀──▶ [slot, layer, word] of the file
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvfleet_vllm.block_moves import SharedStore
+
+WORD = torch.int64  # copied as words: torch splits a copy of more elements than 2^15 among threads, which is slower
+
+
+class LayerBlocks:
+    """The bytes of `blocks` blocks, each of `pieces` pieces, in every layer, in the order of their names. Raises
+    ValueError where a block is not one run of bytes that `pieces` divides, or layers differ in size."""
+
+    def __init__(self, caches: Mapping[str, Tensor], blocks: int, pieces: int) -> None:
+        distinct: dict[int, Tensor] = {}  # layers may share a tensor
+        for name in sorted(caches):
+            if not isinstance(caches[name], Tensor):
+                raise ValueError(f"{name} is not one tensor")
+            distinct.setdefault(caches[name].data_ptr(), _bytes(name, caches[name], blocks))
+        rows = list(distinct.values())
+        if len({row.shape[1] for row in rows}) != 1 or rows[0].shape[1] % pieces:
+            raise ValueError(f"blocks of {sorted({row.shape[1] for row in rows})} bytes, {pieces} pieces each")
+        self.pieces = pieces
+        self.device = rows[0].device
+        self.part_bytes = rows[0].shape[1] // pieces  # of a piece, in a layer
+        self.piece_bytes = self.part_bytes * len(rows)
+        steps = [self.part_bytes, *(number for row in rows for number in (row.stride(0), row.storage_offset()))]
+        self.word = torch.uint8 if any(step % WORD.itemsize for step in steps) else WORD
+        self.layers = [row.view(self.word).view(blocks, pieces, -1) for row in rows]
+
+    def copy(self, blocks: Sequence[int], slots: Sequence[int], store: SlotStore, *, save: bool) -> None:
+        """From these blocks into these slots, or back. On a GPU it is queued on the current stream."""
+        for at, block in enumerate(blocks):
+            for piece, slot in enumerate(slots[at * self.pieces : (at + 1) * self.pieces]):
+                for layer, outside in zip(self.layers, store.words[slot].unbind(), strict=True):
+                    ours = layer[block, piece]
+                    into, out_of = (outside, ours) if save else (ours, outside)
+                    into.copy_(out_of, non_blocking=True)
+
+
+class SlotStore:
+    """The shared memory, and in it the part `words` `[slot, layer, word]` of rank `rank`. Raises OSError, ValueError.
+
+    Memory that is missing kills the process that touches it, so a file with holes is filled at once, and one that has
+    been cut is noticed by `check`.
+    """
+
+    def __init__(self, store: SharedStore, blocks: LayerBlocks, rank: int, ranks: int) -> None:
+        self._size = store.slots * ranks * blocks.piece_bytes
+        self._slots = store.slots
+        self._file = os.open(store.path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self.check(())
+        if os.fstat(self._file).st_blocks * 512 < self._size:
+            os.posix_fallocate(self._file, 0, self._size)
+        memory = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
+        if blocks.device.type == "cuda":
+            _pin(self, memory)
+        parts = memory.view(store.slots, ranks, len(blocks.layers), blocks.part_bytes)
+        self.words = parts[:, rank].view(blocks.word)
+
+    def check(self, slots: Sequence[int]) -> None:
+        """Raises OSError where the file has been cut, ValueError for slots that it has not got."""
+        if os.fstat(self._file).st_size < self._size:
+            raise OSError(f"the shared memory has less than {self._size} bytes")
+        if any(not 0 <= slot < self._slots for slot in slots):
+            raise ValueError(f"slots beyond the {self._slots} of the shared memory: {slots}")
+
+
+def _bytes(name: str, tensor: Tensor, blocks: int) -> Tensor:
+    """`[blocks, bytes]` of a tensor whose first dimension is the blocks, or the kernel's smaller ones."""
+    order = sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True)  # as they lie in memory
+    if not tensor.dim() or not tensor.shape[0] or tensor.shape[0] % blocks:
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} has not {blocks} blocks first")
+    try:
+        return tensor.permute(0, *order).view(torch.uint8).view(blocks, -1)
+    except RuntimeError as error:
+        raise ValueError(f"a block of {name}, {tuple(tensor.shape)} with {tensor.stride()}, has gaps") from error
+
+
+def _pin(owner: object, memory: Tensor) -> None:
+    """For the GPU to copy from and to it without the host's help, as long as `owner` lives."""
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, memory.numel(), 0)) == 0:
+        weakref.finalize(owner, runtime.cudaHostUnregister, address)

@@ -1,0 +1,61 @@
+"""What decides the meaning of the bytes in vLLM's blocks, and whether they can be moved at all. Imports nothing of
+vLLM.
+
+Blocks of one format are good in every vLLM that has it, so what may matter is in it: another layout in the same size
+would be read as wrong text.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfleet_vllm.block_moves import PIECE_TOKENS
+
+_KINDS = {"full_attention", "mla_attention"}  # of others, blocks go or change while the request runs
+_SPLIT = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
+_OF_FILES = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def block_pieces(config: Any, groups: Sequence[Mapping[str, Any]] | None) -> int:
+    """Pieces in a block, of a VllmConfig and its cache groups as `engine_facts` tells them; 0 where blocks cannot be
+    moved."""
+    if groups is None or len(groups) != 1 or groups[0]["kind"] not in _KINDS:
+        return 0
+    if any(getattr(config.parallel_config, name, 1) != 1 for name in _SPLIT):
+        return 0
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return 0
+    pieces, rest = divmod(groups[0]["block_size"] or 0, PIECE_TOKENS)
+    return 0 if rest else pieces
+
+
+def cache_format(version: str, config: Any, caches: Mapping[str, Tensor], backends: Mapping[str, str]) -> bytes:
+    """`backends` tells how each layer's attention lays out what it caches. Raises TypeError, AttributeError for a vLLM
+    that it does not know."""
+    model, on_cpu = config.model_config, all(tensor.device.type == "cpu" for tensor in caches.values())
+    meaning = [
+        version,
+        _of_model(model.hf_config),
+        [str(model.dtype), str(model.quantization), str(config.cache_config.cache_dtype)],
+        [config.cache_config.block_size, PIECE_TOKENS, config.parallel_config.tensor_parallel_size],
+        [[name, _layout(tensor), backends.get(name)] for name, tensor in sorted(caches.items())],
+        [platform.machine(), torch.backends.cpu.get_cpu_capability()] if on_cpu else ["gpu"],
+    ]
+    return blake2b(json.dumps(meaning, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _of_model(hf_config: Any) -> dict[str, Any]:
+    return {name: value for name, value in hf_config.to_dict().items() if name not in _OF_FILES}
+
+
+def _layout(tensor: Tensor) -> list[Any]:
+    """All but how many blocks there are, which strides tell too where layers or blocks are not outermost."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return [list(tensor.shape[1:]), order, str(tensor.dtype)]

@@ -1,0 +1,104 @@
+"""Which pieces vLLM's scheduler brings back, and into which of its blocks. Pure; imports nothing of vLLM.
+
+    offered ──▶ loading ──▶ (loaded or failed)        a request loads once, or never
+        └─────▶ given up                              its slots are free for others afterwards, so not again
+
+Loads are asynchronous: the request waits outside vLLM's steps until each of its workers has read its part. One that
+fails is computed instead, from its first bad block on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvfleet_vllm.block_moves import PIECE_TOKENS, LoadBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    name: str
+    at: int
+    slots: tuple[int, ...]
+
+
+class RestorePlan:
+    """`pieces` are in a block of vLLM's. `own` tells of requests that restore how many tokens vLLM had itself."""
+
+    def __init__(self, pieces: int) -> None:
+        self.own: dict[str, int] = {}
+        self._pieces = pieces
+        self._offers: dict[str, _Offer] = {}
+        self._loading: dict[str, frozenset[int]] = {}  # until vLLM says that it has ended
+        self._loads: list[LoadBlocks] = []  # not told to the workers yet
+        self._given_up: list[str] = []
+
+    def offer(self, request: str, name: str, at: int, slots: tuple[int, ...]) -> None:
+        """Pieces of the request's tokens, from number `at` on, lie in `slots`. `name` is the worker's."""
+        self._offers[request] = _Offer(name, at, slots)
+
+    def restorable(self, request: str, cached: int, tokens: int) -> int:
+        """How many tokens can be brought, beyond the `cached` ones that vLLM has, of a request of `tokens` tokens. One
+        at least is left to compute. vLLM may ask again until it has the blocks."""
+        self.own.pop(request, None)
+        offer = self._offers.get(request)
+        if offer is None:
+            return 0
+        first, end = self._blocks(offer, tokens)
+        had = cached // self._block
+        if not first <= had < end:
+            return 0
+        self.own[request] = cached
+        return end * self._block - cached
+
+    def allocated(self, request: str, blocks: Sequence[int], tokens: int) -> None:
+        """vLLM gave the request its `blocks`, the first of its tokens included, and waits for `tokens` of them if that
+        is not 0. Otherwise it does not need what was offered."""
+        offer = self._offers.pop(request, None)
+        if offer is None:
+            return
+        if not tokens:
+            self.own.pop(request, None)
+            self._given_up.append(offer.name)
+            return
+        had = self.own[request] // self._block
+        end = had + tokens // self._block
+        into = tuple(blocks[had:end])
+        slots = offer.slots[had * self._pieces - offer.at : end * self._pieces - offer.at]
+        self._loads.append(LoadBlocks(request, offer.name, into, slots))
+        self._loading[request] = frozenset(into)
+
+    def ended(self, requests: Iterable[str], bad_blocks: Collection[int]) -> list[str]:
+        """The loads of these ended in all workers; `bad_blocks` could not be loaded. Returns whose these are."""
+        failed = [request for request, blocks in self._loading.items() if not blocks.isdisjoint(bad_blocks)]
+        for request in requests:
+            self._loading.pop(request, None)
+        return failed
+
+    def finished(self, request: str) -> None:
+        """vLLM finished it, or aborted it. What loads already ends nevertheless."""
+        self.own.pop(request, None)
+        offer = self._offers.pop(request, None)
+        if offer is not None:
+            self._given_up.append(offer.name)
+
+    def forget(self) -> None:
+        """The worker that offered is gone. Loads that are planned are still told, for vLLM waits for their end."""
+        self._offers.clear()
+        self._given_up.clear()
+
+    def step(self) -> tuple[tuple[LoadBlocks, ...], tuple[str, ...]]:
+        """What to load, and the worker's names of what was given up, since the last step."""
+        planned = tuple(self._loads), tuple(self._given_up)
+        self._loads.clear()
+        self._given_up.clear()
+        return planned
+
+    @property
+    def _block(self) -> int:
+        return self._pieces * PIECE_TOKENS
+
+    def _blocks(self, offer: _Offer, tokens: int) -> tuple[int, int]:
+        """The first block that is offered whole, and the end of those, before the last of `tokens` tokens."""
+        end = (offer.at + len(offer.slots)) // self._pieces
+        return -(-offer.at // self._pieces), min(end, (tokens - 1) // self._block)

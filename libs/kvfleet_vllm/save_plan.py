@@ -1,0 +1,68 @@
+"""Which blocks of vLLM's are saved, in the step that completes them, and into which slots. Pure; imports nothing of
+vLLM.
+
+A request's saved blocks are a chain without a gap: where the granted slots do not suffice it ends for good.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvfleet_vllm.block_moves import PIECE_TOKENS, SaveBlocks
+
+
+@dataclass(slots=True)
+class _Chain:
+    name: str
+    request: Any  # vLLM's, whose tokens grow in number
+    next: int  # block
+
+
+class SavePlan:
+    """`pieces` are in a block of vLLM's."""
+
+    def __init__(self, pieces: int) -> None:
+        self._pieces = pieces
+        self._chains: dict[str, _Chain] = {}
+        self._granted: deque[int] = deque()
+
+    def grant(self, slots: Iterable[int]) -> None:
+        self._granted.extend(slots)
+
+    def want(self, request: Any, name: str, save_from: int) -> None:
+        """The worker's `name` for a request of vLLM's, whose pieces from `save_from` on are wanted: all of their
+        blocks, for the pieces of a block move together."""
+        self._chains[request.request_id] = _Chain(name, request, save_from // self._pieces)
+
+    def stop(self, request: str) -> None:
+        self._chains.pop(request, None)
+
+    def forget(self) -> None:
+        """The worker that granted the slots is gone."""
+        self._chains.clear()
+        self._granted.clear()
+
+    def step(self, computed: Iterable[tuple[str, int]], blocks_of: Callable[[str], Sequence[int]]) -> list[SaveBlocks]:
+        """`computed` tells how many tokens of a request are computed when the step ends, or its drafts of tokens.
+        After a preemption they are fewer than before, and what was saved is not saved again."""
+        saves: list[SaveBlocks] = []
+        for request, tokens in computed:
+            chain = self._chains.get(request)
+            if chain is None:
+                continue
+            whole = min(tokens, chain.request.num_tokens) // (self._pieces * PIECE_TOKENS)
+            if whole > chain.next:
+                end = min(whole, chain.next + len(self._granted) // self._pieces)
+                if end > chain.next:
+                    saves.append(self._save(chain, tuple(blocks_of(request)[chain.next : end])))
+                if end < whole:
+                    del self._chains[request]
+        return saves
+
+    def _save(self, chain: _Chain, blocks: tuple[int, ...]) -> SaveBlocks:
+        slots = tuple(self._granted.popleft() for _ in range(len(blocks) * self._pieces))
+        at, chain.next = chain.next * self._pieces, chain.next + len(blocks)
+        return SaveBlocks(chain.name, at, blocks, slots)

@@ -1,0 +1,161 @@
+"""Loop: KV of vLLM's blocks in memory that its workers map too, the host tier of a vLLM worker: who may write where.
+Owned by the worker's event loop.
+
+    free slots ──grant──▶ vLLM's ──saving──▶ being written ──saved, by all ranks──▶ listed under our hashes
+
+A piece is a block of ours. Several make one of vLLM's, whose bytes cannot be split by token, so a piece is a part
+of the bytes, and of use only with the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvfleet.worker.blocks.content_index import Content
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet_vllm.wire import PiecesSaved, PiecesSaving
+from kvproto.block_hash import chain
+from kvproto.errors import OutOfMemory
+from kvproto.messages import TierEvents
+
+log = logging.getLogger(__name__)
+
+GRANTED = 256  # slots, or this share of all:
+GRANTED_SHARE = 8
+TOKENS_LATE_S = 0.05  # a token that the saved bytes are of may still be on its way here
+TOKENS_TRIES = 40
+KEPT_S = 30.0  # what vLLM was asked for, after its end
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChain:
+    """What a request of vLLM's consists of: `before` when it was asked, then `outputs` from `first` on."""
+
+    root: bytes
+    before: Sequence[int]
+    outputs: Sequence[int]  # grows
+    first: int
+
+    def ids(self) -> list[int]:
+        return [*self.before, *self.outputs[self.first :]]
+
+
+class SharedMemory:
+    """A file of zeros in memory. Raises OutOfMemory."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        path.unlink(missing_ok=True)  # of an earlier life
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.ftruncate(file, size)
+            self._map = mmap.mmap(file, size)
+        except (OSError, ValueError) as error:
+            path.unlink()
+            raise OutOfMemory(f"{path}: {size} bytes cannot be had: {error}", field="host_bytes") from None
+        finally:
+            os.close(file)
+        self.view = memoryview(self._map)
+
+    async def closed(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+@dataclass(eq=False)
+class PieceStore:
+    """`grant` tells vLLM of free slots. `ratio` pieces are one of vLLM's blocks, which `ranks` workers write."""
+
+    memory: SharedMemory
+    host: HostTier
+    ratio: int
+    ranks: int
+    grant: Callable[[Sequence[int]], None]
+    on_changes: Callable[[list[TierEvents]], None]
+    saved_total: int = 0  # pieces
+    _granted: set[int] = field(default_factory=set)
+    _saving: dict[tuple[int, ...], PiecesSaving] = field(default_factory=dict)
+    _confirmed: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    _asked: dict[str, AskedChain] = field(default_factory=dict)
+    _doubtful: list[int] = field(default_factory=list)
+
+    def asked(self, name: str, chain: AskedChain) -> None:
+        self._asked[name] = chain
+
+    def over(self, name: str) -> None:
+        """The request has ended; what it saves may come a little later."""
+        asyncio.get_running_loop().call_later(KEPT_S, self._asked.pop, name, None)
+
+    def refill(self) -> None:
+        """Grant as many slots as vLLM should have, if a good part of them is used up."""
+        wanted = min(GRANTED, self.host.blocks // GRANTED_SHARE)
+        wanted -= wanted % self.ratio
+        if len(self._granted) > wanted // 2:
+            return
+        slots = self.host.allocate(wanted - len(self._granted))
+        self.told()
+        if slots:
+            self._granted.update(slots)
+            self.grant(slots)
+
+    def away(self) -> None:
+        """vLLM is gone, or only silent: what it may write to is not used until it, or the next one, is `back`."""
+        self._doubtful += [*self._granted, *(slot for slots in self._saving for slot in slots)]
+        self._granted.clear()
+        self._saving.clear()
+        self._confirmed.clear()
+        self._asked.clear()
+
+    def back(self) -> None:
+        """vLLM has served a request since: no step of before is under way."""
+        self.host.pool.release(self._doubtful)
+        self._doubtful.clear()
+
+    def on_saving(self, told: PiecesSaving) -> None:
+        if not self._granted.issuperset(told.slots):
+            log.warning("vLLM saves to slots that it was not granted: %s", told.slots)
+            return
+        self._granted.difference_update(told.slots)
+        self._saving[told.slots] = told
+        self._list_if_whole(told.slots)
+        self.refill()
+
+    def on_saved(self, told: PiecesSaved) -> None:
+        self._confirmed[told.slots] += 1
+        self._list_if_whole(told.slots)
+
+    def _list_if_whole(self, slots: tuple[int, ...]) -> None:
+        if self._confirmed[slots] >= self.ranks and (saving := self._saving.pop(slots, None)) is not None:
+            del self._confirmed[slots]
+            self._list(saving, TOKENS_TRIES)
+
+    def _list(self, saved: PiecesSaving, tries: int) -> None:
+        asked, size = self._asked.get(saved.request), self.host.pool.block_size
+        ids = asked.ids() if asked is not None else []
+        end = saved.at + len(saved.slots)
+        if asked is not None and len(ids) < end * size and tries:
+            asyncio.get_running_loop().call_later(TOKENS_LATE_S, self._list, saved, tries - 1)
+            return
+        slots = list(saved.slots)
+        pool = self.host.pool
+        if asked is not None and len(ids) >= end * size:
+            hashes = chain(asked.root, ids[: end * size], size)
+            if not saved.at or pool.index.lists(hashes[saved.at - 1]):
+                contents = [
+                    Content.of(asked.root, hashes, at, ids[at * size : (at + 1) * size], full=True, lossy=False)
+                    for at in range(saved.at, end)
+                ]
+                slots = self.host.fill(slots, asked.root, hashes, saved.at, contents)
+                self.saved_total += len(slots)
+        pool.release(slots)
+        self.told()
+
+    def told(self) -> None:
+        if changes := self.host.take_changes():
+            self.on_changes(changes)

@@ -1,0 +1,353 @@
+"""Loop: tiers below a vLLM server: host memory that it shares, and vaults. Owned by the worker's event loop.
+
+    prepare: where is the chain? ──▶ what is worth it comes from vaults to the host ──▶ vLLM is told the slots
+    vLLM saves what it computes to the host ──▶ a sequence leaves ──▶ its chain is written to vaults
+
+Nothing is promised to vLLM that is not here, checked and held until vLLM has read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, Finding, names_of
+from kvfleet.worker.blocks.content_index import Content
+from kvfleet.worker.tiers import break_even
+from kvfleet.worker.tiers.break_even import Offer, RestoredPart
+from kvfleet.worker.tiers.host import Landing
+from kvfleet.worker.tiers.link_speed import LinkSpeed
+from kvfleet.worker.tiers.looking_tiers import LookingTiers, blocks_of
+from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
+from kvfleet.worker.vllm.no_tiers import PieceNews, StoreTiers
+from kvfleet.worker.vllm.piece_store import AskedChain, PieceStore
+from kvfleet.worker.vllm.step_rates import StepRates
+from kvfleet.worker.vllm.vllm_sequence import VllmSequence
+from kvfleet_vllm.wire import PiecesSaved, PiecesSaving
+from kvproto.block_hash import Root, chain, in_tier, pack_ids, unpack_ids
+from kvproto.dataplane.block import RUN_BLOCKS
+from kvproto.messages import HotChain, Tier, TierLoad
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.002
+SETTLED_POLL_S = 0.02
+READ_S = 60.0  # a chain is held for vLLM, which has not said that it has read it
+COPY_SPEED = LinkSpeed(0.0, 4e9)  # between host and device; vLLM does not tell
+LATE = 1.5  # times the predicted seconds of a fetch, and that share of the seconds of computing
+SLACK = 0.2
+MOST_KEPT = 65_536  # hashes that vaults were sent
+
+
+@dataclass(eq=False, slots=True)
+class HeldChain:
+    """Slots that vLLM reads: `chain` from the beginning as the host lists it, `staged` behind. `fetched` pieces at its
+    end came from a vault."""
+
+    chain: list[int]
+    staged: list[int]
+    fetched: int
+    reads: int = 0  # ranks that have read it
+
+
+@dataclass(eq=False)
+class VllmTiers(LookingTiers, StoreTiers):
+    store: PieceStore
+    blocks: ForeignBlocks
+    rates_of: StepRates
+    links: RemoteTiers | None
+    met: Callable[[str], Awaitable[None] | None]
+    fleet_key: bytes
+    _held: dict[str, HeldChain] = field(default_factory=dict)  # by vLLM's name of the request
+    _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _losses: int = 0
+    _writing: int = 0
+    _tokens: Counter[Tier] = field(default_factory=Counter)
+    _restores: Counter[Tier] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.host = self.store.host
+        self.block_size = self.host.pool.block_size
+
+    # What the worker's loop asks.
+
+    @property
+    def remote(self) -> RemoteTiers | None:
+        return self.links
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.rates_of.rates.prefill_tokens_per_s
+
+    def wake(self) -> None:
+        pass  # `prepare` looks by itself
+
+    @property
+    def is_lending(self) -> bool:
+        return False
+
+    def meet(self, worker: str) -> Awaitable[None] | None:
+        return self.met(worker)
+
+    async def rates(self) -> Mapping[str, float]:
+        speed = self.links.speed(Tier.VAULT) if self.links is not None else None
+        return {} if speed is None else {Tier.VAULT.value: speed.bytes_per_s}
+
+    async def preload(self, chain: HotChain, limit_s: float) -> None:
+        """To the host."""
+        root, hashes = blocks_of(chain)
+        start = self.host.depth(hashes, 0, len(hashes))
+        if self.links is None or start >= len(hashes):
+            return
+        names = names_of(root, hashes, (), self.block_size)
+        part = RestoredPart(Tier.VAULT, start, len(hashes), limit_s)
+        location = ChainLocation(names, Finding(True))
+        slots = await self._fetch(root, hashes, part, location, limit_s, exact=False)
+        self.host.pool.release(slots)
+
+    async def offer(self, chains: Sequence[HotChain]) -> None:
+        for one in chains:
+            self.keep(blocks_of(one)[1])
+        await self.settled()
+
+    async def settled(self) -> None:
+        while self._writing:
+            await asyncio.sleep(SETTLED_POLL_S)
+
+    # What the engine asks.
+
+    async def prepare(self, sequence: VllmSequence) -> dict[str, Any]:
+        """What vLLM is told of the store with the request: slots to read first, and from where on to save."""
+        ids, size, ratio, name = sequence.ids, self.block_size, self.store.ratio, sequence.name
+        hashes = chain(sequence.root, ids, size)
+        self.store.asked(name, AskedChain(sequence.root, ids, sequence.outputs, len(sequence.outputs)))
+        self.store.refill()
+        usable = (len(ids) - 1) // size // ratio * ratio
+        start = min(self.blocks.depth(hashes), usable)
+        self._held[name] = held = HeldChain([], [], 0)
+        await self._hold(held, sequence, hashes, start, usable)
+        told: dict[str, Any] = {
+            "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "piece_tokens": size},
+            "save_from": len(self.host.pool.chain_to(hashes)) // ratio * ratio,
+        }
+        slots = held.chain + held.staged
+        if len(slots) // ratio * ratio > start:
+            told["restore"] = {"at": 0, "slots": slots[: len(slots) // ratio * ratio]}
+        else:
+            self.read(name, self.store.ranks)
+        return told
+
+    def restored(self, name: str, tokens: int) -> dict[Tier, int]:
+        """Of the tokens that vLLM restores for a request, how many came from which tier."""
+        held = self._held.get(name)
+        if held is None or not tokens:
+            return {}
+        fetched = min(tokens, held.fetched * self.block_size)
+        found = {Tier.VAULT: fetched, Tier.HOST: tokens - fetched}
+        found = {tier: count for tier, count in found.items() if count}
+        self._tokens.update(found)
+        self._restores.update(list(found))
+        return found
+
+    def read(self, name: str, by: int = 1) -> None:
+        """`by` ranks have read what was held for a request."""
+        held = self._held.get(name)
+        if held is not None:
+            held.reads += by
+            if held.reads >= self.store.ranks:
+                del self._held[name]
+                self.host.pool.release(held.chain + held.staged)
+
+    def over(self, name: str) -> None:
+        """A request has left vLLM, or never came there: it reads no longer than READ_S."""
+        self.store.over(name)
+        asyncio.get_running_loop().call_later(READ_S, self.read, name, self.store.ranks)
+
+    def away(self) -> None:
+        for name in list(self._held):
+            self.read(name, self.store.ranks)
+        self.store.away()
+
+    def back(self) -> None:
+        self.store.back()
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """Have vaults keep a chain as far as the host has it, but for what they were sent."""
+        if self.links is None:
+            return
+        if self.links.losses != self._losses:
+            self._losses = self.links.losses
+            self._kept.clear()
+        pool = self.host.pool
+        slots = pool.chain_to(hashes)
+        for at, slot in enumerate(slots[: len(slots) // self.store.ratio * self.store.ratio]):
+            if hashes[at] in self._kept:
+                continue
+            content = pool.index[slot]
+            run = hashes[at - at % RUN_BLOCKS]
+            name = BlockName(content.root, hashes[at], content.parent, pack_ids(content.ids), run)
+            pool.acquire([slot])
+            if not self.links.offload(name, self.host.view(slot), lossy=False, on_done=self._written(slot)):
+                pool.release([slot])
+                return
+            self._writing += 1
+            self._kept[hashes[at]] = None
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+
+    def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int) -> int:
+        gone = self.host.erase(root, hashes, ids, keep)
+        self.store.told()
+        first = keep // self.block_size
+        for one in hashes[first:]:
+            self._kept.pop(one, None)
+        if self.links is not None and len(hashes) > first:
+            self.links.erase(names_of(root, hashes, ids, self.block_size)[first:])
+        return gone
+
+    @property
+    def digest(self) -> int:
+        return in_tier(self.host.pool.digest, Tier.HOST.number)
+
+    def loads(self) -> dict[str, TierLoad]:
+        pool, size = self.host.pool, self.host.block_bytes
+        loads = {} if self.links is None else {Tier.VAULT.value: TierLoad(), **self.links.loads()}
+        loads[Tier.HOST.value] = TierLoad(
+            blocks=pool.index.addressed,
+            bytes_used=(pool.used + pool.cached) * size,
+            bytes_total=pool.num_blocks * size,
+            offloaded_blocks_total=self.store.saved_total,
+            evictions_total=pool.evictions,
+        )
+        per_token = size / self.block_size
+        for tier, load in list(loads.items()):
+            tokens = self._tokens[Tier(tier)]
+            loads[tier] = replace(
+                load,
+                hit_tokens_total=tokens,
+                restores_total=self._restores[Tier(tier)],
+                restored_bytes_total=int(tokens * per_token),
+            )
+        return loads
+
+    def on_pieces(self, told: PieceNews) -> None:
+        if isinstance(told, PiecesSaving):
+            self.store.on_saving(told)
+        elif isinstance(told, PiecesSaved):
+            self.store.on_saved(told)
+        else:
+            self.read(told.request)
+
+    def holdings(self) -> dict[Tier, list[bytes]]:
+        return {Tier.HOST: self.host.pool.index.hashes()}
+
+    def depths(self, hashes: Sequence[bytes]) -> dict[Tier, int]:
+        return {Tier.HOST: self.host.depth(hashes, 0, len(hashes))}
+
+    # Restores.
+
+    async def _hold(
+        self, held: HeldChain, sequence: VllmSequence, hashes: Sequence[bytes], start: int, usable: int
+    ) -> None:
+        """Hold the part of the chain that is cheaper read than computed. `start` pieces are on the device."""
+        pool, size, location = self.host.pool, self.block_size, sequence.spec.location
+        depth = self.host.depth(hashes, start, usable, exact=sequence.spec.exact)
+        offers = [Offer(Tier.HOST, depth, COPY_SPEED)]
+        if location is not None and self.links is not None and depth < usable and not sequence.start:
+            found = await self._found(location)
+            offers += break_even.remote_offers(self.links, location, min(found.vault, usable), 0)
+        compute_s = break_even.price_of_computing(
+            location, lambda one, other: self.rates_of.prompt_seconds(one * size, (other - one) * size)
+        )
+        parts = break_even.cheapest(offers, start, block_bytes=self.host.block_bytes, compute_s=compute_s)
+        for part in parts:
+            if part.tier is Tier.HOST:
+                held.chain = pool.chain_to(hashes[: part.end])
+                pool.acquire(held.chain)
+            elif location is not None and len(held.chain) in (0, part.start):
+                if not held.chain:  # what the device has is read from the host too, where it is there
+                    held.chain = pool.chain_to(hashes[: part.start])
+                    pool.acquire(held.chain)
+                if len(held.chain) < part.start:
+                    part = part._replace(start=len(held.chain))
+                limit_s = LATE * part.seconds + SLACK * compute_s(part.start, part.end)
+                held.staged = await self._fetch(
+                    sequence.root, hashes, part, location, limit_s, exact=sequence.spec.exact
+                )
+                held.fetched = len(held.staged)
+
+    async def _found(self, location: ChainLocation) -> Finding:
+        clock = asyncio.get_running_loop().time
+        until = clock() + break_even.answer_limit_s(location)
+        while not location.finding.ready and clock() < until:
+            await asyncio.sleep(POLL_S)
+        location.finding.ready = True  # later answers are not waited for
+        return location.finding
+
+    async def _fetch(
+        self,
+        root: Root,
+        hashes: Sequence[bytes],
+        part: RestoredPart,
+        location: ChainLocation,
+        limit_s: float,
+        *,
+        exact: bool,
+    ) -> list[int]:
+        """Bring pieces to the host, as many as come in time and without a gap. Returns their slots, held."""
+        assert self.links is not None
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        slots = self.host.allocate(part.end - part.start)
+        if not slots:
+            return []
+        landing = Landing([None] * len(slots), traceparent=location.traceparent)
+        self.links.fetch(
+            part.tier,
+            location.names[part.start : part.start + len(slots)],
+            [self.host.view(slot) for slot in slots],
+            landing,
+            exact=exact,
+            peer="",
+            on_progress=partial(_soon, loop, ended.set),
+        )
+        try:
+            await asyncio.wait_for(ended.wait(), limit_s)
+        except TimeoutError:
+            log.debug("a fetch of %d pieces was late", len(slots))
+        except asyncio.CancelledError:  # nobody waits for it any more
+            landing.close()
+            self.host.pool.release(slots)
+            raise
+        landed = landing.close()
+        self.host.pool.release(slots[landed:])
+        headers = [header for header in landing.headers[:landed] if header is not None]
+        contents = [
+            Content.of(root, hashes, at, unpack_ids(header.ids), full=True, lossy=header.lossy)
+            for at, header in enumerate(headers, part.start)
+        ]
+        filled = self.host.fill(slots[:landed], root, hashes, part.start, contents)
+        self.store.told()
+        return filled
+
+    def _written(self, slot: int) -> Callable[[], None]:
+        loop = asyncio.get_running_loop()
+
+        def done() -> None:
+            self._writing -= 1
+            self.host.pool.release([slot])
+            self.store.told()
+
+        return partial(_soon, loop, done)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """From any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(call)

@@ -1,0 +1,270 @@
+"""One of vLLM's workers, its blocks and its load thread, with the worker beside vLLM over a real socket and file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvfleet_vllm import worker_side
+from kvfleet_vllm.block_copies import LayerBlocks
+from kvfleet_vllm.block_moves import BlockMoves, LoadBlocks, SaveBlocks, SharedStore
+from kvfleet_vllm.wire import VERSION, Decoder, Message, PiecesRead, PiecesSaved, WorkerHello
+from kvfleet_vllm.worker_side import WorkerSide
+
+BLOCKS, SLOTS = 8, 12
+HELLO = WorkerHello(VERSION, 0, 1, b"f" * 16, 2 * 64)
+
+
+class Sidecar:
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "w")
+        self.store = SharedStore(str(folder / "s"), SLOTS)
+        Path(self.store.path).write_bytes(os.urandom(SLOTS * HELLO.piece_bytes))
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(self.path)
+        self.listener.listen(4)
+        self.listener.setblocking(False)
+        self.link: socket.socket | None = None
+
+    def heard(self) -> list[Message]:
+        """All since the last time; of a new connection if there is one."""
+        try:
+            link, _ = self.listener.accept()
+            link.setblocking(False)
+            if self.link is not None:
+                self.link.close()
+            self.link, self.decoder = link, Decoder()
+        except BlockingIOError:
+            pass
+        found: list[Message] = []
+        try:
+            while self.link is not None and (data := self.link.recv(1 << 16)):
+                found += self.decoder.feed(data)
+        except BlockingIOError:
+            pass
+        return found
+
+    def hang_up(self) -> None:
+        assert self.link is not None
+        self.link.close()
+        self.link = None
+
+    def moves(
+        self,
+        *loads: LoadBlocks,
+        saves: tuple[SaveBlocks, ...] = (),
+        given_up: tuple[str, ...] = (),
+        connection: int = 1,
+    ) -> BlockMoves:
+        path, store = (self.path, self.store) if connection else ("", None)
+        return BlockMoves(connection, path, store, saves, loads, given_up, True)
+
+    def slot(self, slot: int) -> bytes:
+        return Path(self.store.path).read_bytes()[slot * HELLO.piece_bytes :][: HELLO.piece_bytes]
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    one = Sidecar(tmp_path)
+    yield one
+    one.listener.close()
+    if one.link is not None:
+        one.link.close()
+
+
+def layers(seed: int) -> dict[str, torch.Tensor]:
+    """Two pieces in a block, of 64 bytes in each of two layers."""
+    made = torch.randint(0, 1 << 30, (2, BLOCKS, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    return {"a": made[0], "b": made[1]}
+
+
+def side_of(cache: dict[str, torch.Tensor]) -> WorkerSide:
+    return WorkerSide(lambda: HELLO, LayerBlocks(cache, BLOCKS, 2))
+
+
+@pytest.fixture
+def side() -> Iterator[WorkerSide]:
+    one = side_of(layers(0))
+    yield one
+    one.close()
+
+
+def ends(side: WorkerSide, within: float = 10.0) -> set[str]:
+    until = time.monotonic() + within
+    while not (found := side.finished(idle=True)):
+        assert time.monotonic() < until
+    return found
+
+
+SAVE = SaveBlocks("r", 0, (3, 5), (7, 1, 2, 0))
+LOAD = LoadBlocks("generate-tokens-r-0", "r", (4, 6), (7, 1, 2, 0))
+
+
+def test_saved_in_one_vllm_and_loaded_in_another(side: WorkerSide, sidecar: Sidecar) -> None:
+    moves = sidecar.moves(saves=(SAVE,))
+    side.start(moves)
+    side.save(moves)
+    assert sidecar.heard() == [HELLO, PiecesSaved("r", (7, 1, 2, 0))]
+    assert side.finished(idle=False) == set()
+    other, source = layers(1), layers(0)
+    two = side_of(other)
+    two.start(sidecar.moves(LOAD))
+    assert ends(two) == {"generate-tokens-r-0"}
+    assert two.take_bad_blocks() == set()
+    assert sidecar.heard() == [HELLO, PiecesRead("r")]
+    for name in "ab":
+        assert torch.equal(other[name][[4, 6]], source[name][[3, 5]])
+        assert torch.equal(other[name][[0, 1, 2, 3, 5, 7]], layers(1)[name][[0, 1, 2, 3, 5, 7]])
+    two.close()
+
+
+def test_what_was_given_up_is_told(side: WorkerSide, sidecar: Sidecar) -> None:
+    side.start(sidecar.moves(given_up=("r", "s")))
+    assert sidecar.heard() == [HELLO, PiecesRead("r"), PiecesRead("s")]
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = lambda: None) -> threading.Event:
+    """Loads wait for the event, and do something before they read."""
+    go, read = threading.Event(), worker_side._read
+
+    def wait(*arguments: object) -> int:
+        assert go.wait(10)
+        meanwhile()
+        return read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worker_side, "_read", wait)
+    return go
+
+
+def test_a_slow_load_holds_up_no_step(side: WorkerSide, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = slowly(monkeypatch)
+    side.start(sidecar.moves(LOAD))
+    began = time.monotonic()
+    assert all(side.finished(idle=False) == set() for _ in range(100))
+    assert time.monotonic() - began < 5
+    moves = sidecar.moves(saves=(SaveBlocks("s", 0, (1,), (8, 9)),))
+    side.start(moves)
+    side.save(moves)
+    assert sidecar.heard() == [HELLO, PiecesSaved("s", (8, 9))]
+    go.set()
+    assert ends(side) == {LOAD.request}
+    assert sidecar.heard() == [PiecesRead("r")]
+
+
+def test_idle_steps_wait_a_little(side: WorkerSide, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = slowly(monkeypatch)
+    side.start(sidecar.moves(LOAD))
+    began, steps = time.monotonic(), 20
+    assert all(side.finished(idle=True) == set() for _ in range(steps))
+    assert time.monotonic() - began > 0.9 * steps * worker_side.IDLE_WAIT_S
+    go.set()
+    assert ends(side) == {LOAD.request}
+
+
+def test_a_file_that_is_cut_fails_the_load_and_ends_the_connection(side: WorkerSide, sidecar: Sidecar) -> None:
+    side.start(sidecar.moves())
+    os.truncate(sidecar.store.path, 100)
+    side.start(sidecar.moves(LOAD))
+    assert ends(side) == {LOAD.request}
+    assert side.take_bad_blocks() == {4, 6}
+    assert side.take_bad_blocks() == set()
+    assert sidecar.heard() == [HELLO, PiecesRead("r")]
+    assert sidecar.link is not None
+    assert sidecar.link.recv(1) == b""
+    moves = sidecar.moves(LOAD, saves=(SAVE,))
+    side.start(moves)
+    side.save(moves)  # the scheduler does not know yet
+    assert ends(side) == {LOAD.request}
+    assert side.take_bad_blocks() == {4, 6}
+
+
+def test_a_file_that_is_cut_is_not_saved_to(side: WorkerSide, sidecar: Sidecar) -> None:
+    side.start(sidecar.moves())
+    os.truncate(sidecar.store.path, 100)
+    side.save(sidecar.moves(saves=(SAVE,)))
+    assert sidecar.heard() == [HELLO]
+    assert sidecar.link is not None
+    assert sidecar.link.recv(1) == b""
+
+
+@pytest.mark.parametrize("slots", [(7, 1, 2, SLOTS), (7, 1, -1, 0)])
+def test_slots_that_do_not_exist(side: WorkerSide, sidecar: Sidecar, slots: tuple[int, ...]) -> None:
+    before = Path(sidecar.store.path).read_bytes()
+    side.start(sidecar.moves(LoadBlocks("v", "r", (4, 6), slots)))
+    assert ends(side) == {"v"}
+    assert side.take_bad_blocks() == {4, 6}
+    moves = sidecar.moves(saves=(SaveBlocks("r", 0, (4, 6), slots),), connection=2)
+    side.start(moves)
+    side.save(moves)
+    assert Path(sidecar.store.path).read_bytes() == before
+
+
+def test_a_worker_that_hangs_up_during_a_load_may_have_used_the_slots_again(
+    side: WorkerSide, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = slowly(monkeypatch, sidecar.hang_up)
+    side.start(sidecar.moves(LOAD))
+    assert sidecar.heard() == [HELLO]
+    go.set()
+    assert ends(side) == {LOAD.request}
+    assert side.take_bad_blocks() == {4, 6}
+
+
+def test_a_worker_that_restarts_during_a_load(
+    side: WorkerSide, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = slowly(monkeypatch)
+    side.start(sidecar.moves(LOAD))
+    assert sidecar.heard() == [HELLO]
+    sidecar.hang_up()
+    os.unlink(sidecar.store.path)
+    Path(sidecar.store.path).write_bytes(bytes(SLOTS * HELLO.piece_bytes))
+    moves = sidecar.moves(saves=(SAVE,), connection=2)
+    side.start(moves)
+    side.save(moves)
+    go.set()
+    assert ends(side) == {LOAD.request}
+    assert side.take_bad_blocks() == {4, 6}
+    assert sidecar.heard() == [HELLO, PiecesSaved("r", SAVE.slots)]  # no PiecesRead: it knows nothing of that load
+    assert sidecar.slot(7) != bytes(HELLO.piece_bytes)  # the new file
+    assert sidecar.slot(3) == bytes(HELLO.piece_bytes)
+
+
+@pytest.mark.parametrize("way", ["no connection", "no listener", "no file", "no blocks"])
+def test_loads_end_whatever_is_missing(side: WorkerSide, sidecar: Sidecar, way: str) -> None:
+    moves = sidecar.moves(LOAD, saves=(SAVE,))
+    if way == "no connection":
+        moves = sidecar.moves(LOAD, saves=(SAVE,), connection=0)
+    elif way == "no listener":
+        sidecar.listener.close()
+    elif way == "no file":
+        os.unlink(sidecar.store.path)
+    else:
+        side = WorkerSide(lambda: HELLO, None)
+    side.start(moves)
+    side.save(moves)
+    assert ends(side) == {LOAD.request}
+    assert side.take_bad_blocks() == {4, 6}
+    side.close()
+
+
+def test_it_does_not_come_back_before_the_scheduler_does(side: WorkerSide, sidecar: Sidecar) -> None:
+    """Slots in flight are of the worker that the scheduler still believes in."""
+    side.start(sidecar.moves())
+    assert sidecar.heard() == [HELLO]
+    sidecar.hang_up()
+    before = Path(sidecar.store.path).read_bytes()
+    moves = sidecar.moves(saves=(SAVE,))
+    side.start(moves)
+    side.save(moves)
+    assert sidecar.heard() == []
+    assert Path(sidecar.store.path).read_bytes() == before
+    side.start(sidecar.moves(connection=2))
+    assert sidecar.heard() == [HELLO]

@@ -1,0 +1,266 @@
+"""What a vLLM worker keeps below vLLM: pieces that vLLM saves are listed under our hashes, written to vaults, and told
+to the vLLM that reads them, never before they are here and never once they may be something else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_remote import Faults, MemoryRemote
+
+from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_of
+from kvfleet.worker.blocks.pool_integrity import check_integrity
+from kvfleet.worker.port.sequence_spec import SequenceSpec
+from kvfleet.worker.port.tenant_costs import TenantAccount
+from kvfleet.worker.text.context_window import ContextWindow
+from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
+from kvfleet.worker.vllm.piece_store import PieceStore, SharedMemory
+from kvfleet.worker.vllm.step_rates import StepRates
+from kvfleet.worker.vllm.vllm_sequence import VllmSequence
+from kvfleet.worker.vllm.vllm_tiers import VllmTiers
+from kvfleet_vllm.wire import EngineStep, PiecesRead, PiecesSaved, PiecesSaving
+from kvproto.block_hash import chain, in_tier
+from kvproto.messages import Sampling, Tier, TierEvents
+from kvservice.event_log import EventLog
+from tests.support.waiting import LIMIT_S
+
+SIZE, RATIO, BYTES = 16, 2, 64
+ROOT = b"r" * 16
+PROMPT = list(range(100))  # six pieces, three blocks of vLLM's
+
+
+class Rig:
+    """The tiers, and vLLM as far as they see it: it saves and reads by the orders of `prepare`."""
+
+    def __init__(self, folder: Path, slots: int = 64, ranks: int = 1, faults: Faults | None = None) -> None:
+        self.remote = MemoryRemote(BYTES, faults=faults)
+        self.granted: list[int] = []
+        self.changes: list[TierEvents] = []
+        self.memory = SharedMemory(folder / "kv", slots * BYTES)
+        host = HostTier(self.memory.view, BYTES, SIZE)
+        store = PieceStore(self.memory, host, RATIO, ranks, self.granted.extend, self.changes.extend)
+        self.blocks = ForeignBlocks(SIZE)
+        rates = StepRates()
+        for now in (1.0, 2.0):  # a thousand tokens take a second
+            rates.observe(EngineStep(1.0, 1, 1000, 1000, ()), now)
+        remote: Any = self.remote
+        self.tiers = VllmTiers(store, self.blocks, rates, remote, lambda worker: None, b"")
+        self.number = 0
+
+    def sequence(self, ids: Sequence[int] = PROMPT, *, found: int = 0, exact: bool = False) -> VllmSequence:
+        """`found` pieces are in vaults."""
+        location = None
+        if found:
+            location = ChainLocation(names_of(ROOT, chain(ROOT, ids, SIZE), ids, SIZE), Finding(True, found))
+        spec = SequenceSpec("r", 0, tuple(ids), Sampling(50), ROOT, exact=exact, location=location)
+        text: Any = None
+        made = VllmSequence(
+            spec, window=ContextWindow(0, 50), stop_ids=frozenset(), text=text, siblings=[], arrival=0,
+            enqueued=time.monotonic(), account=TenantAccount(),
+        )  # fmt: skip
+        self.number += 1
+        made.name = f"v{self.number}"
+        return made
+
+    def save(self, name: str, at: int, count: int, *, ranks: int = 1) -> tuple[int, ...]:
+        """As vLLM does: each slot has bytes that say which piece it is."""
+        slots = tuple(self.granted[:count])
+        del self.granted[:count]
+        for piece, slot in enumerate(slots, at):
+            self.tiers.host.view(slot)[:] = bytes([piece + 1]) * BYTES
+        self.tiers.on_pieces(PiecesSaving(name, at, slots))
+        for _ in range(ranks):
+            self.tiers.on_pieces(PiecesSaved(name, slots))
+        return slots
+
+    def bytes_at(self, told: dict[str, Any]) -> list[int]:
+        return [self.tiers.host.view(slot)[0] for slot in told["restore"]["slots"]]
+
+    async def written(self) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await self.tiers.settled()
+
+    def check(self) -> None:
+        pool, store = self.tiers.host.pool, self.tiers.store
+        store.told()
+        held = [[*one.chain, *one.staged] for one in self.tiers._held.values()]
+        own = [[slot] for slots in store._saving for slot in slots]
+        check_integrity(pool, [*held, *own, [*store._granted], [*store._doubtful]])
+        log = EventLog("e")
+        log.note(self.changes)
+        log.flush(0.0)
+        assert log.digest == self.tiers.digest == in_tier(log.plain_digest, Tier.HOST.number)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.check()
+    rig.remote.close()
+
+
+async def saved(rig: Rig, ids: Sequence[int] = PROMPT, pieces: int = 6) -> VllmSequence:
+    sequence = rig.sequence(ids)
+    told = await rig.tiers.prepare(sequence)
+    assert told["save_from"] == 0
+    rig.save(sequence.name, 0, pieces)
+    return sequence
+
+
+async def test_what_vllm_saves_is_listed_and_told_to_the_next(rig: Rig) -> None:
+    told = await rig.tiers.prepare(rig.sequence())
+    assert "restore" not in told
+    assert told["store"] == {"path": str(rig.memory.path), "slots": 64, "piece_tokens": SIZE}
+    sequence = await saved(rig)
+    assert rig.tiers.holdings() == {Tier.HOST: chain(ROOT, PROMPT, SIZE)}
+    rig.tiers.over(sequence.name)
+    again = rig.sequence()
+    told = await rig.tiers.prepare(again)
+    assert told["save_from"] == 6
+    assert told["restore"]["at"] == 0
+    assert rig.bytes_at(told) == [1, 2, 3, 4, 5, 6]
+    assert rig.tiers.restored(again.name, 96) == {Tier.HOST: 96}
+    rig.tiers.on_pieces(PiecesRead(again.name))
+
+
+async def test_not_all_of_a_prompt_is_read(rig: Rig) -> None:
+    """vLLM has to compute one token at least."""
+    await saved(rig, PROMPT[:96])
+    told = await rig.tiers.prepare(rig.sequence(PROMPT[:96]))
+    assert rig.bytes_at(told) == [1, 2, 3, 4]
+
+
+async def test_another_tenant_finds_nothing(rig: Rig) -> None:
+    await saved(rig)
+    other = rig.sequence()
+    other.root = b"o" * 16
+    assert "restore" not in await rig.tiers.prepare(other)
+
+
+async def test_what_is_read_stays_until_all_ranks_have_read_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=16, ranks=2)
+    sequence = rig.sequence(PROMPT[:40])
+    await rig.tiers.prepare(sequence)
+    slots = rig.save(sequence.name, 0, 2, ranks=1)
+    assert rig.tiers.holdings() == {Tier.HOST: []}, "one rank's part is missing"
+    rig.tiers.on_pieces(PiecesSaved(sequence.name, slots))
+    assert len(rig.tiers.holdings()[Tier.HOST]) == 2
+    reading = rig.sequence(PROMPT[:40])
+    told = await rig.tiers.prepare(reading)
+    rig.tiers.on_pieces(PiecesRead(reading.name))
+    rig.tiers.host.pool.release(rig.tiers.host.allocate(16))  # all that can be had
+    assert rig.bytes_at(told) == [1, 2]
+    rig.tiers.on_pieces(PiecesRead(reading.name))
+    rig.tiers.host.pool.release(rig.tiers.host.allocate(16))
+    assert rig.tiers.holdings() == {Tier.HOST: []}
+    rig.check()
+    rig.remote.close()
+
+
+async def test_outputs_that_are_still_on_their_way_are_waited_for(rig: Rig) -> None:
+    sequence = rig.sequence(PROMPT[:30])
+    await rig.tiers.prepare(sequence)
+    rig.save(sequence.name, 0, 2)
+    assert rig.tiers.holdings() == {Tier.HOST: []}
+    sequence.outputs += [7, 8]
+    async with asyncio.timeout(LIMIT_S):
+        while not rig.tiers.holdings()[Tier.HOST]:
+            await asyncio.sleep(0.01)
+    assert rig.tiers.holdings() == {Tier.HOST: chain(ROOT, [*PROMPT[:30], 7, 8], SIZE)}
+
+
+async def test_a_chain_has_no_gap(rig: Rig) -> None:
+    sequence = rig.sequence()
+    await rig.tiers.prepare(sequence)
+    rig.save(sequence.name, 2, 2)
+    assert rig.tiers.holdings() == {Tier.HOST: []}
+
+
+async def test_vaults_keep_what_is_saved_and_give_it_to_another_worker(rig: Rig, tmp_path: Path) -> None:
+    sequence = await saved(rig)
+    hashes = chain(ROOT, PROMPT, SIZE)
+    rig.tiers.keep(hashes)
+    await rig.written()
+    assert list(rig.remote.kept[Tier.VAULT]) == hashes
+    rig.tiers.over(sequence.name)
+
+    (tmp_path / "other").mkdir()
+    other = Rig(tmp_path / "other")
+    other.remote.kept = rig.remote.kept
+    reading = other.sequence(found=6)
+    told = await other.tiers.prepare(reading)
+    assert other.bytes_at(told) == [1, 2, 3, 4, 5, 6]
+    assert told["save_from"] == 6, "the host has them now"
+    assert other.tiers.restored(reading.name, 96) == {Tier.VAULT: 96}
+    loads = other.tiers.loads()
+    assert loads["vault"].hit_tokens_total == 96
+    other.check()
+    other.remote.close()
+
+
+async def test_what_vaults_lose_meanwhile_is_computed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, faults=Faults(lost=1.0))
+    told = await rig.tiers.prepare(rig.sequence(found=6))
+    assert "restore" not in told
+    rig.check()
+    rig.remote.close()
+
+
+async def test_half_a_block_of_vllms_is_no_use(rig: Rig) -> None:
+    await saved(rig)
+    hashes = chain(ROOT, PROMPT, SIZE)
+    rig.tiers.keep(hashes)
+    await rig.written()
+    rig.remote.kept[Tier.VAULT].pop(hashes[3])
+    rig.tiers.host.pool.release(rig.tiers.host.allocate(64))  # the host's are evicted
+    told = await rig.tiers.prepare(rig.sequence(found=6))
+    assert rig.bytes_at(told) == [1, 2]
+
+
+async def test_what_the_device_has_is_not_brought(rig: Rig) -> None:
+    await saved(rig)
+    salt = ROOT.hex()
+    rig.blocks.apply(
+        [{"type": "BlockStored", "block_hashes": [1, 2, 3], "parent_block_hash": None, "token_ids": PROMPT[:96],
+          "block_size": 32, "extra_keys": [[salt], None, None]}]
+    )  # fmt: skip
+    assert "restore" not in await rig.tiers.prepare(rig.sequence())
+
+
+async def test_a_session_is_erased_here_and_in_vaults(rig: Rig) -> None:
+    await saved(rig)
+    hashes = chain(ROOT, PROMPT, SIZE)
+    rig.tiers.keep(hashes)
+    await rig.written()
+    assert rig.tiers.erase(ROOT, hashes, PROMPT, 32) == 4
+    assert rig.tiers.holdings() == {Tier.HOST: hashes[:2]}
+    assert list(rig.remote.kept[Tier.VAULT]) == hashes[:2]
+
+
+async def test_slots_that_a_silent_vllm_may_write_to_are_not_used(rig: Rig) -> None:
+    await rig.tiers.prepare(rig.sequence())
+    granted, host = set(rig.granted), rig.tiers.host
+    rig.tiers.away()
+    others = host.allocate(64)
+    assert granted.isdisjoint(others)
+    rig.tiers.back()
+    assert granted == set(host.allocate(64))
+    host.pool.release([*others, *granted])
+
+
+async def test_a_request_that_left_before_its_blocks_came_holds_nothing_for_ever(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfleet.worker.vllm.vllm_tiers.READ_S", 0.0)
+    await saved(rig)
+    reading = rig.sequence()
+    await rig.tiers.prepare(reading)
+    rig.tiers.over(reading.name)
+    await asyncio.sleep(0.01)
+    assert not rig.tiers._held
