@@ -11,12 +11,14 @@ from urllib.parse import urlsplit
 
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.vllm.server_facts import SAMPLERS, EventAddresses, missing_flags
+from kvservice.byte_size import parse_bytes
 from tests.deploy.k8s_objects import Object, Pod, environment, pods
 from tests.deploy.k8s_processes import CLOSE_S, PROBES, settings_of
 
 GPU = "nvidia.com/gpu"
 LOAD_S = 1800  # to fetch, load and compile
 VLLM_S = 10.0  # it takes 2 or 3 to end
+BESIDE_BYTES = 2 << 30  # beside blocks
 NAMES = ("KVFLEET_MODEL", "KVFLEET_SERVED_MODEL_NAME")
 
 
@@ -114,7 +116,8 @@ def _addresses(flags: dict[str, str | None], server: Object, settings: WorkerSet
 
 def _shared(pod: Pod, server: Object, worker: Object, settings: WorkerSettings) -> Iterator[str]:
     mounts = [{one["mountPath"]: one for one in container["volumeMounts"]} for container in (server, worker)]
-    for path, what in ((str(settings.runtime_dir), "sockets"), ("/var/lib/kvfleet", "model files")):
+    shared = {str(settings.runtime_dir): "sockets", "/var/lib/kvfleet": "model files", "/dev/shm": "blocks"}
+    for path, what in shared.items():
         both = [one.get(path, {}) for one in mounts]
         if not both[0] or both[0]["name"] != both[1].get("name") or any(one.get("readOnly") for one in both):
             yield f"the two share no volume for {what}"
@@ -122,3 +125,8 @@ def _shared(pod: Pod, server: Object, worker: Object, settings: WorkerSettings) 
     shm = volumes.get(mounts[0].get("/dev/shm", {}).get("name", ""), {})
     if shm.get("emptyDir", {}).get("medium") != "Memory":
         yield "/dev/shm has the 64 MiB of every container"
+        return
+    limits = [one["resources"]["limits"]["memory"] for one in (server, worker)]
+    for room in (shm["emptyDir"]["sizeLimit"], *limits):
+        if settings.host_bytes is None or parse_bytes(f"{room}B") < settings.host_bytes + BESIDE_BYTES:
+            yield f"{settings.host_bytes} bytes of blocks do not fit {room}"

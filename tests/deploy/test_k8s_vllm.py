@@ -71,6 +71,14 @@ FAULTS: dict[str, tuple[Callable[[list[Object]], Any], str]] = {
         lambda o: vllm(o)["volumeMounts"].remove({"name": "shm", "mountPath": "/dev/shm"}),
         "/dev/shm has the 64 MiB",
     ),
+    "blocks of the vLLM container alone": (
+        lambda o: spec(o)["containers"][0]["volumeMounts"].remove({"name": "shm", "mountPath": "/dev/shm"}),
+        "the two share no volume for blocks",
+    ),
+    "a worker too small for its blocks": (
+        lambda o: spec(o)["containers"][0]["resources"]["limits"].update(memory="4Gi"),
+        "bytes of blocks do not fit 4Gi",
+    ),
     "no GPU": (lambda o: vllm(o)["resources"]["limits"].pop("nvidia.com/gpu"), "GPUs of vLLM and its worker"),
 }  # fmt: skip
 

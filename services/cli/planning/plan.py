@@ -35,7 +35,7 @@ def plan(
         typer.Option(min=0, max=0.999, help="share of prompt tokens found in a cache; default: measured, or 0"),
     ] = None,
     engine: Annotated[
-        Literal["own", "vllm"], typer.Option(help="of the workers; vllm: no vaults, and says what flags vLLM needs")
+        Literal["own", "vllm"], typer.Option(help="of the workers; vllm: says what flags vLLM needs, too")
     ] = "own",
     dtype: Annotated[DType, typer.Option(help="of the model")] = "auto",
     kv_dtype: Annotated[KvDType, typer.Option(help="of keys and values")] = KvDType.auto,
@@ -102,8 +102,7 @@ def plan(
     except ValueError as error:
         source = f"measured: {measured.source}; beside other work it is less" if measured.source else "as given"
         fail(f"{error}, at {prefill:,.0f} prompt tokens/s and {decode_s * 1e3:,.1f} ms a decode step ({source})")
-    kept_s = vault_minutes * 60 if engine == "own" else 0.0
-    vault_bytes = kept_s * requests_per_second * (demand.fed_tokens + output_tokens) * token_bytes
+    vault_bytes = vault_minutes * 60 * requests_per_second * (demand.fed_tokens + output_tokens) * token_bytes
     vaults = math.ceil(vault_bytes / parse_bytes(vault_memory)) if vault_bytes else 0
     cost = None
     if price_per_worker_hour is not None:
@@ -182,8 +181,7 @@ def _show(found: dict[str, Any], vault_minutes: float) -> None:
         table.add_row("vLLM, at least", " ".join(f"{flag} {value}" for flag, value in found["vllm_flags"].items()))
     one = "vault" if found["vaults"] == 1 else "vaults"
     vaults = f"{readable(int(found['vault_bytes']))}: {found['vaults']:,} {one}" if found["vaults"] else "none"
-    if found["engine"] == "own":
-        table.add_row(f"vault, for {vault_minutes:g} min", vaults)
+    table.add_row(f"vault, for {vault_minutes:g} min", vaults)
     if found["cost_per_hour"] is not None:
         per_1000 = found["cost_per_hour"] / (demand["requests_per_s"] * 3.6)
         table.add_row("cost", f"{found['cost_per_hour']:,.2f} an hour, {per_1000:,.4f} per 1,000 requests")
