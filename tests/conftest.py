@@ -95,7 +95,7 @@ SLOW = (
     "tests/e2e/test_autoscale.py", "tests/e2e/test_simulate.py", "tests/integration/security/test_region_link.py",
     "tests/integration/security/test_nats_mtls.py", "tests/unit/benchmarks/test_policy_moves.py",
     "tests/unit/cli/test_cli_plan.py", "tests/vllm/", "tests/chaos/test_chaos_vllm.py",
-    "tests/engines/test_mixed_engines.py",
+    "tests/e2e/test_up_vllm.py", "tests/engines/test_mixed_engines.py",
 )  # fmt: skip
 SLOW_KIND = "real vllm"  # of the engines that others of a test's parameters are
 
