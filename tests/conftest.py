@@ -67,7 +67,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=("quick", "slow", "vllm"), help="what `make test`, `make check-all` or `make vllm-check` runs")
+    parser.addoption(
+        "--part", choices=("quick", "slow", "vllm"), help="what `make test`, `make check-all` or `make vllm-check` runs"
+    )
 
 
 @pytest.hookimpl(trylast=True)
