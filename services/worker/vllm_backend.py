@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,9 +121,11 @@ class VllmBackend(Backend):
     def _tiers_of(self, pieces: PieceFormat, slots: int, record: WorkerRecord) -> VllmTiers:
         settings = self.process.settings
         log.info("%s of host memory for %d blocks below vLLM", readable(slots * pieces.nbytes), slots)
-        for left in SHARED.glob(f"kvfleet-{record.id}-*.kv"):  # of a life that was killed
-            left.unlink(missing_ok=True)
-        memory = SharedMemory(SHARED / f"kvfleet-{record.id}-{self._life}.kv", slots * pieces.nbytes)
+        for left in SHARED.glob("kvfleet-*-*.kv"):  # of workers that were killed
+            pid = left.name.split("-")[1]
+            if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
+                left.unlink(missing_ok=True)
+        memory = SharedMemory(SHARED / f"kvfleet-{os.getpid()}-{self._life}.kv", slots * pieces.nbytes)
         self.process.life.closing("shared memory", memory.closed)
         store = PieceStore(
             memory,

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvfleet.worker.backend import prompt_encoder_of
-from kvfleet.worker.network import engine_tiers
+from kvfleet.worker.tiers import looking_tiers
 from kvfleet.worker.serve import request_desk
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
@@ -218,8 +218,8 @@ async def test_what_is_long_is_hashed_beside_the_loop(
         hashed.append((len(ids), threading.current_thread().name.partition("_")[0]))
         return chain(root, ids, block_size)
 
-    monkeypatch.setattr(engine_tiers, "chain", noted)
-    monkeypatch.setattr(engine_tiers, "LOOK_WORTH_S", 0.0)
+    monkeypatch.setattr(looking_tiers, "chain", noted)
+    monkeypatch.setattr(looking_tiers, "LOOK_WORTH_S", 0.0)
     monkeypatch.setattr(request_desk, "INLINE_IDS", 64)
     fleet = FakeFleet(nats_url, fleet_buckets)
     await fleet.start("w0", sockets=tmp_path)

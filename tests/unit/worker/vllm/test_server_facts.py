@@ -15,7 +15,7 @@ GOOD = MadeWith("tcp://worker:5557", "tcp://*:5558", "/models/m").facts()
 
 
 def of(**other: Any) -> ServerFacts:
-    return ServerFacts.of(EngineHello(VERSION, "i", 1, "0.32.0", GOOD | other), "m")
+    return ServerFacts.of(EngineHello(VERSION, "i", 1, "0.32.0", GOOD | other), "m", [])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_restart_with_more_memory_or_another_release_is_no_other_server() -> N
 
 def test_rates_follow_from_how_long_the_step_before_took() -> None:
     rates = StepRates()
-    rates.begin(10.0)
+    rates.alive(10.0)
     assert rates.age(10.5) == 0.5
     now = 11.0
     rates.observe(EngineStep(0.0, 1, 100, 100, ()), now)  # its time is not known yet
