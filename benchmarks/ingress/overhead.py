@@ -32,8 +32,8 @@ FLOOR = 6.0  # times the bare hops
 MARK = b'"text":"'
 
 
-def prompt(number: int) -> list[int]:
-    return [(number * 31 + i * 7) % 900 + 10 for i in range(PROMPT)]
+def prompt(number: int, length: int = PROMPT) -> list[int]:
+    return [(number * 31 + i * 7) % 900 + 10 for i in range(length)]
 
 
 class BareEngine:
@@ -42,10 +42,10 @@ class BareEngine:
         pool = BlockPool(runner.num_blocks, runner.block_size)
         self._engine = Engine(runner, pool, Scheduler(pool), IdDetokenizer())
 
-    def ttft(self, number: int) -> float:
+    def ttft(self, number: int, length: int = PROMPT) -> float:
         began, first = time.perf_counter(), 0.0
         sampling = Sampling(8, temperature=0.0, ignore_eos=True)
-        self._engine.add(SequenceSpec(f"r{number}", 0, tuple(prompt(number)), sampling, b"benchmark root16"))
+        self._engine.add(SequenceSpec(f"r{number}", 0, tuple(prompt(number, length)), sampling, b"benchmark root16"))
         while self._engine.has_work:
             for output in self._engine.step().outputs:
                 if isinstance(output, Tokens) and not first:
@@ -53,10 +53,10 @@ class BareEngine:
         return first
 
 
-def body(number: int, max_tokens: int) -> dict[str, object]:
+def body(number: int, max_tokens: int, length: int = PROMPT) -> dict[str, object]:
     return {
         "model": "demo",
-        "prompt": prompt(number),
+        "prompt": prompt(number, length),
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,

@@ -22,6 +22,7 @@ from statistics import median
 from benchmarks.harness.live_fleet import Fleet, Seen, one_server, percentile, prompt, read_with_client
 from benchmarks.harness.report import finish, parse_quick, progress
 from benchmarks.peers._vllm_servers import FLEET_READY_S, READY_S, cores, need_vllm, start_server, worker_beside
+from benchmarks.reliability.resume_gap import watch
 from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvproto.client import Client
 from kvproto.messages import Sampling
@@ -30,6 +31,7 @@ from tests.support.vllm_server import VllmServer
 
 NAME, UNIT, FLOOR_S = "vllm_death", "ms in a stream beyond the prefill of its tail after SIGKILL of its vLLM, p50", 0.5
 MODEL, STREAMS, TOKENS, BEFORE = "tiny", 8, 160, 40
+Notes = list[tuple[str, float]]  # what a client does, and when (monotonic seconds)
 
 
 @dataclass
@@ -69,6 +71,8 @@ class Struck:
 
     gaps: list[float]
     prefills: list[float]
+    detected: list[float]  # when the client turned to placing each again
+    placed: list[float]
 
     @property
     def beyond(self) -> list[float]:
@@ -97,14 +101,14 @@ async def ended(tasks: list[asyncio.Task[Seen]]) -> None:
             raise SystemExit(f"a stream was broken: {seen.error}, {len(seen.ids)} of {TOKENS} tokens")
 
 
-async def strike(client: Client, sites: Sites, seen: list[Seen]) -> tuple[str, Struck]:
-    """Kill the vLLM of the first stream. Also whose it was."""
+async def strike(client: Client, sites: Sites, seen: list[Seen], notes: Notes) -> tuple[str, Struck]:
+    """Kill the vLLM of the first stream. Also whose it was. `notes` grows as the client places streams."""
     tasks = reading(client, seen)
-    while any(len(one.ids) < BEFORE and not task.done() for one, task in zip(seen, tasks, strict=True)):
+    while len(seen[0].ids) < BEFORE and not tasks[0].done():
         await asyncio.sleep(0.005)
     victim = seen[0].worker
     assert victim is not None, seen[0].error
-    moved = [one for one, task in zip(seen, tasks, strict=True) if one.worker == victim and not task.done()]
+    moved = [one for one in seen if one.worker == victim and 0 < len(one.ids) < TOKENS]
     lengths = [len(one.prompt) + len(one.ids) for one in moved]
     struck = time.monotonic()
     killing = asyncio.create_task(asyncio.to_thread(sites.servers[victim].kill))
@@ -112,7 +116,10 @@ async def strike(client: Client, sites: Sites, seen: list[Seen]) -> tuple[str, S
     await killing
     gaps = [max(after - before for before, after in pairwise(one.times) if after > struck) for one in moved]
     other = next(server for name, server in sites.servers.items() if name != victim)
-    return victim, Struck(gaps, await prefills(other, lengths, Random(struck)))
+    detected, placed = (
+        [at - struck for what, at in notes if what == name and at > struck] for name in ("detected", "placed")
+    )
+    return victim, Struck(gaps, await prefills(other, lengths, Random(struck)), detected, placed)
 
 
 async def prefills(server: VllmServer, lengths: list[int], chance: Random) -> list[float]:
@@ -138,15 +145,19 @@ async def prefills(server: VllmServer, lengths: list[int], chance: Random) -> li
 
 async def measure(sites: Sites, kills: int) -> tuple[list[Struck], int]:
     """Also how many streams had the tokens of the undisturbed run."""
-    struck, equal = list[Struck](), 0
+    struck, equal, notes = list[Struck](), 0, Notes()
     async with await Client.open(sites.fleet.nats_url) as client:
+        watch(client, lambda what: notes.append((what, time.monotonic())))
         await ended(reading(client, streams(-1)))  # both are warm
         for kill in range(kills):
             seen, again = streams(kill), streams(kill)
-            victim, found = await strike(client, sites, seen)
+            victim, found = await strike(client, sites, seen, notes)
             struck.append(found)
             gap, prefill = 1e3 * median(found.gaps), 1e3 * median(found.prefills)
-            progress(f"kill {kill + 1}: {len(found.gaps)} streams, gap {gap:.0f} ms, prefill {prefill:.0f} ms")
+            where = (
+                f"detected after {1e3 * median(found.detected):.0f}, placed after {1e3 * median(found.placed):.0f} ms"
+            )
+            progress(f"kill {kill + 1}: {len(found.gaps)} streams, gap {gap:.0f} ms, {where}; prefill {prefill:.0f} ms")
             await asyncio.to_thread(sites.replace, victim)
             await ended(reading(client, again))
             equal += sum(one.ids == other.ids for one, other in zip(seen, again, strict=True))
@@ -180,6 +191,8 @@ def main() -> None:
         ok=p50 <= FLOOR_S and equal == total,
         peer="vllm, asked straight for the tails",
         gap_ms=[round(1e3 * median(found.gaps)) for found in struck],
+        detected_after_ms=[round(1e3 * median(found.detected)) for found in struck],
+        placed_after_ms=[round(1e3 * median(found.placed)) for found in struck],
         prefill_ms=[round(1e3 * median(found.prefills)) for found in struck],
         worst_ms=round(1e3 * max(beyond), 1),
         kills=kills,

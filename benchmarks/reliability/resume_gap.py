@@ -65,15 +65,15 @@ class Phases:
         return {name: round(1e3 * median(values), 1) for name, values in parts.items() if values}
 
 
-def watch(client: Client, phases: Phases) -> None:
+def watch(client: Client, note: Callable[[str], None]) -> None:
     """Notes when a stream's driver turns to placing it again, and when it knows where."""
     placer: Any = client._driver.placer
     place = placer.place
 
     async def timed(*arguments: Any, **options: Any) -> Any:
-        phases.note("detected")
+        note("detected")
         placement = await place(*arguments, **options)
-        phases.note("placed")
+        note("placed")
         return placement
 
     placer.place = timed
@@ -109,7 +109,7 @@ async def measure(fleet: Fleet, kills: int, stops: int) -> dict[str, Any]:
     async with await Client.open(fleet.nats_url) as client:
         for number in range(kills):
             if number == 0:
-                watch(client, by_kill)
+                watch(client, by_kill.note)
             await asyncio.to_thread(fleet.wait_ready, WORKERS)
             if number % 4 == 3:
                 text, seen = texts.ask(number, TOKENS)
@@ -124,7 +124,7 @@ async def measure(fleet: Fleet, kills: int, stops: int) -> dict[str, Any]:
                 if service.process.poll() is not None:
                     fleet.worker(name)
     async with await Client.open(fleet.nats_url) as client:
-        watch(client, by_stop)
+        watch(client, by_stop.note)
         for number in range(stops):
             await asyncio.to_thread(fleet.wait_ready, WORKERS)
             seen = Seen(prompt(10_000 + number), 6 * TOKENS)  # still running when the stopped worker wakes

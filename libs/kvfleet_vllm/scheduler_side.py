@@ -54,7 +54,7 @@ class SchedulerSide:
         if params is not None:
             self._link.open(params.socket)
             self._obey()
-            if self._connection:
+            if self._connection and self._link.path == params.socket:
                 self._plan(request, params)
         self._news.added(request, params is not None)
 

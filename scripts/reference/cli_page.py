@@ -37,7 +37,8 @@ def _command(words: tuple[str, ...], command: Any) -> Iterator[str]:
     name = words[-1]
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     options = [one for one in command.params if one.param_type_name == "option" and one.name != "help"]
-    shown = " ".join((*words, *(one.name.upper() for one in arguments)))
+    shown = " ".join((*words, *(one.name.upper() for one in arguments if not one.metavar), "[OPTIONS]"))
+    shown += "".join(f" [{one.metavar}...]" for one in arguments if one.metavar)  # what comes behind the options
     yield from (f"## {' '.join(words)}", "")
     if len(words) == 2 and name in PROCESS_COMMANDS:
         yield from (PROCESS_COMMANDS[name].told, "")
@@ -47,7 +48,7 @@ def _command(words: tuple[str, ...], command: Any) -> Iterator[str]:
             yield from (f"Its flags are [its settings](settings.md#{name}).", "")
         return
     yield from (inspect.cleandoc(command.help or ""), "")
-    yield from (f"`{shown} [OPTIONS]`", "")
+    yield from (f"`{shown}`", "")
     yield from table(("argument", ""), ((code(one.name.upper()), getattr(one, "help", "") or "") for one in arguments))
     yield from table(
         ("option", "value", "default", ""),

@@ -35,6 +35,7 @@ from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
 from kvfleet.worker.vllm.vllm_tiers import VllmTiers
 from kvfleet.worker.vllm_metrics import VllmMetrics, vllm_readings
 from kvproto.errors import InvalidRequest
+from kvproto.ids import new_process_id
 from kvproto.members import Lease
 from kvproto.messages import Bundle, WorkerRecord
 from kvservice import lifecycle
@@ -86,7 +87,9 @@ class VllmBackend(Backend):
         if settings.vault_codec != "raw":
             raise InvalidRequest("vLLM's blocks are written as they are: raw", field="vault_codec")
         self._runtime = folder = runtime_folder(settings, life)
-        sockets = Sockets(str(folder / f"{settings.member}.news"), str(folder / f"{settings.member}.draws"))
+        # What vLLM was told in an earlier life, or is told by another worker, must not lead here.
+        self._life = new_process_id()
+        sockets = Sockets(str(folder / f"{self._life}.news"), str(folder / f"{self._life}.draws"))
         wanted = Expected(settings.block_size, settings.served_model_name, settings.dtype)
         self._server = VllmServer(TokenRoutes(settings.engine_url), sockets, wanted, life.fatal)
         await self._server.open()
@@ -104,13 +107,22 @@ class VllmBackend(Backend):
         self._tiers: StoreTiers = NoTiers()
         if facts.pieces is None:
             log.info("vLLM's blocks of this layout are kept on its device alone")
+        elif facts.block_size != settings.block_size:
+            # A part of a block's bytes holds something of all its tokens, so it must not go by the hash of its own.
+            log.info(
+                "vLLM's blocks of %d tokens are kept on its device alone: with a block_size of %d they are not",
+                facts.block_size,
+                facts.block_size,
+            )
         elif slots := _slots(settings, facts.pieces.nbytes):
             self._tiers = self._tiers_of(facts.pieces, slots, record)
 
     def _tiers_of(self, pieces: PieceFormat, slots: int, record: WorkerRecord) -> VllmTiers:
         settings = self.process.settings
         log.info("%s of host memory for %d blocks below vLLM", readable(slots * pieces.nbytes), slots)
-        memory = SharedMemory(SHARED / f"kvfleet-{record.id}.kv", slots * pieces.nbytes)
+        for left in SHARED.glob(f"kvfleet-{record.id}-*.kv"):  # of a life that was killed
+            left.unlink(missing_ok=True)
+        memory = SharedMemory(SHARED / f"kvfleet-{record.id}-{self._life}.kv", slots * pieces.nbytes)
         self.process.life.closing("shared memory", memory.closed)
         store = PieceStore(
             memory,

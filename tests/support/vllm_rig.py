@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ class VllmRig(EngineRig):
     async def forgets(self) -> None:
         """Until vLLM was told to forget what was cancelled."""
         await self.engine.inspect(self.root, (0,))
+
+
+Starts = Callable[..., Awaitable[VllmRig]]
 
 
 async def start(folder: Path = DEMO_FOLDER, root: bytes | None = None, **more: Any) -> VllmRig:

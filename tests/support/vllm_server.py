@@ -25,6 +25,7 @@ SERVER, ENGINE, WORKER = "server", "VLLM::EngineCore", "VLLM::Worker"
 TOPIC = "kvfleet-tests"
 CONNECTOR = {
     "kv_connector": "KvfleetConnector", "kv_connector_module_path": "kvfleet_vllm.connector", "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
 }  # fmt: skip
 NEEDED = {  # by a kvfleet worker, beside --kv-events-config
     "--no-async-scheduling": "",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvfleet.worker.vllm.token_routes import NextTokens, TokenRoutes
-from kvfleet_vllm.row_sampling import KEY, VERSION
+from kvfleet.worker.vllm.token_routes import TokenRoutes
+from kvfleet_vllm.wire import KEY, VERSION
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Sampling
 from tests.support.tiny_llama import STOPS, VOCAB
@@ -36,7 +36,8 @@ def body(prompt: list[int], wants: Sampling, before: list[int], version: int = V
     request = f"sampled-{next(NUMBERS)}"
     fields = {name: value for name, value in asdict(wants).items() if value is not None}
     asked = {
-        "version": version, "request": request, "choice": 0, "prompt": len(prompt), "stop_ids": STOPS,
+        "version": version, "request": request, "choice": 0, "prompt": len(prompt), "dropped": [],
+        "stop_ids": STOPS,
         "sampling": fields | {"logit_bias": {str(token): value for token, value in wants.logit_bias.items()}},
         "failures": "/nowhere",
     }  # fmt: skip
@@ -47,7 +48,7 @@ def body(prompt: list[int], wants: Sampling, before: list[int], version: int = V
 
 
 async def drawn(routes: TokenRoutes, prompt: list[int], wants: Sampling, before: list[int]) -> list[int]:
-    parts = [part async for part in routes.generate(body(prompt, wants, before)) if isinstance(part, NextTokens)]
+    parts = [part async for part in routes.generate(body(prompt, wants, before))]
     return [token for part in parts for token in part.ids]
 
 

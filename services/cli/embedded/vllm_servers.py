@@ -23,6 +23,7 @@ HOST = "127.0.0.1"
 MEMORY = 0.9  # vLLM's own share of a GPU
 CONNECTOR = {
     "kv_connector": "KvfleetConnector", "kv_connector_module_path": "kvfleet_vllm.connector", "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
 }  # fmt: skip
 NEEDED = {
     "--enable-scale-out": None,

@@ -3,8 +3,8 @@ Owned by the worker's event loop.
 
     free slots ──grant──▶ vLLM's ──saving──▶ being written ──saved, by all ranks──▶ listed under our hashes
 
-A piece is a block of ours. Several make one of vLLM's, whose bytes cannot be split by token, so a piece is a part
-of the bytes, and of use only with the others.
+A piece is a block of ours, and vLLM's block has as many tokens: a part of its bytes would hold something of all of
+them, so that no hash of ours could name it.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ class SharedMemory:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        path.unlink(missing_ok=True)  # of an earlier life
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            os.ftruncate(file, size)
+            os.posix_fallocate(file, 0, size)  # memory that is missing later would end vLLM
             self._map = mmap.mmap(file, size)
         except (OSError, ValueError) as error:
             path.unlink()

@@ -164,6 +164,7 @@ class DrawFailures:
         try:
             self._socket.bind(str(self.path))
         except OSError as error:
+            self._socket.close()
             raise Unavailable(f"cannot listen at {self.path}: {error.strerror}") from None
 
     def of(self, name: str, index: int) -> KvfleetError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,11 +42,12 @@ class MadeWith:
     has_connector: bool = True
     has_sampler: bool = True
     events_go_to: str = ""
+    topic: str = field(default_factory=lambda: f"kv-{uuid.uuid4().hex}")  # another's may come to a port used again
     other_facts: Mapping[str, Any] = field(default_factory=dict)
     answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
-        events = {"enabled": True, "publisher": "zmq", "topic": "kv", "endpoint": self.events}
+        events = {"enabled": True, "publisher": "zmq", "topic": self.topic, "endpoint": self.events}
         return {
             "model": self.model,
             "served_model_name": [self.name],

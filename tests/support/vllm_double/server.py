@@ -11,7 +11,7 @@ from aiohttp import web
 
 from kvfleet_vllm.row_sampling import sampling_of
 from kvfleet_vllm.wire import KEY
-from kvproto.testing.nats_process import free_port
+from kvproto.testing.nats_process import free_ports
 from tests.support.vllm_double.engine import Engine, Told, request_of
 from tests.support.vllm_double.made_with import MadeWith, Spoiled
 
@@ -31,7 +31,8 @@ process_open_fds 12.0
 
 def made(folder: Path, **more: Any) -> MadeWith:
     """For a model's folder; vLLM connects to the endpoint of its events, and binds that of its replays."""
-    return MadeWith(f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}", str(folder), **more)
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    return MadeWith(events, replay, str(folder), **more)
 
 
 @dataclass(eq=False)
@@ -39,6 +40,7 @@ class VllmDouble:
     made: MadeWith
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of requests that were not probes
+    cached: list[int | None] = field(default_factory=list)  # tokens that they found; None: never scheduled
 
     @property
     def url(self) -> str:
@@ -135,6 +137,8 @@ class VllmDouble:
             if made.finish is None:
                 engine.abort(made.request_id)
             engine.queues.pop(made.request_id, None)
+            if made.priority > -1000:
+                self.cached.append(made.cached)
         return answer
 
     def _refuses(self, body: dict[str, Any]) -> web.Response | None:

@@ -297,6 +297,18 @@ def test_a_worker_that_restarts_is_neither_restored_from_nor_saved_to(side: Sche
     again.die()
 
 
+def test_a_request_of_a_worker_that_is_gone_moves_nothing(side: SchedulerSide, worker: Worker, tmp_path: Path) -> None:
+    """Its slots are not those of the worker that is connected."""
+    side.request_added(request("r", worker.path))
+    worker.accept()
+    worker.say(GrantSlots((20, 21, 22, 23)))
+    late = moving(str(tmp_path / "gone"), "late", restore={"at": 0, "slots": [4, 5]}, save_from=0)
+    side.request_added(late)
+    assert side.restorable(late, 0) == 0
+    moves = side.step(scheduled(late, 0, 100))
+    assert (moves.connection, moves.store, moves.saves) == (1, None, ())
+
+
 def test_a_worker_that_goes_between_planning_and_telling(side: SchedulerSide, worker: Worker) -> None:
     one, two = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0), moving(worker.path, "r2")
     side.request_added(one)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from kvfleet.worker.vllm import vllm_server
 from tests.support import vllm_rig
-from tests.support.vllm_rig import VllmRig
-
-Starts = Callable[..., Awaitable[VllmRig]]
+from tests.support.vllm_rig import Starts, VllmRig
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 
 import torch
-from conftest import Starts
 
 from kvfleet.worker.vllm.foreign_blocks import salt_of_root
 from kvproto.errors import Cancelled, Overloaded
@@ -16,7 +15,7 @@ from kvsampling.sampler import sample
 from tests.engines.rigs import greedy, key_of, sampled, whole
 from tests.support.vllm_double import toy_model
 from tests.support.vllm_double.block_cache import hashes_of
-from tests.support.vllm_rig import VllmRig
+from tests.support.vllm_rig import Starts, VllmRig
 from tests.support.waiting import until
 
 LONG = 900

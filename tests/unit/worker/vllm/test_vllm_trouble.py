@@ -9,7 +9,7 @@ from operator import xor
 
 import pytest
 
-from kvfleet.worker.vllm import vllm_server
+from kvfleet.worker.vllm import vllm_engine, vllm_server
 from kvproto.block_hash import digest_term
 from kvproto.errors import EngineFailure, Unavailable
 from kvproto.messages import FinishReason, Tier
@@ -176,6 +176,20 @@ async def test_a_token_that_cannot_be_drawn_fails_its_request_alone(rig: VllmRig
     await until(lambda: not rig.double.engine.scheduler.has_work)
 
 
+async def test_news_that_do_not_come_hold_up_the_first_token_alone(
+    rig: VllmRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = rig.prompt(40, 1)
+    expected = await rig.run(rig.spec("plain", prompt, sampled(20)))
+    monkeypatch.setattr(vllm_engine, "NEWS_S", 0.1)
+    rig.double.made.has_connector = False
+    silent = await rig.run(rig.spec("silent", prompt, sampled(20)))
+    assert silent.result == expected.result
+    assert "did not tell that request silent was scheduled" in caplog.text
+    rig.double.made.has_connector = True
+    assert (await rig.run(rig.spec("again", prompt, sampled(20)))).cached_tokens == 32
+
+
 async def test_an_erase_as_it_dies_fails_as_retryable(rig: VllmRig) -> None:
     prompt = rig.prompt(100)
     await rig.run(rig.spec("r", prompt, greedy(4)))
@@ -204,7 +218,7 @@ async def test_what_was_cancelled_as_it_died_is_no_trouble(rig: VllmRig) -> None
 
 async def test_the_events_of_two_servers_end_the_worker(rig: VllmRig) -> None:
     """Each seems to begin anew after the other."""
-    other = EventPublisher(rig.double.made.events, f"tcp://127.0.0.1:{free_port()}", "kv")
+    other = EventPublisher(rig.double.made.events, f"tcp://127.0.0.1:{free_port()}", rig.double.made.topic)
     try:
         async with asyncio.timeout(10):
             for number in range(1000):
