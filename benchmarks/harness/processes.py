@@ -15,8 +15,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def name_of(pid: int) -> str:
-    """What the process is in a fleet: ingress, placement, worker, nats-server."""
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    """What the process is in a fleet: ingress, placement, worker, nats-server. A forked one has its command as a title:
+    with spaces between."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ").split()
     for part in command:
         if part.startswith("kvfleet."):
             return part.split(".")[1]

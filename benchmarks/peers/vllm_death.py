@@ -12,6 +12,8 @@ ones, and the streams run again undisturbed: all must have the same tokens. Valu
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from dataclasses import dataclass, field
 from itertools import count, pairwise
@@ -103,6 +105,7 @@ async def ended(tasks: list[asyncio.Task[Seen]]) -> None:
 
 async def strike(client: Client, sites: Sites, seen: list[Seen], notes: Notes) -> tuple[str, Struck]:
     """Kill the vLLM of the first stream. Also whose it was. `notes` grows as the client places streams."""
+    pids = {name: list(server.pids.values()) for name, server in sites.servers.items()}  # finding them takes its time
     tasks = reading(client, seen)
     while len(seen[0].ids) < BEFORE and not tasks[0].done():
         await asyncio.sleep(0.005)
@@ -111,9 +114,10 @@ async def strike(client: Client, sites: Sites, seen: list[Seen], notes: Notes) -
     moved = [one for one in seen if one.worker == victim and 0 < len(one.ids) < TOKENS]
     lengths = [len(one.prompt) + len(one.ids) for one in moved]
     struck = time.monotonic()
-    killing = asyncio.create_task(asyncio.to_thread(sites.servers[victim].kill))
+    for pid in pids[victim]:
+        os.kill(pid, signal.SIGKILL)
     await ended(tasks)
-    await killing
+    await asyncio.to_thread(sites.servers[victim].kill)  # what is left of it
     gaps = [max(after - before for before, after in pairwise(one.times) if after > struck) for one in moved]
     other = next(server for name, server in sites.servers.items() if name != victim)
     detected, placed = (
