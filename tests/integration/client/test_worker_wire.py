@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvfleet.worker.backend import prompt_encoder_of
-from kvfleet.worker.tiers import looking_tiers
 from kvfleet.worker.serve import request_desk
+from kvfleet.worker.tiers import looking_tiers
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
 from kvproto.client import Client, Generation
