@@ -130,7 +130,6 @@ class VllmBackend(Backend):
         store = PieceStore(
             memory,
             HostTier(memory.view, pieces.nbytes, settings.block_size),
-            self._facts.block_size // settings.block_size,
             pieces.ranks,
             self._server.news.grant,
             lambda changes: self._engine.on_changes(changes),

@@ -21,7 +21,7 @@ from pathlib import Path
 from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet_vllm.wire import PiecesSaved, PiecesSaving
-from kvproto.block_hash import chain
+from kvproto.block_hash import child, parent_of
 from kvproto.errors import OutOfMemory
 from kvproto.messages import TierEvents
 
@@ -34,17 +34,30 @@ TOKENS_TRIES = 40
 KEPT_S = 30.0  # what vLLM was asked for, after its end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class AskedChain:
-    """What a request of vLLM's consists of: `before` when it was asked, then `outputs` from `first` on."""
+    """What a request of vLLM's consists of: `before` when it was asked, then `outputs` from `first` on. `hashes` are of
+    its full blocks, as far as they were asked for."""
 
     root: bytes
     before: Sequence[int]
     outputs: Sequence[int]  # grows
     first: int
+    hashes: list[bytes]
 
-    def ids(self) -> list[int]:
-        return [*self.before, *self.outputs[self.first :]]
+    def __len__(self) -> int:
+        return len(self.before) + len(self.outputs) - self.first
+
+    def ids(self, start: int, end: int) -> list[int]:
+        behind = self.first - len(self.before)
+        return [*self.before[start:end], *self.outputs[max(start, len(self.before)) + behind : max(end + behind, 0)]]
+
+    def hash_to(self, end: int, size: int) -> list[bytes]:
+        """The hashes of at least `end` blocks."""
+        for at in range(len(self.hashes), end):
+            ids = self.ids(at * size, (at + 1) * size)
+            self.hashes.append(child(parent_of(self.root, self.hashes, at), ids))
+        return self.hashes
 
 
 class SharedMemory:
@@ -69,11 +82,10 @@ class SharedMemory:
 
 @dataclass(eq=False)
 class PieceStore:
-    """`grant` tells vLLM of free slots. `ratio` pieces are one of vLLM's blocks, which `ranks` workers write."""
+    """`grant` tells vLLM of free slots. `ranks` workers write each their part of a piece."""
 
     memory: SharedMemory
     host: HostTier
-    ratio: int
     ranks: int
     grant: Callable[[Sequence[int]], None]
     on_changes: Callable[[list[TierEvents]], None]
@@ -94,7 +106,6 @@ class PieceStore:
     def refill(self) -> None:
         """Grant as many slots as vLLM should have, if a good part of them is used up."""
         wanted = min(GRANTED, self.host.blocks // GRANTED_SHARE)
-        wanted -= wanted % self.ratio
         if len(self._granted) > wanted // 2:
             return
         slots = self.host.allocate(wanted - len(self._granted))
@@ -135,19 +146,16 @@ class PieceStore:
             self._list(saving, TOKENS_TRIES)
 
     def _list(self, saved: PiecesSaving, tries: int) -> None:
-        asked, size = self._asked.get(saved.request), self.host.pool.block_size
-        ids = asked.ids() if asked is not None else []
-        end = saved.at + len(saved.slots)
-        if asked is not None and len(ids) < end * size and tries:
+        asked, pool, size = self._asked.get(saved.request), self.host.pool, self.host.pool.block_size
+        slots, end = list(saved.slots), saved.at + len(saved.slots)
+        if asked is not None and len(asked) < end * size and tries:
             asyncio.get_running_loop().call_later(TOKENS_LATE_S, self._list, saved, tries - 1)
             return
-        slots = list(saved.slots)
-        pool = self.host.pool
-        if asked is not None and len(ids) >= end * size:
-            hashes = chain(asked.root, ids[: end * size], size)
+        if asked is not None and len(asked) >= end * size:
+            hashes = asked.hash_to(end, size)
             if not saved.at or pool.index.lists(hashes[saved.at - 1]):
                 contents = [
-                    Content.of(asked.root, hashes, at, ids[at * size : (at + 1) * size], full=True, lossy=False)
+                    Content.of(asked.root, hashes, at, asked.ids(at * size, (at + 1) * size), full=True, lossy=False)
                     for at in range(saved.at, end)
                 ]
                 slots = self.host.fill(slots, asked.root, hashes, saved.at, contents)

@@ -296,7 +296,7 @@ class VllmEngine(EnginePort):
     def _take(self, sequence: VllmSequence, part: NextTokens) -> bool:
         """Whether the sequence ends with it. Raises KvfleetError for a token that the sampler could not draw."""
         for at, token in enumerate(part.ids):
-            if (failure := self.server.failure_of(sequence.name, len(sequence.outputs))) is not None:
+            if sequence.is_drawn and (failure := self.server.failure_of(sequence.name, len(sequence.outputs))):
                 raise failure
             sequence.account.step_tokens += 1
             released, reason = sequence.take(token, part.logprobs[at] if part.logprobs else None)

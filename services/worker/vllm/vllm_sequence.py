@@ -55,6 +55,7 @@ class VllmSequence:
     name: str = ""  # under which vLLM has it
     restored: dict[Tier, int] = field(default_factory=dict)  # tokens that came from below
     cached_tokens: int = 0  # of what it begins with; until it is scheduled, by what vLLM has told of its blocks
+    is_drawn: bool = False  # by our sampler, as far as vLLM was asked now
     is_running: bool = False
     is_paused: bool = False
     started: bool = False  # its reader knows
@@ -129,7 +130,8 @@ class VllmSequence:
         }
         if asked.logprobs is not None:
             params["logprobs"] = asked.logprobs + 1  # vLLM counts the drawn token among them
-        if self._is_drawn():
+        self.is_drawn = self._wants_draw()
+        if self.is_drawn:
             params["extra_args"] = {wire.KEY: self._draw(sockets)}
         return {
             "request_id": self.name,
@@ -142,7 +144,7 @@ class VllmSequence:
             "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": sockets.news, **store}},
         }
 
-    def _is_drawn(self) -> bool:
+    def _wants_draw(self) -> bool:
         """Whether it takes more than the most probable token."""
         asked = self.spec.sampling
         changes = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty != 1, asked.logit_bias)

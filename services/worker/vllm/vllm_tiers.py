@@ -124,22 +124,22 @@ class VllmTiers(LookingTiers, StoreTiers):
 
     async def prepare(self, sequence: VllmSequence) -> dict[str, Any]:
         """What vLLM is told of the store with the request: slots to read first, and from where on to save."""
-        ids, size, ratio, name = sequence.ids, self.block_size, self.store.ratio, sequence.name
+        ids, size, name = sequence.ids, self.block_size, sequence.name
         hashes = chain(sequence.root, ids, size)
-        self.store.asked(name, AskedChain(sequence.root, ids, sequence.outputs, len(sequence.outputs)))
+        self.store.asked(name, AskedChain(sequence.root, ids, sequence.outputs, len(sequence.outputs), list(hashes)))
         self.store.refill()
-        usable = (len(ids) - 1) // size // ratio * ratio
+        usable = (len(ids) - 1) // size  # vLLM computes one token at least
         start = min(self.blocks.depth(hashes), usable)
         self._held[name] = held = HeldChain()
         await self._hold(held, sequence, hashes, start, usable)
         told: dict[str, Any] = {
             "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "piece_tokens": size},
-            "save_from": len(self.host.pool.chain_to(hashes)) // ratio * ratio,
+            "save_from": len(self.host.pool.chain_to(hashes)),
         }
         slots = held.chain + held.fetched
-        if len(slots) // ratio * ratio > start:
+        if len(slots) > start:
             self._fetched[name] = len(held.fetched) * size
-            told["restore"] = {"at": 0, "slots": slots[: len(slots) // ratio * ratio]}
+            told["restore"] = {"at": 0, "slots": slots}
         else:
             self.read(name, self.store.ranks)
         return told
@@ -166,7 +166,8 @@ class VllmTiers(LookingTiers, StoreTiers):
         """A request has left vLLM, or never came there: it reads no longer than READ_S."""
         self.store.over(name)
         self._fetched.pop(name, None)
-        asyncio.get_running_loop().call_later(READ_S, self.read, name, self.store.ranks)
+        if name in self._held:
+            asyncio.get_running_loop().call_later(READ_S, self.read, name, self.store.ranks)
 
     def away(self) -> None:
         for name in list(self._held):
@@ -184,8 +185,7 @@ class VllmTiers(LookingTiers, StoreTiers):
             self._losses = self.links.losses
             self._kept.clear()
         pool = self.host.pool
-        slots = pool.chain_to(hashes)
-        for at, slot in enumerate(slots[: len(slots) // self.store.ratio * self.store.ratio]):
+        for at, slot in enumerate(pool.chain_to(hashes)):
             if hashes[at] in self._kept:
                 continue
             content = pool.index[slot]

@@ -29,9 +29,9 @@ from kvproto.messages import Sampling, Tier, TierEvents
 from kvservice.event_log import EventLog
 from tests.support.waiting import LIMIT_S
 
-SIZE, RATIO, BYTES = 16, 2, 64
+SIZE, BYTES = 16, 64
 ROOT = b"r" * 16
-PROMPT = list(range(100))  # six pieces, three blocks of vLLM's
+PROMPT = list(range(100))
 
 
 class Rig:
@@ -43,7 +43,7 @@ class Rig:
         self.changes: list[TierEvents] = []
         self.memory = SharedMemory(folder / "kv", slots * BYTES)
         host = HostTier(self.memory.view, BYTES, SIZE)
-        store = PieceStore(self.memory, host, RATIO, ranks, self.granted.extend, self.changes.extend)
+        store = PieceStore(self.memory, host, ranks, self.granted.extend, self.changes.extend)
         self.blocks = ForeignBlocks(SIZE)
         rates = StepRates()
         for now in (1.0, 2.0):  # a thousand tokens take a second
@@ -133,7 +133,7 @@ async def test_not_all_of_a_prompt_is_read(rig: Rig) -> None:
     """vLLM has to compute one token at least."""
     await saved(rig, PROMPT[:96])
     told = await rig.tiers.prepare(rig.sequence(PROMPT[:96]))
-    assert rig.bytes_at(told) == [1, 2, 3, 4]
+    assert rig.bytes_at(told) == [1, 2, 3, 4, 5]
 
 
 async def test_another_tenant_finds_nothing(rig: Rig) -> None:
@@ -212,7 +212,7 @@ async def test_what_vaults_lose_meanwhile_is_computed(tmp_path: Path) -> None:
     rig.remote.close()
 
 
-async def test_half_a_block_of_vllms_is_no_use(rig: Rig) -> None:
+async def test_what_lies_behind_a_gap_is_no_use(rig: Rig) -> None:
     await saved(rig)
     hashes = chain(ROOT, PROMPT, SIZE)
     rig.tiers.keep(hashes)
@@ -220,7 +220,7 @@ async def test_half_a_block_of_vllms_is_no_use(rig: Rig) -> None:
     rig.remote.kept[Tier.VAULT].pop(hashes[3])
     rig.tiers.host.pool.release(rig.tiers.host.allocate(64))  # the host's are evicted
     told = await rig.tiers.prepare(rig.sequence(found=6))
-    assert rig.bytes_at(told) == [1, 2]
+    assert rig.bytes_at(told) == [1, 2, 3]
 
 
 async def test_what_the_device_has_is_not_brought(rig: Rig) -> None:
