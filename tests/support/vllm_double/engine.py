@@ -60,7 +60,7 @@ class Engine:
         self.runs.set()
 
     def start(self) -> None:
-        self.events = EventPublisher(self.made.events_go_to or self.made.events, self.made.replay, "kv")
+        self.events = EventPublisher(self.made.events_go_to or self.made.events, self.made.replay)
         self._task = asyncio.create_task(self._run(), name="vllm-double")
 
     async def die(self) -> None:

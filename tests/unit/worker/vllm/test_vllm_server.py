@@ -181,7 +181,7 @@ async def test_events_of_another_server_alone(double: VllmDouble, tmp_path: Path
     """They begin a replay, which is this server's own."""
     double.made.events_go_to = "tcp://127.0.0.1:1"
     await double.start()
-    other = EventPublisher(double.made.events, f"tcp://127.0.0.1:{free_port()}", "kv")
+    other = EventPublisher(double.made.events, f"tcp://127.0.0.1:{free_port()}")
 
     async def say() -> None:
         while True:

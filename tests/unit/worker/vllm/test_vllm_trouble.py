@@ -218,7 +218,7 @@ async def test_what_was_cancelled_as_it_died_is_no_trouble(rig: VllmRig) -> None
 
 async def test_the_events_of_two_servers_end_the_worker(rig: VllmRig) -> None:
     """Each seems to begin anew after the other."""
-    other = EventPublisher(rig.double.made.events, f"tcp://127.0.0.1:{free_port()}", "kv")
+    other = EventPublisher(rig.double.made.events, f"tcp://127.0.0.1:{free_port()}")
     try:
         async with asyncio.timeout(10):
             for number in range(1000):
