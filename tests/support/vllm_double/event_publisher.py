@@ -17,15 +17,14 @@ AGAIN_MS = 5  # the real one tries every 100 ms to connect
 
 
 class EventPublisher:
-    """It connects to `endpoint`, or binds it if that names no host, as vLLM does. The replay endpoint it binds."""
+    """One process of vLLM. It connects to `endpoint`, or `binds` it, and always binds the replay endpoint."""
 
-    def __init__(self, endpoint: str, replay: str, topic: str, kept: int = KEPT) -> None:
+    def __init__(self, endpoint: str, replay: str, topic: str = "kv", *, binds: bool = False, kept: int = KEPT) -> None:
         self.topic = topic.encode()
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.RECONNECT_IVL, AGAIN_MS)
         self._pub.setsockopt(zmq.LINGER, 0)
-        binds = not endpoint.startswith("tcp://") or "*" in endpoint
         (self._pub.bind if binds else self._pub.connect)(endpoint)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.bind(replay)
@@ -34,11 +33,21 @@ class EventPublisher:
         self.number = 0
         self._task = asyncio.create_task(self._answer())
 
-    async def say(self, events: Sequence[Any]) -> None:
-        packed = msgpack.packb([1.5, list(events), 0])
+    async def say(self, events: Sequence[Any], *, heard: bool = True, payload: bytes | None = None) -> None:
+        packed = payload if payload is not None else msgpack.packb([1.5, list(events), 0])
         number, self.number = self.number, self.number + 1
         self._said = [*self._said, (number, packed)][-self._kept :]
-        await self._pub.send_multipart([self.topic, struct.pack(">Q", number), packed])
+        if heard:
+            await self.send(number, packed)
+
+    async def say_first_again(self) -> None:
+        await self.send(*self._said[0])
+
+    async def send(self, number: int, packed: bytes) -> None:
+        await self.send_frames(self.topic, struct.pack(">Q", number), packed)
+
+    async def send_frames(self, *frames: bytes) -> None:
+        await self._pub.send_multipart(frames)
 
     async def _answer(self) -> None:
         while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,46 +10,9 @@ from typing import Any
 
 import msgpack
 import pytest
-import zmq
-import zmq.asyncio
 
 from kvfleet.worker.vllm.kv_event_feed import Event, KvEventFeed
-
-
-class Publisher:
-    """One process of vLLM. It connects to the feed, or binds, and keeps what it has said for replays."""
-
-    def __init__(self, endpoint: str, replay: str, *, binds: bool, kept: int = 10_000) -> None:
-        self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.PUB)
-        (self._pub.bind if binds else self._pub.connect)(endpoint)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(replay)
-        self._said: list[tuple[int, bytes]] = []
-        self._kept = kept
-        self._number = 0
-        self._task = asyncio.create_task(self._answer())
-
-    async def say(self, *events: Any, heard: bool = True, payload: bytes | None = None) -> None:
-        packed = payload if payload is not None else msgpack.packb([1.5, list(events), 0])
-        number, self._number = self._number, self._number + 1
-        self._said = [*self._said, (number, packed)][-self._kept :]
-        if heard:
-            await self._pub.send_multipart([b"kv", struct.pack(">Q", number), packed])
-
-    async def _answer(self) -> None:
-        while True:
-            peer, _, start = await self._router.recv_multipart()
-            for number, packed in self._said:
-                if number >= struct.unpack(">Q", start)[0]:
-                    await self._router.send_multipart([peer, b"", b"kv", struct.pack(">Q", number), packed])
-            await self._router.send_multipart([peer, b"", b"", struct.pack(">q", -1), b""])
-
-    async def close(self) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-        self._context.destroy(linger=0)
+from tests.support.vllm_double.event_publisher import EventPublisher
 
 
 class Heard:
@@ -90,13 +52,13 @@ async def feed(places: tuple[str, str], binds: bool) -> AsyncIterator[tuple[KvEv
         await task
 
 
-async def begin(places: tuple[str, str], binds: bool, heard: Heard, **more: Any) -> Publisher:
+async def begin(places: tuple[str, str], binds: bool, heard: Heard, **more: Any) -> EventPublisher:
     """A publisher that is heard: what it says before its subscriber is there is lost, as for vLLM."""
-    publisher = Publisher(*places, binds=not binds, **more)
-    await publisher.say({"n": "begin"})
+    publisher = EventPublisher(*places, binds=not binds, **more)
+    await publisher.say([{"n": "begin"}])
     async with asyncio.timeout(10):
         while heard.events[-1:] != ["begin"]:
-            await publisher._pub.send_multipart([b"kv", struct.pack(">Q", 0), publisher._said[0][1]])
+            await publisher.say_first_again()
             await asyncio.sleep(0.05)
     heard.events.clear()
     return publisher
@@ -106,7 +68,7 @@ async def test_all_in_order(feed: tuple[KvEventFeed, Heard], places: tuple[str, 
     _, heard = feed
     publisher = await begin(places, binds, heard)
     for number in range(100):
-        await publisher.say({"n": number}, {"n": -number})
+        await publisher.say([{"n": number}, {"n": -number}])
     await heard.until([99, -99])
     assert heard.events == [one for number in range(100) for one in (number, -number)]
     await publisher.close()
@@ -117,11 +79,11 @@ async def test_what_was_dropped_is_replayed(
 ) -> None:
     events, heard = feed
     publisher = await begin(places, binds, heard)
-    await publisher.say({"n": 1})
-    await publisher.say({"n": 2}, heard=False)
-    await publisher.say({"n": 3}, heard=False)
-    await publisher.say({"n": 4})
-    await publisher.say({"n": 5})
+    await publisher.say([{"n": 1}])
+    await publisher.say([{"n": 2}], heard=False)
+    await publisher.say([{"n": 3}], heard=False)
+    await publisher.say([{"n": 4}])
+    await publisher.say([{"n": 5}])
     await heard.until([1, 2, 3, 4, 5])
     assert events.replays_total == 1
     await publisher.close()
@@ -133,9 +95,9 @@ async def test_what_is_lost_for_good_clears_all(
     _, heard = feed
     publisher = await begin(places, binds, heard, kept=2)
     for number in range(6):
-        await publisher.say({"n": number}, heard=number in (0, 5))
+        await publisher.say([{"n": number}], heard=number in (0, 5))
     await heard.until([0, None, 5])
-    await publisher.say({"n": 6})
+    await publisher.say([{"n": 6}])
     await heard.until([5, 6])
     await publisher.close()
 
@@ -146,15 +108,15 @@ async def test_another_process_begins_anew(
     _, heard = feed
     publisher = await begin(places, binds, heard)
     for number in range(400):  # more than the next one has said when it is heard
-        await publisher.say({"n": number})
+        await publisher.say([{"n": number}])
     await heard.until([398, 399])
     await publisher.close()
-    publisher = Publisher(*places, binds=not binds)
-    await publisher.say({"n": "a"}, heard=False)
-    await publisher.say({"n": "b"}, heard=False)
+    publisher = EventPublisher(*places, binds=not binds)
+    await publisher.say([{"n": "a"}], heard=False)
+    await publisher.say([{"n": "b"}], heard=False)
     async with asyncio.timeout(10):
         while "c" not in heard.events:
-            await publisher.say({"n": "c"})
+            await publisher.say([{"n": "c"}])
             await asyncio.sleep(0.05)
     assert heard.events[400:403] == [None, "a", "b"]
     await publisher.close()
@@ -166,16 +128,16 @@ async def test_one_that_is_known_to_have_restarted_is_replayed_from_the_beginnin
     """Its numbers may have passed those of the process before it."""
     events, heard = feed
     publisher = await begin(places, binds, heard)
-    await publisher.say({"n": 1})
+    await publisher.say([{"n": 1}])
     await heard.until([1])
     await publisher.close()
-    publisher = Publisher(*places, binds=not binds)
+    publisher = EventPublisher(*places, binds=not binds)
     for number in range(5):
-        await publisher.say({"n": f"new {number}"}, heard=False)
+        await publisher.say([{"n": f"new {number}"}], heard=False)
     events.restarted()
     async with asyncio.timeout(10):
         while "last" not in heard.events:
-            await publisher.say({"n": "last"})
+            await publisher.say([{"n": "last"}])
             await asyncio.sleep(0.05)
     assert heard.events[:7] == [1, None, *(f"new {number}" for number in range(5))]
     await publisher.close()
@@ -187,8 +149,8 @@ async def test_nonsense_clears_all_and_what_follows_is_heard(
 ) -> None:
     events, heard = feed
     publisher = await begin(places, binds, heard)
-    await publisher.say(payload=payload)
-    await publisher.say({"n": 1})
+    await publisher.say([], payload=payload)
+    await publisher.say([{"n": 1}])
     await heard.until([None, 1])
     assert events.malformed_total == 1
     await publisher.close()
@@ -200,8 +162,8 @@ async def test_messages_of_others_are_passed_over(
     events, heard = feed
     publisher = await begin(places, binds, heard)
     for frames in ([b"kv"], [b"kv", b"12345678"], [b"kv2", bytes(8), b"x"], [b"kv", b"short", b"x"]):
-        await publisher._pub.send_multipart(frames)
-    await publisher.say({"n": 1})
+        await publisher.send_frames(*frames)
+    await publisher.say([{"n": 1}])
     await heard.until([1])
     assert events.malformed_total == 4
     await publisher.close()
