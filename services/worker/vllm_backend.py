@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.vllm.engine_beside import engine_beside
 from kvfleet.worker.vllm.no_tiers import NoTiers, StoreTiers
-from kvfleet.worker.vllm.piece_store import PieceStore, SharedMemory
+from kvfleet.worker.vllm.piece_store import SHARED, PieceStore, SharedMemory
 from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.server_facts import PieceFormat, ServerFacts
 from kvfleet.worker.vllm.step_rates import StepRates
@@ -46,7 +45,6 @@ from kvservice.metrics import Reading
 
 log = logging.getLogger(__name__)
 
-SHARED = Path("/dev/shm")  # both containers of a pod mount it
 SHARED_SHARE = 0.9  # of what is free there
 
 
@@ -116,16 +114,12 @@ class VllmBackend(Backend):
                 facts.block_size,
             )
         elif slots := _slots(settings, facts.pieces.nbytes):
-            self._tiers = self._tiers_of(facts.pieces, slots, record)
+            self._tiers = await self._tiers_of(facts.pieces, slots)
 
-    def _tiers_of(self, pieces: PieceFormat, slots: int, record: WorkerRecord) -> VllmTiers:
-        settings = self.process.settings
-        log.info("%s of host memory for %d blocks below vLLM", readable(slots * pieces.nbytes), slots)
-        for left in SHARED.glob("kvfleet-*-*.kv"):  # of workers that were killed
-            pid = left.name.split("-")[1]
-            if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
-                left.unlink(missing_ok=True)
-        memory = SharedMemory(SHARED / f"kvfleet-{os.getpid()}-{self._life}.kv", slots * pieces.nbytes)
+    async def _tiers_of(self, pieces: PieceFormat, slots: int) -> VllmTiers:
+        settings, size = self.process.settings, slots * pieces.nbytes
+        log.info("%s of host memory for %d blocks below vLLM", readable(size), slots)
+        memory = await lifecycle.in_daemon_thread(lambda: SharedMemory.of_life(self._life, size))
         self.process.life.closing("shared memory", memory.closed)
         store = PieceStore(
             memory,

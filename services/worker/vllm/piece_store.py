@@ -27,6 +27,7 @@ from kvproto.messages import TierEvents
 
 log = logging.getLogger(__name__)
 
+SHARED = Path("/dev/shm")  # both containers of a pod mount it
 GRANTED = 256  # slots, or this share of all:
 GRANTED_SHARE = 8
 TOKENS_LATE_S = 0.05  # a token that the saved bytes are of may still be on its way here
@@ -75,6 +76,16 @@ class SharedMemory:
         finally:
             os.close(file)
         self.view = memoryview(self._map)
+
+    @classmethod
+    def of_life(cls, life: str, size: int) -> SharedMemory:
+        """Of this process, in this `life`. What killed processes left goes. Raises OutOfMemory."""
+        me = str(os.getpid())
+        for left in SHARED.glob("kvfleet-*-*.kv"):
+            pid = left.name.split("-")[1]
+            if pid == me or not Path(f"/proc/{pid}").exists():
+                left.unlink(missing_ok=True)
+        return cls(SHARED / f"kvfleet-{me}-{life}.kv", size)
 
     async def closed(self) -> None:
         self.path.unlink(missing_ok=True)
