@@ -202,8 +202,8 @@ def test_langchain(fleet: Up, run: Run) -> None:
 
 # ---------------------------------------------------------------------- the page
 
-# The first answer's connection ends after three reads, as if the network had gone.
-BROKEN = """
+# The first answer's connection ends after three events, as if the network had gone, however they are read.
+BROKEN = r"""
 const asked = window.fetch;
 window.sent = [];
 window.fetch = async (url, how) => {
@@ -213,7 +213,20 @@ window.fetch = async (url, how) => {
   if (window.sent.length > 1) return response;
   let left = 3;
   const cut = new TransformStream({
-    transform(chunk, to) { if (left-- > 0) to.enqueue(chunk); else to.error(new TypeError('network error')); },
+    transform(chunk, to) {
+      if (left === 0) return;
+      const bytes = new TextDecoder('latin1').decode(chunk);
+      let at = 0;
+      while (left > 0) {
+        const end = bytes.indexOf('\n\n', at);
+        if (end < 0) return to.enqueue(chunk);
+        at = end + 2;
+        left -= 1;
+      }
+      to.enqueue(chunk.slice(0, at));
+      setTimeout(() => to.error(new TypeError('network error')), 50);  // once they are read
+    },
+    flush: () => new Promise(() => {}),
   });
   return new Response(response.body.pipeThrough(cut));
 };
