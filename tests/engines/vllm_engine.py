@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import shutil
 import tempfile
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -18,9 +21,28 @@ from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected
 from kvfleet.worker.vllm.vllm_server import VllmServer as VllmSide
 from tests.support.vllm_server import VllmServer
+from tests.support.waiting import LIMIT_S
 
 _servers: dict[int, VllmServer] = {}  # by how many sequences they run at once
 _lives = count()
+
+
+@dataclass(eq=False)
+class RealRig(EngineRig):
+    routes: TokenRoutes = field(kw_only=True)
+
+    async def obeyed(self) -> None:
+        """What it was told goes over HTTP."""
+        await super().obeyed()
+        load = self.engine.measured[0]
+        async with asyncio.timeout(LIMIT_S):
+            while await self._requests() < load.running + load.waiting:
+                await asyncio.sleep(0.01)
+
+    async def _requests(self) -> float:
+        shown = (await self.routes.get("/metrics")).decode()
+        found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", shown, re.MULTILINE)
+        return sum(map(float, found))
 
 
 async def start(folder: Path, slots: int) -> EngineRig:
@@ -61,4 +83,6 @@ async def beside(url: str, folder: Path) -> EngineRig:
         shutil.rmtree(sockets)
         assert not fatal
 
-    return EngineRig(engine, recorder, tokenizer, bundle.vocab_size, bundle.stop_ids, stop, has_kv=False)
+    return RealRig(
+        engine, recorder, tokenizer, bundle.vocab_size, bundle.stop_ids, stop, has_kv=False, routes=side.routes
+    )

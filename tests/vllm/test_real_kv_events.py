@@ -28,6 +28,7 @@ async def test_its_blocks_have_our_names(vllm_server: VllmServer, routes: TokenR
         blocks.clear()
 
     feed = KvEventFeed(vllm_server.kv_events, vllm_server.kv_replay, TOPIC, True, take, clear)
+    feed.open()
     reading = asyncio.create_task(feed.run())
     first = root("tiny", BLOCK, b"salt")
 
