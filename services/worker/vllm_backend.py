@@ -34,6 +34,7 @@ from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
 from kvfleet.worker.vllm.vllm_tiers import VllmTiers
 from kvfleet.worker.vllm_metrics import VllmMetrics, vllm_readings
+from kvfleet_vllm.block_moves import PIECE_TOKENS
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_process_id
 from kvproto.members import Lease
@@ -106,13 +107,9 @@ class VllmBackend(Backend):
         self._tiers: StoreTiers = NoTiers()
         if facts.pieces is None:
             log.info("vLLM's blocks of this layout are kept on its device alone")
-        elif facts.block_size != settings.block_size:
+        elif {facts.block_size, settings.block_size} != {PIECE_TOKENS}:
             # A part of a block's bytes holds something of all its tokens, so it must not go by the hash of its own.
-            log.info(
-                "vLLM's blocks of %d tokens are kept on its device alone: with a block_size of %d they are not",
-                facts.block_size,
-                facts.block_size,
-            )
+            log.info("vLLM's blocks of %d tokens are kept on its device alone", facts.block_size)
         elif slots := _slots(settings, facts.pieces.nbytes):
             self._tiers = await self._tiers_of(facts.pieces, slots)
 
