@@ -1,7 +1,7 @@
 """Copies between vLLM's blocks and the slots of the shared memory, on one rank. Tensors of any device; imports nothing
 of vLLM.
 
-    vLLM's tensor of a layer [blocks, ...] ──▶ row of words [block, piece, word] ◀──▶ [slot, layer, word] of the file
+    vLLM's tensor of a layer [blocks, ...] ──▶ row of words [block, word] ◀──▶ [slot, layer, word] of the file
 """
 
 from __future__ import annotations
@@ -20,34 +20,31 @@ WORD = torch.int64  # copied as words: torch splits a copy of more elements than
 
 
 class LayerBlocks:
-    """The bytes of `blocks` blocks, each of `pieces` pieces, in every layer, in the order of their names. Raises
-    ValueError where a block is not one run of bytes that `pieces` divides, or layers differ in size."""
+    """The bytes of `blocks` blocks in every layer, in the order of their names. Raises ValueError where a block is not
+    one run of bytes, or layers differ in size."""
 
-    def __init__(self, caches: Mapping[str, Tensor], blocks: int, pieces: int) -> None:
+    def __init__(self, caches: Mapping[str, Tensor], blocks: int) -> None:
         distinct: dict[int, Tensor] = {}  # layers may share a tensor
         for name in sorted(caches):
             if not isinstance(caches[name], Tensor):
                 raise ValueError(f"{name} is not one tensor")
             distinct.setdefault(caches[name].data_ptr(), _bytes(name, caches[name], blocks))
         rows = list(distinct.values())
-        if len({row.shape[1] for row in rows}) != 1 or rows[0].shape[1] % pieces:
-            raise ValueError(f"blocks of {sorted({row.shape[1] for row in rows})} bytes, {pieces} pieces each")
-        self.pieces = pieces
+        if len({row.shape[1] for row in rows}) != 1:
+            raise ValueError(f"blocks of {sorted({row.shape[1] for row in rows})} bytes")
         self.device = rows[0].device
-        self.part_bytes = rows[0].shape[1] // pieces  # of a piece, in a layer
-        self.piece_bytes = self.part_bytes * len(rows)
+        self.part_bytes = rows[0].shape[1]  # of a block, in a layer
+        self.block_bytes = self.part_bytes * len(rows)
         steps = [self.part_bytes, *(number for row in rows for number in (row.stride(0), row.storage_offset()))]
         self.word = torch.uint8 if any(step % WORD.itemsize for step in steps) else WORD
-        self.layers = [row.view(self.word).view(blocks, pieces, -1) for row in rows]
+        self.layers = [row.view(self.word) for row in rows]
 
     def copy(self, blocks: Sequence[int], slots: Sequence[int], store: SlotStore, *, save: bool) -> None:
         """From these blocks into these slots, or back. On a GPU it is queued on the current stream."""
-        for at, block in enumerate(blocks):
-            for piece, slot in enumerate(slots[at * self.pieces : (at + 1) * self.pieces]):
-                for layer, outside in zip(self.layers, store.words[slot].unbind(), strict=True):
-                    ours = layer[block, piece]
-                    into, out_of = (outside, ours) if save else (ours, outside)
-                    into.copy_(out_of, non_blocking=True)
+        for block, slot in zip(blocks, slots, strict=True):
+            for layer, outside in zip(self.layers, store.words[slot].unbind(), strict=True):
+                into, out_of = (outside, layer[block]) if save else (layer[block], outside)
+                into.copy_(out_of, non_blocking=True)
 
 
 class SlotStore:
@@ -58,7 +55,7 @@ class SlotStore:
     """
 
     def __init__(self, store: SharedStore, blocks: LayerBlocks, rank: int, ranks: int) -> None:
-        self._size = store.slots * ranks * blocks.piece_bytes
+        self._size = store.slots * ranks * blocks.block_bytes
         self._slots = store.slots
         self._file = os.open(store.path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)

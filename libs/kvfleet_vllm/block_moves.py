@@ -1,11 +1,8 @@
 """What vLLM's scheduler has its workers move in a step, between their blocks and the slots of the worker beside vLLM.
 
-A piece is PIECE_TOKENS tokens of one request, a block of vLLM's is several. The bytes of a block cannot be split by
-token, so piece k of a block is the k-th part of its bytes in each layer. Hence the bytes of a piece depend on all
-tokens of its block, those after the piece included: the pieces of a block move together, and those of two blocks are
-alike only if all tokens of the blocks are.
+A block moves whole: how the tokens of one lie in its bytes is the attention kernel's own.
 
-    slot = rank 0 │ rank 1 │ ...      rank = layer a │ layer b │ ...      layer = the k-th part of the block's bytes
+    slot = rank 0 │ rank 1 │ ...      rank = layer a │ layer b │ ...      layer = the block's bytes in it
 
 Pure; pickled on its way to the workers.
 """
@@ -13,8 +10,6 @@ Pure; pickled on its way to the workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-PIECE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +22,8 @@ class SharedStore:
 
 @dataclass(frozen=True, slots=True)
 class SaveBlocks:
-    """The pieces of these blocks, from piece `at` of the request's tokens on, go into `slots`, in order. `request` is
-    the worker's name for it."""
+    """These blocks, from number `at` of the request's on, go into `slots`, in order. `request` is the worker's name for
+    it."""
 
     request: str
     at: int

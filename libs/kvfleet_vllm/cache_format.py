@@ -16,24 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfleet_vllm.block_moves import PIECE_TOKENS
-
 _KINDS = {"full_attention", "mla_attention"}  # of others, blocks go or change while the request runs
 _SPLIT = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 _OF_FILES = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
-def block_pieces(config: Any, groups: Sequence[Mapping[str, Any]] | None) -> int:
-    """Pieces in a block, of a VllmConfig and its cache groups as `engine_facts` tells them; 0 where blocks cannot be
-    moved."""
+def movable_tokens(config: Any, groups: Sequence[Mapping[str, Any]] | None) -> int:
+    """The tokens of a block, of a VllmConfig and its cache groups as `engine_facts` tells them; 0 where blocks cannot
+    be moved."""
     if groups is None or len(groups) != 1 or groups[0]["kind"] not in _KINDS:
         return 0
     if any(getattr(config.parallel_config, name, 1) != 1 for name in _SPLIT):
         return 0
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return 0
-    pieces, rest = divmod(groups[0]["block_size"] or 0, PIECE_TOKENS)
-    return 0 if rest else pieces
+    return groups[0]["block_size"] or 0
 
 
 def cache_format(version: str, config: Any, caches: Mapping[str, Tensor], backends: Mapping[str, str]) -> bytes:
@@ -44,7 +41,7 @@ def cache_format(version: str, config: Any, caches: Mapping[str, Tensor], backen
         version,
         _of_model(model.hf_config),
         [str(model.dtype), str(model.quantization), str(config.cache_config.cache_dtype)],
-        [config.cache_config.block_size, PIECE_TOKENS, config.parallel_config.tensor_parallel_size],
+        [config.cache_config.block_size, config.parallel_config.tensor_parallel_size],
         [[name, _layout(tensor), backends.get(name)] for name, tensor in sorted(caches.items())],
         [platform.machine(), torch.backends.cpu.get_cpu_capability()] if on_cpu else ["gpu"],
     ]

@@ -21,7 +21,7 @@ from vllm.version import __version__
 
 from kvfleet_vllm.block_copies import LayerBlocks
 from kvfleet_vllm.block_moves import BlockMoves
-from kvfleet_vllm.cache_format import block_pieces, cache_format
+from kvfleet_vllm.cache_format import cache_format, movable_tokens
 from kvfleet_vllm.engine_facts import engine_facts
 from kvfleet_vllm.scheduler_side import SchedulerSide
 from kvfleet_vllm.wire import VERSION, EngineHello, WorkerHello
@@ -41,11 +41,11 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         instance, facts = uuid.uuid4().hex, engine_facts(vllm_config, kv_cache_config, _kind)
-        self._pieces = block_pieces(vllm_config, facts["kv_cache_groups"])
+        self._tokens = movable_tokens(vllm_config, facts["kv_cache_groups"])
         # Of the workers' connectors it is never asked, and has no connection.
         self._scheduler = SchedulerSide(
             lambda: EngineHello(VERSION, instance, os.getpid(), __version__, facts),
-            pieces=self._pieces,
+            tokens=self._tokens,
             recomputes=facts["kv_load_failure_policy"] == "recompute",
         )
         self._worker: WorkerSide | None = None
@@ -85,14 +85,14 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In the workers.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        blocks, meaning = self._blocks(kv_caches) if self._pieces else (None, b"")
-        parallel, size = self._vllm_config.parallel_config, 0 if blocks is None else blocks.piece_bytes
+        blocks, meaning = self._blocks(kv_caches) if self._tokens else (None, b"")
+        parallel, size = self._vllm_config.parallel_config, 0 if blocks is None else blocks.block_bytes
         hello = WorkerHello(VERSION, parallel.rank, parallel.tensor_parallel_size, meaning, size)
         self._worker = WorkerSide(lambda: hello, blocks)
 
     def _blocks(self, kv_caches: dict[str, Any]) -> tuple[LayerBlocks | None, bytes]:
         try:
-            blocks = LayerBlocks(kv_caches, self._kv_cache_config.num_blocks, self._pieces)
+            blocks = LayerBlocks(kv_caches, self._kv_cache_config.num_blocks)
             return blocks, cache_format(__version__, self._vllm_config, kv_caches, _backends(self._vllm_config))
         except (ValueError, TypeError, AttributeError) as error:
             log.warning("blocks are neither saved nor restored: %s", error)

@@ -1,9 +1,9 @@
 """What a worker asks of the vLLM beside it, in a request's `kv_transfer_params["kvfleet"]`. Pure.
 
 {"version": VERSION, "socket": PATH,
- "store": {"path": FILE, "slots": N, "piece_tokens": 16},     pieces may be moved
- "restore": {"at": first_piece, "slots": [...]},              pieces of its tokens that lie there
- "save_from": piece}                                          those from this one on are wanted
+ "store": {"path": FILE, "slots": N, "block_tokens": 16},     blocks may be moved
+ "restore": {"at": first_block, "slots": [...]},              blocks of its tokens that lie there
+ "save_from": block}                                          those from this one on are wanted
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from kvfleet_vllm.block_moves import PIECE_TOKENS, SharedStore
+from kvfleet_vllm.block_moves import SharedStore
 from kvfleet_vllm.wire import KEY, VERSION
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
-    """The pieces from number `restore_at` on lie in `restore_slots`. `save_from` is None where none is wanted."""
+    """The blocks from number `restore_at` on lie in `restore_slots`. `save_from` is None where none is wanted."""
 
     socket: str
     store: SharedStore | None = None
@@ -29,8 +29,9 @@ class RequestParams:
     save_from: int | None = None
 
 
-def params_of(params: Any) -> RequestParams | None:
-    """None if no worker of ours sent the request. One whose pieces are not understood moves none."""
+def params_of(params: Any, tokens: int) -> RequestParams | None:
+    """None if no worker of ours sent the request. One whose blocks are not understood, or not of `tokens` tokens, moves
+    none."""
     asked = params.get(KEY) if isinstance(params, dict) else None
     if not isinstance(asked, dict):
         return None
@@ -41,16 +42,16 @@ def params_of(params: Any) -> RequestParams | None:
     if asked.get("store") is None:
         return plain
     try:
-        return _with_pieces(asked)
+        return _with_blocks(asked, tokens)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        log.warning("pieces are not moved, %s: %.200r", error, asked)
+        log.warning("blocks are not moved, %s: %.200r", error, asked)
         return plain
 
 
-def _with_pieces(asked: dict[str, Any]) -> RequestParams:
+def _with_blocks(asked: dict[str, Any], tokens: int) -> RequestParams:
     store, restore, save_from = asked["store"], asked.get("restore") or {}, asked.get("save_from")
-    if store["piece_tokens"] != PIECE_TOKENS:
-        raise ValueError(f"pieces have {PIECE_TOKENS} tokens")
+    if store["block_tokens"] != tokens:
+        raise ValueError(f"blocks have {tokens} tokens")
     if not isinstance(store["path"], str):
         raise TypeError("a path is text")
     at, slots = _number(restore.get("at", 0)), tuple(map(_number, restore.get("slots", ())))
@@ -60,5 +61,5 @@ def _with_pieces(asked: dict[str, Any]) -> RequestParams:
 
 def _number(value: Any) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r:.40} is no number of pieces or slots")
+        raise ValueError(f"{value!r:.40} is no number of blocks or slots")
     return value

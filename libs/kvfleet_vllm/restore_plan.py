@@ -1,4 +1,4 @@
-"""Which pieces vLLM's scheduler brings back, and into which of its blocks. Pure; imports nothing of vLLM.
+"""Which blocks vLLM's scheduler brings back, and into which of its own. Pure; imports nothing of vLLM.
 
     offered ──▶ loading ──▶ (loaded or failed)        a request loads once, or never
         └─────▶ given up                              its slots are free for others afterwards, so not again
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvfleet_vllm.block_moves import PIECE_TOKENS, LoadBlocks
+from kvfleet_vllm.block_moves import LoadBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,18 @@ class _Offer:
 
 
 class RestorePlan:
-    """`pieces` are in a block of vLLM's. `own` tells of requests that restore how many tokens vLLM had itself."""
+    """A block has `tokens` tokens. `own` tells of requests that restore how many tokens vLLM had itself."""
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, tokens: int) -> None:
         self.own: dict[str, int] = {}
-        self._pieces = pieces
+        self._tokens = tokens
         self._offers: dict[str, _Offer] = {}
         self._loading: dict[str, frozenset[int]] = {}  # until vLLM says that it has ended
         self._loads: list[LoadBlocks] = []  # not told to the workers yet
         self._given_up: list[str] = []
 
     def offer(self, request: str, name: str, at: int, slots: tuple[int, ...]) -> None:
-        """Pieces of the request's tokens, from number `at` on, lie in `slots`. `name` is the worker's."""
+        """The request's blocks from number `at` on lie in `slots`. `name` is the worker's."""
         self._offers[request] = _Offer(name, at, slots)
 
     def restorable(self, request: str, cached: int, tokens: int) -> int:
@@ -44,12 +44,11 @@ class RestorePlan:
         offer = self._offers.get(request)
         if offer is None:
             return 0
-        first, end = self._blocks(offer, tokens)
-        had = cached // self._block
-        if not first <= had < end:
+        end = min(offer.at + len(offer.slots), (tokens - 1) // self._tokens)
+        if not offer.at <= cached // self._tokens < end:
             return 0
         self.own[request] = cached
-        return end * self._block - cached
+        return end * self._tokens - cached
 
     def allocated(self, request: str, blocks: Sequence[int], tokens: int) -> None:
         """vLLM gave the request its `blocks`, the first of its tokens included, and waits for `tokens` of them if that
@@ -61,11 +60,10 @@ class RestorePlan:
             self.own.pop(request, None)
             self._given_up.append(offer.name)
             return
-        had = self.own[request] // self._block
-        end = had + tokens // self._block
+        had = self.own[request] // self._tokens
+        end = had + tokens // self._tokens
         into = tuple(blocks[had:end])
-        slots = offer.slots[had * self._pieces - offer.at : end * self._pieces - offer.at]
-        self._loads.append(LoadBlocks(request, offer.name, into, slots))
+        self._loads.append(LoadBlocks(request, offer.name, into, offer.slots[had - offer.at : end - offer.at]))
         self._loading[request] = frozenset(into)
 
     def ended(self, requests: Iterable[str], bad_blocks: Collection[int]) -> list[str]:
@@ -93,12 +91,3 @@ class RestorePlan:
         self._loads.clear()
         self._given_up.clear()
         return planned
-
-    @property
-    def _block(self) -> int:
-        return self._pieces * PIECE_TOKENS
-
-    def _blocks(self, offer: _Offer, tokens: int) -> tuple[int, int]:
-        """The first block that is offered whole, and the end of those, before the last of `tokens` tokens."""
-        end = (offer.at + len(offer.slots)) // self._pieces
-        return -(-offer.at // self._pieces), min(end, (tokens - 1) // self._block)

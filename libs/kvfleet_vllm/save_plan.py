@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvfleet_vllm.block_moves import PIECE_TOKENS, SaveBlocks
+from kvfleet_vllm.block_moves import SaveBlocks
 
 
 @dataclass(slots=True)
@@ -22,10 +22,10 @@ class _Chain:
 
 
 class SavePlan:
-    """`pieces` are in a block of vLLM's."""
+    """A block has `tokens` tokens."""
 
-    def __init__(self, pieces: int) -> None:
-        self._pieces = pieces
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
         self._chains: dict[str, _Chain] = {}
         self._granted: deque[int] = deque()
 
@@ -33,9 +33,8 @@ class SavePlan:
         self._granted.extend(slots)
 
     def want(self, request: Any, name: str, save_from: int) -> None:
-        """The worker's `name` for a request of vLLM's, whose pieces from `save_from` on are wanted: all of their
-        blocks, for the pieces of a block move together."""
-        self._chains[request.request_id] = _Chain(name, request, save_from // self._pieces)
+        """The worker's `name` for a request of vLLM's, whose blocks from `save_from` on are wanted."""
+        self._chains[request.request_id] = _Chain(name, request, save_from)
 
     def stop(self, request: str) -> None:
         self._chains.pop(request, None)
@@ -53,9 +52,9 @@ class SavePlan:
             chain = self._chains.get(request)
             if chain is None:
                 continue
-            whole = min(tokens, chain.request.num_tokens) // (self._pieces * PIECE_TOKENS)
+            whole = min(tokens, chain.request.num_tokens) // self._tokens
             if whole > chain.next:
-                end = min(whole, chain.next + len(self._granted) // self._pieces)
+                end = min(whole, chain.next + len(self._granted))
                 if end > chain.next:
                     saves.append(self._save(chain, tuple(blocks_of(request)[chain.next : end])))
                 if end < whole:
@@ -63,6 +62,6 @@ class SavePlan:
         return saves
 
     def _save(self, chain: _Chain, blocks: tuple[int, ...]) -> SaveBlocks:
-        slots = tuple(self._granted.popleft() for _ in range(len(blocks) * self._pieces))
-        at, chain.next = chain.next * self._pieces, chain.next + len(blocks)
+        slots = tuple(self._granted.popleft() for _ in blocks)
+        at, chain.next = chain.next, chain.next + len(blocks)
         return SaveBlocks(chain.name, at, blocks, slots)

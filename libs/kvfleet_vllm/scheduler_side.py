@@ -17,7 +17,7 @@ from kvfleet_vllm.restore_plan import RestorePlan
 from kvfleet_vllm.save_plan import SavePlan
 from kvfleet_vllm.sidecar_link import SidecarLink
 from kvfleet_vllm.step_news import StepNews, computed_tokens, is_choice, name_of
-from kvfleet_vllm.wire import BlocksErased, EngineHello, EraseBlocks, GrantSlots, PiecesSaving
+from kvfleet_vllm.wire import BlocksErased, BlocksSaving, EngineHello, EraseBlocks, GrantSlots
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +26,14 @@ HASH_BYTES = 8  # the last of a hash: all that an event with a number for a hash
 
 
 class SchedulerSide:
-    """`pool` is vLLM's BlockPool, known a little later than the rest. `pieces` are in one of its blocks; 0: blocks
-    cannot be moved. They are brought back only where vLLM `recomputes` what cannot be loaded."""
+    """`pool` is vLLM's BlockPool, known a little later than the rest. A block that can be moved has `tokens` tokens; 0:
+    none can. They are brought back only where vLLM `recomputes` what cannot be loaded."""
 
     def __init__(
         self,
         hello: Callable[[], EngineHello],
         clock: Callable[[], float] = time.monotonic,
-        pieces: int = 0,
+        tokens: int = 0,
         recomputes: bool = True,
     ) -> None:
         self.pool: Any = None
@@ -42,15 +42,15 @@ class SchedulerSide:
         self._connection = 0  # what is offered, wanted and granted is of this one
         self._store: SharedStore | None = None
         self._news = StepNews()
-        self._moves = pieces > 0
+        self._tokens = tokens
         self._recomputes = recomputes
-        self._restores = RestorePlan(pieces)
-        self._saves = SavePlan(pieces)
+        self._restores = RestorePlan(tokens)
+        self._saves = SavePlan(tokens)
 
     def request_added(self, request: Any) -> None:
         """Before vLLM looks for its blocks: a request never hits what it was sent after the order to erase."""
         self._obey()
-        params = params_of(request.kv_transfer_params)
+        params = params_of(request.kv_transfer_params, self._tokens)
         if params is not None:
             self._link.open(params.socket)
             self._obey()
@@ -77,8 +77,8 @@ class SchedulerSide:
     def step(self, output: Any) -> BlockMoves:
         self._obey()
         news = self._news.step(output, self._clock(), self._restores.own)
-        saves = self._saves.step(computed_tokens(output), lambda one: block_ids(output, one)) if self._moves else []
-        self._link.send([*news, *(PiecesSaving(save.request, save.at, save.slots) for save in saves)])
+        saves = self._saves.step(computed_tokens(output), lambda one: block_ids(output, one)) if self._tokens else []
+        self._link.send([*news, *(BlocksSaving(save.request, save.at, save.slots) for save in saves)])
         loads, given_up = self._restores.step()
         if not self._follow_link():
             saves, given_up = [], ()
@@ -90,7 +90,7 @@ class SchedulerSide:
 
     def _plan(self, request: Any, params: RequestParams) -> None:
         self._store = params.store or self._store
-        if params.store is None or not self._moves or not is_movable(request):
+        if params.store is None or not self._tokens or not is_movable(request):
             return
         name = name_of(request.request_id)
         if params.restore_slots and self._recomputes:

@@ -7,11 +7,11 @@ They run over a Unix stream socket on which the worker listens. It names the pat
 sends an EngineHello first. Either side closes the connection when it cannot read the other, or when the other does not
 read; vLLM comes back with the next request.
 
-Pieces, 16 tokens each, lie in slots of a shared memory that the worker owns. Each of vLLM's own workers, one a rank,
-opens a connection to the same path, with a WorkerHello first:
+Blocks lie in slots of a shared memory that the worker owns. Each of vLLM's own workers, one a rank, opens a connection
+to the same path, with a WorkerHello first:
 
-    save       GrantSlots ──▶ scheduler, PiecesSaving ──▶ worker; each rank, PiecesSaved ──▶ worker
-    restore    in a request ──▶ scheduler, Scheduled ──▶ worker; each rank, PiecesRead ──▶ worker
+    save       GrantSlots ──▶ scheduler, BlocksSaving ──▶ worker; each rank, BlocksSaved ──▶ worker
+    restore    in a request ──▶ scheduler, Scheduled ──▶ worker; each rank, BlocksRead ──▶ worker
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class BlocksErased:
 
 @dataclass(frozen=True, slots=True)
 class GrantSlots:
-    """From the worker, to vLLM's scheduler: free slots to save pieces in. They are vLLM's until it has told a
-    PiecesSaving of them, or the connection ends. An idle vLLM reads it with the next request only."""
+    """From the worker, to vLLM's scheduler: free slots to save blocks in. They are vLLM's until it has told a
+    BlocksSaving of them, or the connection ends. An idle vLLM reads it with the next request only."""
 
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PiecesSaving:
-    """The pieces of a request's tokens from number `at` on, outputs included, will lie in these slots, which were
+class BlocksSaving:
+    """The blocks of a request from number `at` on, outputs included, will lie in these slots, which were
     granted. Each of vLLM's workers tells when its part is there; it does not where a connection ends, or vLLM."""
 
     request: str
@@ -101,26 +101,26 @@ class PiecesSaving:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """The first message of each of vLLM's workers. Slots of equal `format` mean the same; it is empty where pieces can
-    neither be saved nor restored. A rank's part of a piece has `piece_bytes`; a slot has the parts of all ranks."""
+    """The first message of each of vLLM's workers. Slots of equal `format` mean the same; it is empty where blocks can
+    neither be saved nor restored. A rank's part of a block has `block_bytes`; a slot has the parts of all ranks."""
 
     version: int
     rank: int
     ranks: int
     format: bytes
-    piece_bytes: int
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class PiecesSaved:
-    """From one of vLLM's workers: its rank's part of these slots, named by one PiecesSaving, is there."""
+class BlocksSaved:
+    """From one of vLLM's workers: its rank's part of these slots, named by one BlocksSaving, is there."""
 
     request: str
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PiecesRead:
+class BlocksRead:
     """From one of vLLM's workers: it has read what it was to restore for the request, or has given it up."""
 
     request: str
@@ -133,10 +133,10 @@ Message = (
     | EraseBlocks
     | BlocksErased
     | GrantSlots
-    | PiecesSaving
+    | BlocksSaving
     | WorkerHello
-    | PiecesSaved
-    | PiecesRead
+    | BlocksSaved
+    | BlocksRead
 )
 
 _FORMS: dict[type[Message], tuple[type, ...]] = {
@@ -146,17 +146,17 @@ _FORMS: dict[type[Message], tuple[type, ...]] = {
     EraseBlocks: (int, list),
     BlocksErased: (int, int),
     GrantSlots: (list,),
-    PiecesSaving: (str, int, list),
+    BlocksSaving: (str, int, list),
     WorkerHello: (int, int, int, bytes, int),
-    PiecesSaved: (str, list),
-    PiecesRead: (str,),
+    BlocksSaved: (str, list),
+    BlocksRead: (str,),
 }
 _ITEMS: dict[type[Message], type | tuple[type, ...]] = {  # of the last field
     EngineStep: str,
     EraseBlocks: (int, bytes),
     GrantSlots: int,
-    PiecesSaving: int,
-    PiecesSaved: int,
+    BlocksSaving: int,
+    BlocksSaved: int,
 }
 _NAMES = {kind.__name__: kind for kind in _FORMS}
 _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _FORMS}

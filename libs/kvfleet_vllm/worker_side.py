@@ -21,7 +21,7 @@ import torch
 from kvfleet_vllm.block_copies import LayerBlocks, SlotStore
 from kvfleet_vllm.block_moves import BlockMoves, LoadBlocks, SharedStore
 from kvfleet_vllm.sidecar_link import SidecarLink
-from kvfleet_vllm.wire import Message, PiecesRead, PiecesSaved, WorkerHello
+from kvfleet_vllm.wire import BlocksRead, BlocksSaved, Message, WorkerHello
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Load:
 
 @dataclass(eq=False, slots=True)
 class _Save:
-    told: PiecesSaved
+    told: BlocksSaved
     connection: int
     store: SlotStore
     event: Any  # of CUDA
@@ -61,7 +61,7 @@ class WorkerSide:
     def start(self, moves: BlockMoves) -> None:
         """Before `save`, with the scheduler's orders of the step."""
         self._follow(moves)
-        self._tell([PiecesRead(name) for name in moves.given_up])
+        self._tell([BlocksRead(name) for name in moves.given_up])
         for order in moves.loads:
             self._loads.append(_Load(order, self._connection, self._begin(order)))
 
@@ -76,7 +76,7 @@ class WorkerSide:
                 self._give_up(str(error))
                 return
             self._blocks.copy(save.blocks, save.slots, self._store, save=True)
-        told = [PiecesSaved(save.request, save.slots) for save in moves.saves]
+        told = [BlocksSaved(save.request, save.slots) for save in moves.saves]
         if self._blocks.device.type == "cuda":
             event = torch.cuda.current_stream(self._blocks.device).record_event()
             self._saves += [_Save(one, self._connection, self._store, event) for one in told]
@@ -139,7 +139,7 @@ class WorkerSide:
         if load.connection != self._connection or not self._is_open():
             read = 0  # the slots may have been another's meanwhile
         else:
-            self._tell([PiecesRead(load.order.name)])
+            self._tell([BlocksRead(load.order.name)])
             if error is not None:
                 self._give_up(f"a load failed: {error}")
         self._bad.update(load.order.blocks[read:])

@@ -25,16 +25,15 @@ from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.vllm.engine_beside import engine_beside
 from kvfleet.worker.vllm.no_tiers import NoTiers, StoreTiers
-from kvfleet.worker.vllm.piece_store import SHARED, PieceStore, SharedMemory
 from kvfleet.worker.vllm.result_queue import ResultQueue
-from kvfleet.worker.vllm.server_facts import PieceFormat, ServerFacts
+from kvfleet.worker.vllm.server_facts import MovedFormat, ServerFacts
+from kvfleet.worker.vllm.shared_slots import SHARED, SharedMemory, SharedSlots
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
 from kvfleet.worker.vllm.vllm_tiers import VllmTiers
 from kvfleet.worker.vllm_metrics import VllmMetrics, vllm_readings
-from kvfleet_vllm.block_moves import PIECE_TOKENS
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_process_id
 from kvproto.members import Lease
@@ -50,15 +49,15 @@ SHARED_SHARE = 0.9  # of what is free there
 
 
 @dataclass(slots=True)
-class PieceBytes(BlockFormat):
-    """Pieces as vaults know blocks: bytes of a format, whatever they mean."""
+class OpaqueFormat(BlockFormat):
+    """Blocks of vLLM's as vaults know them: bytes of a format, whatever they mean."""
 
     kv_format: bytes
     rows: tuple[int, int, str]
 
 
 def _slots(settings: WorkerSettings, nbytes: int) -> int:
-    """As many pieces as the settings leave room for, in what shared memory there is."""
+    """As many blocks as the settings leave room for, in what shared memory there is."""
     size = settings.host_bytes
     if size is None:
         size = int(free_bytes() * settings.host_memory_fraction / settings.workers_on_host)
@@ -105,27 +104,30 @@ class VllmBackend(Backend):
         self._network = TierNetwork(settings, record.id, record.host, self._runtime, process.tracer)
         self._rates = StepRates()
         self._tiers: StoreTiers = NoTiers()
-        if facts.pieces is None:
+        if facts.moved is None:
             log.info("vLLM's blocks of this layout are kept on its device alone")
-        elif {facts.block_size, settings.block_size} != {PIECE_TOKENS}:
+        elif facts.block_size != settings.block_size:
             # A part of a block's bytes holds something of all its tokens, so it must not go by the hash of its own.
-            log.info("vLLM's blocks of %d tokens are kept on its device alone", facts.block_size)
-        elif slots := _slots(settings, facts.pieces.nbytes):
-            self._tiers = await self._tiers_of(facts.pieces, slots)
+            log.info(
+                "vLLM's blocks of %d tokens are kept on its device alone, unless --block-size says so too",
+                facts.block_size,
+            )
+        elif slots := _slots(settings, facts.moved.nbytes):
+            self._tiers = await self._tiers_of(facts.moved, slots)
 
-    async def _tiers_of(self, pieces: PieceFormat, slots: int) -> VllmTiers:
-        settings, size = self.process.settings, slots * pieces.nbytes
+    async def _tiers_of(self, moved: MovedFormat, slots: int) -> VllmTiers:
+        settings, size = self.process.settings, slots * moved.nbytes
         log.info("%s of host memory for %d blocks below vLLM", readable(size), slots)
         memory = await lifecycle.in_daemon_thread(lambda: SharedMemory.of_life(self._life, size))
         self.process.life.closing("shared memory", memory.closed)
-        store = PieceStore(
+        store = SharedSlots(
             memory,
-            HostTier(memory.view, pieces.nbytes, settings.block_size),
-            pieces.ranks,
+            HostTier(memory.view, moved.nbytes, settings.block_size),
+            moved.ranks,
             self._server.news.grant,
             lambda changes: self._engine.on_changes(changes),
         )
-        remote = self._network.remote_for(PieceBytes(pieces.name, (pieces.nbytes // 4, 1, "float32")))
+        remote = self._network.remote_for(OpaqueFormat(moved.name, (moved.nbytes // 4, 1, "float32")))
         return VllmTiers(
             store, self._server.blocks, self._rates, remote, self._network.meet, settings.fleet_key.encode()
         )

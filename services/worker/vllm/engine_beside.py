@@ -31,8 +31,8 @@ def engine_beside(
 ) -> VllmEngine:
     """Of the server that was found to be `facts`. It is ready once the server watches over it."""
     ratio = facts.block_size // server.blocks.block_size
-    pieces = facts.pieces.name if facts.pieces is not None else b""
-    mine = EngineFacts(facts.blocks * ratio, facts.block_bytes // ratio, pieces)
+    form = facts.moved.name if facts.moved is not None else b""
+    mine = EngineFacts(facts.blocks * ratio, facts.block_bytes // ratio, form)
     model = VllmModel(facts.name, facts.context_length, facts.vocab_size, stop_ids, facts.slots, mine.blocks)
     live = LiveVllmSequences(model, server.blocks, Detokenizer(tokenizer), EngineCounters())
     return VllmEngine(live, mine, server, results, on_state, tiers or NoTiers(), rates or StepRates(), prefix)

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from kvfleet.worker.port.engine_port import Hashed, TierPort
 from kvfleet.worker.port.sequence_spec import Locate
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
-from kvfleet_vllm.wire import PiecesRead, PiecesSaved, PiecesSaving
+from kvfleet_vllm.wire import BlocksRead, BlocksSaved, BlocksSaving
 from kvproto.block_hash import Root
 from kvproto.messages import GenerateRequest, HotChain, Tier, TierLoad
 
-PieceNews = PiecesSaving | PiecesSaved | PiecesRead
+MoveNews = BlocksSaving | BlocksSaved | BlocksRead
 
 
 class StoreTiers(TierPort, Protocol):
@@ -46,7 +46,7 @@ class StoreTiers(TierPort, Protocol):
         """Returns how many blocks went."""
         ...
 
-    def on_pieces(self, told: PieceNews) -> None: ...
+    def on_move(self, told: MoveNews) -> None: ...
 
     def holdings(self) -> dict[Tier, list[bytes]]: ...
 
@@ -78,7 +78,7 @@ class NoTiers(StoreTiers):
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int) -> int:
         return 0
 
-    def on_pieces(self, told: PieceNews) -> None: ...
+    def on_move(self, told: MoveNews) -> None: ...
 
     def holdings(self) -> dict[Tier, list[bytes]]:
         return {}

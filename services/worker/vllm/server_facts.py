@@ -24,20 +24,20 @@ class Unsuitable(UnsupportedModel):
 
 
 @dataclass(frozen=True, slots=True)
-class PieceFormat:
-    """`nbytes` of a piece, of all `ranks`; pieces of equal `name`, 16 bytes, mean the same."""
+class MovedFormat:
+    """`nbytes` of a block, of all `ranks`; blocks of equal `name`, 16 bytes, mean the same."""
 
     name: bytes
     nbytes: int
     ranks: int
 
     @classmethod
-    def of(cls, workers: Sequence[WorkerHello]) -> PieceFormat | None:
-        """None unless all workers can move pieces of one size."""
-        if not workers or not all(one.format for one in workers) or len({one.piece_bytes for one in workers}) > 1:
+    def of(cls, workers: Sequence[WorkerHello]) -> MovedFormat | None:
+        """None unless all workers can move blocks of one size."""
+        if not workers or not all(one.format for one in workers) or len({one.block_bytes for one in workers}) > 1:
             return None
         digest = hashlib.blake2b(b"".join(one.format for one in workers), digest_size=HASH_BYTES)
-        return cls(digest.digest(), sum(one.piece_bytes for one in workers), len(workers))
+        return cls(digest.digest(), sum(one.block_bytes for one in workers), len(workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ServerFacts:
     dtype: str
     cache_dtype: str
     has_lora: bool
-    pieces: PieceFormat | None  # None: its blocks cannot be read or written from outside
+    moved: MovedFormat | None  # None: its blocks cannot be read or written from outside
     events: Mapping[str, Any]
 
     @classmethod
@@ -79,7 +79,7 @@ class ServerFacts:
                 dtype=str(told["dtype"]),
                 cache_dtype=str(told["cache_dtype"]),
                 has_lora=bool(told["enable_lora"]),
-                pieces=PieceFormat.of(workers),
+                moved=MovedFormat.of(workers),
                 events=dict(told["kv_events"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -88,7 +88,7 @@ class ServerFacts:
     def changes(self, before: ServerFacts) -> list[str]:
         """Why a worker cannot go on with it after a restart."""
         names = (
-            "name", "model", "context_length", "vocab_size", "block_size", "dtype", "cache_dtype", "events", "pieces",
+            "name", "model", "context_length", "vocab_size", "block_size", "dtype", "cache_dtype", "events", "moved",
         )  # fmt: skip
         pairs = [(name, getattr(self, name), getattr(before, name)) for name in names]
         return [f"{name} {is_now!r}, it was {was!r}" for name, is_now, was in pairs if is_now != was]

@@ -1,7 +1,7 @@
 """Loop: what runs inside vLLM tells the worker, over two Unix sockets of the worker's. Owned by its event loop.
 
-connector, in the scheduler ──stream───▶ VllmNews      hello, scheduled, steps, erased, pieces to be saved
-connector, in each worker ────stream───▶ VllmNews      hello, pieces that were saved or read
+connector, in the scheduler ──stream───▶ VllmNews      hello, scheduled, steps, erased, blocks to be saved
+connector, in each worker ────stream───▶ VllmNews      hello, blocks that were saved or read
 sampler, beside the model ──datagrams──▶ DrawFailures  tokens that could not be drawn, before vLLM tells them
 """
 
@@ -24,14 +24,14 @@ from kvfleet_vllm.wire import (
     ERASE_HASHES,
     VERSION,
     BlocksErased,
+    BlocksRead,
+    BlocksSaved,
+    BlocksSaving,
     Decoder,
     EngineHello,
     EngineStep,
     EraseBlocks,
     GrantSlots,
-    PiecesRead,
-    PiecesSaved,
-    PiecesSaving,
     Scheduled,
     WorkerHello,
     encode,
@@ -40,7 +40,7 @@ from kvproto.errors import EngineFailure, KvfleetError, Unavailable, from_code
 
 log = logging.getLogger(__name__)
 
-Told = Scheduled | EngineStep | PiecesSaving | PiecesSaved | PiecesRead
+Told = Scheduled | EngineStep | BlocksSaving | BlocksSaved | BlocksRead
 
 PART = 1 << 16
 ERASE_S = 5.0

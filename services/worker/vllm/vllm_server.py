@@ -166,7 +166,7 @@ class VllmServer(VllmCalls):
         elif isinstance(told, wire.EngineStep):
             self._engine.on_step(told)
         else:
-            self._engine.tiers.on_pieces(told)
+            self._engine.tiers.on_move(told)
 
     def _on_events(self, events: Sequence[Event]) -> None:
         # Not by a replay, which another server's events may lead to.

@@ -26,11 +26,11 @@ from kvfleet.worker.tiers.link_speed import LinkSpeed
 from kvfleet.worker.tiers.looking_tiers import LookingTiers, blocks_of
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
-from kvfleet.worker.vllm.no_tiers import PieceNews, StoreTiers
-from kvfleet.worker.vllm.piece_store import AskedChain, PieceStore
+from kvfleet.worker.vllm.no_tiers import MoveNews, StoreTiers
+from kvfleet.worker.vllm.shared_slots import AskedChain, SharedSlots
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
-from kvfleet_vllm.wire import PiecesSaved, PiecesSaving
+from kvfleet_vllm.wire import BlocksSaved, BlocksSaving
 from kvproto.block_hash import Root, chain, in_tier, pack_ids, unpack_ids
 from kvproto.dataplane.block import RUN_BLOCKS
 from kvproto.messages import HotChain, Tier, TierLoad
@@ -57,7 +57,7 @@ class HeldChain:
 
 @dataclass(eq=False)
 class VllmTiers(LookingTiers, StoreTiers):
-    store: PieceStore
+    store: SharedSlots
     blocks: ForeignBlocks
     rates_of: StepRates
     links: RemoteTiers | None
@@ -133,7 +133,7 @@ class VllmTiers(LookingTiers, StoreTiers):
         self._held[name] = held = HeldChain()
         await self._hold(held, sequence, hashes, start, usable)
         told: dict[str, Any] = {
-            "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "piece_tokens": size},
+            "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "block_tokens": size},
             "save_from": len(self.host.pool.chain_to(hashes)),
         }
         slots = held.chain + held.fetched
@@ -235,10 +235,10 @@ class VllmTiers(LookingTiers, StoreTiers):
             )
         return loads
 
-    def on_pieces(self, told: PieceNews) -> None:
-        if isinstance(told, PiecesSaving):
+    def on_move(self, told: MoveNews) -> None:
+        if isinstance(told, BlocksSaving):
             self.store.on_saving(told)
-        elif isinstance(told, PiecesSaved):
+        elif isinstance(told, BlocksSaved):
             self.store.on_saved(told)
         else:
             self.read(told.request)
@@ -254,7 +254,7 @@ class VllmTiers(LookingTiers, StoreTiers):
     async def _hold(
         self, held: HeldChain, sequence: VllmSequence, hashes: Sequence[bytes], start: int, usable: int
     ) -> None:
-        """Hold the part of the chain that is cheaper read than computed. `start` pieces are on the device."""
+        """Hold the part of the chain that is cheaper read than computed. `start` blocks are on the device."""
         pool, size, location = self.host.pool, self.block_size, sequence.spec.location
         depth = self.host.depth(hashes, start, usable, exact=sequence.spec.exact)
         offers = [Offer(Tier.HOST, depth, COPY_SPEED)]
@@ -298,7 +298,7 @@ class VllmTiers(LookingTiers, StoreTiers):
         *,
         exact: bool,
     ) -> list[int]:
-        """Bring pieces to the host, as many as come in time and without a gap. Returns their slots, held."""
+        """Bring blocks to the host, as many as come in time and without a gap. Returns their slots, held."""
         assert self.links is not None
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         slots = self.host.allocate(part.end - part.start)
@@ -317,7 +317,7 @@ class VllmTiers(LookingTiers, StoreTiers):
         try:
             await asyncio.wait_for(ended.wait(), limit_s)
         except TimeoutError:
-            log.debug("a fetch of %d pieces was late", len(slots))
+            log.debug("a fetch of %d blocks was late", len(slots))
         except asyncio.CancelledError:  # nobody waits for it any more
             landing.close()
             self.host.pool.release(slots)

@@ -33,7 +33,6 @@ def shared(path: Path, size: int) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -45,13 +44,13 @@ def shared(path: Path, size: int) -> str:
         ((BLOCKS, 6), torch.float8_e4m3fn),
     ],
 )
-def test_there_and_back(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype, pieces: int, ranks: int) -> None:
+def test_there_and_back(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> None:
     ours = [caches(*shape, dtype=dtype, seed=rank) for rank in range(ranks)]
-    blocks = [LayerBlocks(cache, BLOCKS, pieces) for cache in ours]
-    size = sum(cache["layer.0"].nbytes * 3 for cache in ours) // BLOCKS // pieces  # of a slot
-    assert ranks * blocks[0].piece_bytes == size
+    blocks = [LayerBlocks(cache, BLOCKS) for cache in ours]
+    size = sum(cache["layer.0"].nbytes * 3 for cache in ours) // BLOCKS  # of a slot
+    assert ranks * blocks[0].block_bytes == size
     path = shared(tmp_path / "s", 20 * size)
-    slots = [17, 3, 9, 0, 19, 4][: 3 * pieces]
+    slots = [17, 3, 9]
     for rank, one in enumerate(blocks):
         one.copy([4, 1, 2], slots, SlotStore(SharedStore(path, 20), one, rank, ranks), save=True)
 
@@ -59,18 +58,16 @@ def test_there_and_back(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dty
     data = Path(path).read_bytes()
     for rank, cache in enumerate(ours):
         for at, block in enumerate([4, 1, 2]):
-            for piece in range(pieces):
-                start = slots[at * pieces + piece] * size + rank * blocks[rank].piece_bytes
-                for name in sorted(cache):
-                    whole = cache[name].reshape(BLOCKS, -1)[block].contiguous().view(torch.uint8)
-                    part = whole.chunk(pieces)[piece]
-                    assert data[start : start + len(part)] == bytes(part.tolist())
-                    start += len(part)
+            start = slots[at] * size + rank * blocks[rank].block_bytes
+            for name in sorted(cache):
+                part = cache[name].reshape(BLOCKS, -1)[block].contiguous().view(torch.uint8)
+                assert data[start : start + len(part)] == bytes(part.tolist())
+                start += len(part)
 
     theirs = [caches(*shape, dtype=dtype, seed=50 + rank) for rank in range(ranks)]
     before = [{name: tensor.clone() for name, tensor in cache.items()} for cache in theirs]
     for rank, cache in enumerate(theirs):
-        into = LayerBlocks(cache, BLOCKS, pieces)
+        into = LayerBlocks(cache, BLOCKS)
         into.copy([0, 5, 3], slots, SlotStore(SharedStore(path, 20), into, rank, ranks), save=False)
         for name, tensor in cache.items():
             got, had, want = (
@@ -84,45 +81,44 @@ def test_there_and_back(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dty
 def test_dimensions_may_be_in_another_order_and_layers_inside_a_block(tmp_path: Path) -> None:
     whole = numbers(BLOCKS, 2, 4, 32, 8, dtype=torch.int32)  # block, layer, head, token, number
     ours = {name: whole[:, at].transpose(1, 2) for at, name in enumerate("ab")}
-    blocks = LayerBlocks(ours, BLOCKS, 2)
-    path = shared(tmp_path / "s", 8 * blocks.piece_bytes)
+    blocks = LayerBlocks(ours, BLOCKS)
+    path = shared(tmp_path / "s", 8 * blocks.block_bytes)
     store = SlotStore(SharedStore(path, 8), blocks, 0, 1)
-    blocks.copy([1], [6, 7], store, save=True)
+    blocks.copy([1], [6], store, save=True)
     want = whole[1].clone()
-    assert sorted(Path(path).read_bytes()[6 * blocks.piece_bytes :]) == sorted(
+    assert sorted(Path(path).read_bytes()[6 * blocks.block_bytes :][: blocks.block_bytes]) == sorted(
         want.view(torch.uint8).flatten().tolist()
     )
     whole[1] = 0
-    blocks.copy([4], [6, 7], store, save=False)
+    blocks.copy([4], [6], store, save=False)
     assert torch.equal(whole[4], want)
 
 
 def test_a_tensor_that_layers_share_is_copied_once() -> None:
     one = numbers(BLOCKS, 4, 8)
-    assert LayerBlocks({"a": one, "b": one}, BLOCKS, 2).piece_bytes == 4 * 8 * 4 // 2
+    assert LayerBlocks({"a": one, "b": one}, BLOCKS).block_bytes == 4 * 8 * 4
 
 
 @pytest.mark.parametrize(
-    ("tensors", "pieces"),
+    "tensors",
     [
-        ([numbers(2, BLOCKS, 4, 8)], 1),  # K and V first
-        ([numbers(BLOCKS, 4, 16)[:, :, :8]], 1),  # gaps
-        ([numbers(BLOCKS, 4, 16)[:, :, ::2]], 1),
-        ([numbers(4, BLOCKS, 8).transpose(0, 1)], 1),
-        ([numbers(BLOCKS, 4, 8), numbers(BLOCKS, 4, 16)], 1),
-        ([numbers(BLOCKS, 5, dtype=torch.uint8)], 2),
-        ([numbers(0, 4, 8)], 1),
-        ([[numbers(BLOCKS, 4)]], 1),
+        [numbers(2, BLOCKS, 4, 8)],  # K and V first
+        [numbers(BLOCKS, 4, 16)[:, :, :8]],  # gaps
+        [numbers(BLOCKS, 4, 16)[:, :, ::2]],
+        [numbers(4, BLOCKS, 8).transpose(0, 1)],
+        [numbers(BLOCKS, 4, 8), numbers(BLOCKS, 4, 16)],
+        [numbers(0, 4, 8)],
+        [[numbers(BLOCKS, 4)]],
     ],
 )
-def test_what_cannot_be_moved_is_refused(tensors: list[Tensor], pieces: int) -> None:
+def test_what_cannot_be_moved_is_refused(tensors: list[Tensor]) -> None:
     with pytest.raises(ValueError, match=r"block|tensor"):
-        LayerBlocks(dict(zip("abc", tensors, strict=False)), BLOCKS, pieces)
+        LayerBlocks(dict(zip("abc", tensors, strict=False)), BLOCKS)
 
 
 def test_a_file_with_holes_is_filled(tmp_path: Path) -> None:
-    blocks, path = LayerBlocks(caches(BLOCKS, 4, 8), BLOCKS, 2), tmp_path / "s"
-    size = 1000 * blocks.piece_bytes
+    blocks, path = LayerBlocks(caches(BLOCKS, 4, 8), BLOCKS), tmp_path / "s"
+    size = 1000 * blocks.block_bytes
     path.touch()
     os.truncate(path, size)
     SlotStore(SharedStore(str(path), 1000), blocks, 0, 1)
@@ -130,8 +126,8 @@ def test_a_file_with_holes_is_filled(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_short_or_is_cut_later(tmp_path: Path) -> None:
-    blocks = LayerBlocks(caches(BLOCKS, 4, 8), BLOCKS, 2)
-    path = shared(tmp_path / "s", 10 * blocks.piece_bytes)
+    blocks = LayerBlocks(caches(BLOCKS, 4, 8), BLOCKS)
+    path = shared(tmp_path / "s", 10 * blocks.block_bytes)
     for wrong in (SharedStore(path, 11), SharedStore(str(tmp_path / "none"), 4), SharedStore("a\0b", 4)):
         with pytest.raises((OSError, ValueError)):
             SlotStore(wrong, blocks, 0, 1)
@@ -140,14 +136,14 @@ def test_a_file_that_is_too_short_or_is_cut_later(tmp_path: Path) -> None:
     for slots in ([10], [-1]):
         with pytest.raises(ValueError, match="beyond"):
             store.check(slots)
-    os.truncate(path, 10 * blocks.piece_bytes - 1)
+    os.truncate(path, 10 * blocks.block_bytes - 1)
     with pytest.raises(OSError, match="less than"):
         store.check([0])
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
-    blocks = LayerBlocks(caches(BLOCKS, 4, 8), BLOCKS, 2)
-    path = shared(tmp_path / "s", 10 * blocks.piece_bytes)
+    blocks = LayerBlocks(caches(BLOCKS, 4, 8), BLOCKS)
+    path = shared(tmp_path / "s", 10 * blocks.block_bytes)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         SlotStore(SharedStore(path, 10), blocks, 0, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfleet_vllm.cache_format import block_pieces, cache_format
+from kvfleet_vllm.cache_format import cache_format, movable_tokens
 
 
 def config(**changed: Any) -> Any:
@@ -67,18 +67,17 @@ def test_another_layout_is_another_format(version: str, cache: dict[str, Tensor]
 def of_groups(*groups: tuple[str, int], **changed: Any) -> int:
     one = config()
     one.parallel_config = SimpleNamespace(**{"tensor_parallel_size": 2, "pipeline_parallel_size": 1, **changed})
-    return block_pieces(one, [{"kind": kind, "block_size": size, "layers": 4} for kind, size in groups])
+    return movable_tokens(one, [{"kind": kind, "block_size": size, "layers": 4} for kind, size in groups])
 
 
 def test_which_blocks_can_be_moved() -> None:
-    assert of_groups(("full_attention", 16)) == 1
-    assert of_groups(("full_attention", 32)) == 2
-    assert of_groups(("mla_attention", 128)) == 8
-    assert of_groups(("full_attention", 40)) == 0
+    assert of_groups(("full_attention", 16)) == 16
+    assert of_groups(("full_attention", 32)) == 32
+    assert of_groups(("mla_attention", 128)) == 128
     assert of_groups(("sliding_window", 32)) == 0  # its blocks go while the request runs
     assert of_groups(("full_attention", 32), ("mamba", 32)) == 0
     assert of_groups() == 0
-    assert block_pieces(config(), None) == 0
-    assert block_pieces(config(), [{"kind": None, "block_size": None, "layers": None}]) == 0
+    assert movable_tokens(config(), None) == 0
+    assert movable_tokens(config(), [{"kind": None, "block_size": None, "layers": None}]) == 0
     assert of_groups(("full_attention", 32), pipeline_parallel_size=2) == 0
     assert of_groups(("full_attention", 32), decode_context_parallel_size=2) == 0

@@ -1,4 +1,4 @@
-"""What a worker asks of vLLM; what is not understood moves no pieces, and does no other harm."""
+"""What a worker asks of vLLM; what is not understood moves no blocks, and does no other harm."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvfleet_vllm.block_moves import SharedStore
 from kvfleet_vllm.request_params import RequestParams, params_of
 from kvfleet_vllm.wire import VERSION
 
-STORE = {"path": "/dev/shm/x", "slots": 64, "piece_tokens": 16}
+STORE = {"path": "/dev/shm/x", "slots": 64, "block_tokens": 16}
 
 
 def asked(**more: Any) -> Any:
-    return params_of({"kvfleet": {"version": VERSION, "socket": "/s", **more}})
+    return params_of({"kvfleet": {"version": VERSION, "socket": "/s", **more}}, 16)
 
 
 def test_all_of_it() -> None:
@@ -35,7 +35,7 @@ def test_each_part_may_be_left_out() -> None:
     [
         {"store": "text"},
         {"store": {}},
-        {"store": {**STORE, "piece_tokens": 32}},
+        {"store": {**STORE, "block_tokens": 32}},
         {"store": {**STORE, "slots": -1}},
         {"store": {**STORE, "path": 5}},
         {"store": STORE, "restore": [1]},
@@ -54,4 +54,4 @@ def test_what_is_not_understood_moves_nothing(more: Any) -> None:
                {"kvfleet": {"version": 1}}, {"kvfleet": {"version": 1, "socket": 5}}],
 )  # fmt: skip
 def test_other_parameters_name_no_worker(params: Any) -> None:
-    assert params_of(params) is None
+    assert params_of(params, 16) is None

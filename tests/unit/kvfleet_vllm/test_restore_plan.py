@@ -10,47 +10,43 @@ from kvfleet_vllm.restore_plan import RestorePlan
 BLOCKS = list(range(100, 140))
 
 
-def plan(at: int = 0, count: int = 8, pieces: int = 2) -> RestorePlan:
-    """Slots 10, 11, ... have the pieces from `at` on."""
-    one = RestorePlan(pieces)
+def plan(at: int = 0, count: int = 4, size: int = 32) -> RestorePlan:
+    """Slots 10, 11, ... have the blocks from `at` on."""
+    one = RestorePlan(size)
     one.offer("v", "r", at, tuple(range(10, 10 + count)))
     return one
 
 
 @pytest.mark.parametrize(
-    ("at", "count", "pieces", "cached", "tokens", "brought"),
+    ("at", "count", "size", "cached", "tokens", "brought"),
     [
-        (0, 8, 2, 0, 200, 128),
-        (0, 8, 1, 0, 200, 128),
-        (0, 8, 2, 32, 200, 96),
-        (0, 8, 2, 128, 200, 0),  # vLLM has it all
-        (0, 8, 2, 160, 200, 0),  # and more
-        (0, 8, 2, 0, 129, 128),
-        (0, 8, 2, 0, 128, 96),  # the last token is computed
-        (0, 8, 2, 0, 33, 32),  # far beyond the prompt
-        (0, 8, 2, 0, 32, 0),
-        (0, 8, 2, 0, 1, 0),
-        (4, 4, 2, 64, 200, 64),
-        (4, 4, 2, 96, 200, 32),
-        (4, 4, 2, 32, 200, 0),  # vLLM lost what lies before
-        (3, 5, 2, 64, 200, 64),  # the first block is not whole
-        (3, 5, 2, 32, 200, 0),
-        (0, 7, 2, 0, 200, 96),  # nor the last
-        (0, 1, 2, 0, 200, 0),
+        (0, 4, 32, 0, 200, 128),
+        (0, 8, 16, 0, 200, 128),
+        (0, 4, 32, 32, 200, 96),
+        (0, 4, 32, 128, 200, 0),  # vLLM has it all
+        (0, 4, 32, 160, 200, 0),  # and more
+        (0, 4, 32, 0, 129, 128),
+        (0, 4, 32, 0, 128, 96),  # the last token is computed
+        (0, 4, 32, 0, 33, 32),  # far beyond the prompt
+        (0, 4, 32, 0, 32, 0),
+        (0, 4, 32, 0, 1, 0),
+        (2, 2, 32, 64, 200, 64),
+        (2, 2, 32, 96, 200, 32),
+        (2, 2, 32, 32, 200, 0),  # vLLM lost what lies before
     ],
 )
 def test_whole_blocks_that_follow_vllms_own(
-    at: int, count: int, pieces: int, cached: int, tokens: int, brought: int
+    at: int, count: int, size: int, cached: int, tokens: int, brought: int
 ) -> None:
-    one = plan(at, count, pieces)
+    one = plan(at, count, size)
     assert one.restorable("v", cached, tokens) == brought
     assert one.restorable("v", cached, tokens) == brought  # it may ask again
     assert one.restorable("other", cached, tokens) == 0
     one.allocated("v", BLOCKS, brought)
     loads, given_up = one.step()
     if brought:
-        first, end = cached // 16 // pieces, (cached + brought) // 16 // pieces
-        slots = tuple(range(10 + cached // 16 - at, 10 + (cached + brought) // 16 - at))
+        first, end = cached // size, (cached + brought) // size
+        slots = tuple(range(10 + first - at, 10 + end - at))
         assert loads == (LoadBlocks("v", "r", tuple(BLOCKS[first:end]), slots),)
         assert given_up == ()
         assert one.own == {"v": cached}
@@ -75,7 +71,7 @@ def test_vllm_may_wait_for_room_and_then_need_less() -> None:
     assert one.restorable("v", 0, 200) == 128
     assert one.restorable("v", 64, 200) == 64
     one.allocated("v", BLOCKS, 64)
-    assert one.step()[0] == (LoadBlocks("v", "r", (102, 103), (14, 15, 16, 17)),)
+    assert one.step()[0] == (LoadBlocks("v", "r", (102, 103), (12, 13)),)
     assert one.own == {"v": 64}
 
 
@@ -106,7 +102,7 @@ def test_an_aborted_request_ends_its_load_or_gives_it_up(loading: bool) -> None:
 
 def test_whose_load_failed() -> None:
     one = plan()
-    one.offer("w", "s", 0, (1, 2))
+    one.offer("w", "s", 0, (1,))
     for name, blocks in (("v", [4, 5, 6, 7]), ("w", [8])):
         one.restorable(name, 0, 200)
         one.allocated(name, blocks, 32 * len(blocks))
@@ -117,11 +113,11 @@ def test_whose_load_failed() -> None:
 
 def test_a_worker_that_is_gone_takes_its_offers_along() -> None:
     one = plan()
-    one.offer("w", "s", 0, (1, 2))
-    one.offer("x", "t", 0, (3, 4))
+    one.offer("w", "s", 0, (1,))
+    one.offer("x", "t", 0, (3,))
     one.restorable("w", 0, 200)
     one.allocated("w", [8], 32)
     one.finished("x")
     one.forget()
     assert one.restorable("v", 0, 200) == 0
-    assert one.step() == ((LoadBlocks("w", "s", (8,), (1, 2)),), ())  # vLLM waits for its end
+    assert one.step() == ((LoadBlocks("w", "s", (8,), (1,)),), ())  # vLLM waits for its end

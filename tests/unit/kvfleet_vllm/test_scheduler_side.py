@@ -16,13 +16,13 @@ from kvfleet_vllm.scheduler_side import SchedulerSide, erase
 from kvfleet_vllm.wire import (
     VERSION,
     BlocksErased,
+    BlocksSaving,
     Decoder,
     EngineHello,
     EngineStep,
     EraseBlocks,
     GrantSlots,
     Message,
-    PiecesSaving,
     Scheduled,
     encode,
 )
@@ -81,7 +81,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 @pytest.fixture
 def side() -> Iterator[SchedulerSide]:
-    one = SchedulerSide(lambda: HELLO, clock=lambda: 0.0, pieces=2)
+    one = SchedulerSide(lambda: HELLO, clock=lambda: 0.0, tokens=32)
     one.pool = Pool(4)
     yield one
     one.close()
@@ -233,7 +233,7 @@ BLOCKS = list(range(100, 140))
 
 
 def moving(path: str, name: str = "r", tokens: int = 100, **more: Any) -> Any:
-    asked = {"version": VERSION, "socket": path, "store": {"path": STORE.path, "slots": 64, "piece_tokens": 16}, **more}
+    asked = {"version": VERSION, "socket": path, "store": {"path": STORE.path, "slots": 64, "block_tokens": 32}, **more}
     return SimpleNamespace(
         request_id=f"generate-tokens-{name}-00000000", num_tokens=tokens, kv_transfer_params={"kvfleet": asked}
     )
@@ -249,7 +249,7 @@ def scheduled(request: Any, computed: int, count: int) -> Any:
 
 
 def test_a_restored_request_is_told_and_its_next_blocks_are_saved(side: SchedulerSide, worker: Worker) -> None:
-    one = moving(worker.path, restore={"at": 0, "slots": [4, 5, 6, 7]}, save_from=4)
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=2)
     side.request_added(one)
     worker.accept()
     worker.say(GrantSlots((20, 21, 22)))
@@ -257,19 +257,19 @@ def test_a_restored_request_is_told_and_its_next_blocks_are_saved(side: Schedule
     side.allocated(one, BLOCKS, 64)
     empty = scheduled(one, 0, 0)
     empty.scheduled_new_reqs, empty.num_scheduled_tokens = [], {}
-    load = LoadBlocks(one.request_id, "r", (100, 101), (4, 5, 6, 7))
+    load = LoadBlocks(one.request_id, "r", (100, 101), (4, 5))
     assert side.step(empty) == BlockMoves(1, worker.path, STORE, (), (load,), (), True)
     side.loaded([one.request_id], ())
     side.allocated(one, BLOCKS, 0)
-    save = SaveBlocks("r", 4, (102,), (20, 21))
+    save = SaveBlocks("r", 2, (102,), (20,))
     assert side.step(scheduled(one, 64, 36)) == BlockMoves(1, worker.path, STORE, (save,), (), (), False)
     assert worker.heard() == [
-        HELLO, EngineStep(0.0, 1, 36, 36, ()), Scheduled("r", 0, 64), PiecesSaving("r", 4, (20, 21)),
+        HELLO, EngineStep(0.0, 1, 36, 36, ()), Scheduled("r", 0, 64), BlocksSaving("r", 2, (20,)),
     ]  # fmt: skip
 
 
 def test_nothing_is_saved_of_a_request_whose_load_failed(side: SchedulerSide, worker: Worker) -> None:
-    one = moving(worker.path, restore={"at": 0, "slots": [4, 5, 6, 7]}, save_from=0)
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
     side.request_added(one)
     worker.accept()
     worker.say(GrantSlots(tuple(range(20, 40))))
@@ -293,7 +293,7 @@ def test_a_worker_that_restarts_is_neither_restored_from_nor_saved_to(side: Sche
     side.allocated(one, BLOCKS, 0)
     moves = side.step(scheduled(one, 0, 100))
     assert moves == BlockMoves(2, again.path, None, (), (), (), False)
-    assert [kind for kind in map(type, again.heard()) if kind is PiecesSaving] == []
+    assert [kind for kind in map(type, again.heard()) if kind is BlocksSaving] == []
     again.die()
 
 
@@ -315,15 +315,15 @@ def test_a_worker_that_goes_between_planning_and_telling(side: SchedulerSide, wo
     side.request_added(two)
     worker.accept()
     worker.say(GrantSlots((20, 21, 22, 23)))
-    assert side.restorable(one, 0) == 32
-    side.allocated(one, BLOCKS, 32)
+    assert side.restorable(one, 0) == 64
+    side.allocated(one, BLOCKS, 64)
     worker.die()
     moves = side.step(scheduled(two, 0, 100))
     assert (moves.connection, moves.saves, len(moves.loads)) == (0, (), 1)  # the load has to end
 
 
 def test_where_vllm_would_fail_what_cannot_be_loaded_nothing_is_restored(worker: Worker) -> None:
-    side = SchedulerSide(lambda: HELLO, pieces=2, recomputes=False)
+    side = SchedulerSide(lambda: HELLO, tokens=32, recomputes=False)
     one = moving(worker.path, restore={"at": 0, "slots": [4, 5]})
     side.request_added(one)
     assert side.restorable(one, 0) == 0
@@ -344,7 +344,7 @@ def test_blocks_that_tokens_alone_do_not_name_stay(side: SchedulerSide, worker: 
 
 
 def test_hybrid_models_move_nothing(worker: Worker) -> None:
-    side = SchedulerSide(lambda: HELLO, pieces=0)
+    side = SchedulerSide(lambda: HELLO, tokens=0)
     one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
     side.request_added(one)
     assert side.restorable(one, 0) == 0

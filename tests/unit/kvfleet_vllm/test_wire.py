@@ -14,15 +14,15 @@ from kvfleet_vllm.wire import (
     MAX_FRAME,
     VERSION,
     BlocksErased,
+    BlocksRead,
+    BlocksSaved,
+    BlocksSaving,
     Decoder,
     EngineHello,
     EngineStep,
     EraseBlocks,
     GrantSlots,
     Message,
-    PiecesRead,
-    PiecesSaved,
-    PiecesSaving,
     Scheduled,
     WorkerHello,
     encode,
@@ -38,10 +38,10 @@ MESSAGES: list[Message] = [
     EraseBlocks(7, (2**64 - 1, 0, b"\x00" * 32)),
     BlocksErased(7, 3),
     GrantSlots((0, 2**31)),
-    PiecesSaving("r-1", 6, (4, 5)),
+    BlocksSaving("r-1", 6, (4, 5)),
     WorkerHello(VERSION, 1, 2, b"\x9f" * 16, 131072),
-    PiecesSaved("r-1", (4, 5)),
-    PiecesRead("r-1"),
+    BlocksSaved("r-1", (4, 5)),
+    BlocksRead("r-1"),
 ]
 
 
@@ -75,7 +75,7 @@ def frame(body: Any) -> bytes:
         (frame(["EraseBlocks", 1, ["text"]]), "items of another form"),
         (frame(["EngineStep", 0.0, 1, 1, 0, [1]]), "items of another form"),
         (frame(["GrantSlots", ["4"]]), "items of another form"),
-        (frame(["PiecesSaved", "r", 4]), "another form"),
+        (frame(["BlocksSaved", "r", 4]), "another form"),
     ],
 )
 def test_what_cannot_be_read_is_refused(data: bytes, says: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from kvfleet_vllm import worker_side
 from kvfleet_vllm.block_copies import LayerBlocks
 from kvfleet_vllm.block_moves import BlockMoves, LoadBlocks, SaveBlocks, SharedStore
-from kvfleet_vllm.wire import VERSION, Decoder, Message, PiecesRead, PiecesSaved, WorkerHello
+from kvfleet_vllm.wire import VERSION, BlocksRead, BlocksSaved, Decoder, Message, WorkerHello
 from kvfleet_vllm.worker_side import WorkerSide
 
 BLOCKS, SLOTS = 8, 12
@@ -26,7 +26,7 @@ class Sidecar:
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / "w")
         self.store = SharedStore(str(folder / "s"), SLOTS)
-        Path(self.store.path).write_bytes(os.urandom(SLOTS * HELLO.piece_bytes))
+        Path(self.store.path).write_bytes(os.urandom(SLOTS * HELLO.block_bytes))
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(self.path)
         self.listener.listen(4)
@@ -67,7 +67,7 @@ class Sidecar:
         return BlockMoves(connection, path, store, saves, loads, given_up, True)
 
     def slot(self, slot: int) -> bytes:
-        return Path(self.store.path).read_bytes()[slot * HELLO.piece_bytes :][: HELLO.piece_bytes]
+        return Path(self.store.path).read_bytes()[slot * HELLO.block_bytes :][: HELLO.block_bytes]
 
 
 @pytest.fixture
@@ -80,13 +80,13 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
 
 
 def layers(seed: int) -> dict[str, torch.Tensor]:
-    """Two pieces in a block, of 64 bytes in each of two layers."""
-    made = torch.randint(0, 1 << 30, (2, BLOCKS, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    """A block has 64 bytes in each of two layers."""
+    made = torch.randint(0, 1 << 30, (2, BLOCKS, 16), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
     return {"a": made[0], "b": made[1]}
 
 
 def side_of(cache: dict[str, torch.Tensor]) -> WorkerSide:
-    return WorkerSide(lambda: HELLO, LayerBlocks(cache, BLOCKS, 2))
+    return WorkerSide(lambda: HELLO, LayerBlocks(cache, BLOCKS))
 
 
 @pytest.fixture
@@ -103,22 +103,22 @@ def ends(side: WorkerSide, within: float = 10.0) -> set[str]:
     return found
 
 
-SAVE = SaveBlocks("r", 0, (3, 5), (7, 1, 2, 0))
-LOAD = LoadBlocks("generate-tokens-r-0", "r", (4, 6), (7, 1, 2, 0))
+SAVE = SaveBlocks("r", 0, (3, 5), (7, 1))
+LOAD = LoadBlocks("generate-tokens-r-0", "r", (4, 6), (7, 1))
 
 
 def test_saved_in_one_vllm_and_loaded_in_another(side: WorkerSide, sidecar: Sidecar) -> None:
     moves = sidecar.moves(saves=(SAVE,))
     side.start(moves)
     side.save(moves)
-    assert sidecar.heard() == [HELLO, PiecesSaved("r", (7, 1, 2, 0))]
+    assert sidecar.heard() == [HELLO, BlocksSaved("r", (7, 1))]
     assert side.finished(idle=False) == set()
     other, source = layers(1), layers(0)
     two = side_of(other)
     two.start(sidecar.moves(LOAD))
     assert ends(two) == {"generate-tokens-r-0"}
     assert two.take_bad_blocks() == set()
-    assert sidecar.heard() == [HELLO, PiecesRead("r")]
+    assert sidecar.heard() == [HELLO, BlocksRead("r")]
     for name in "ab":
         assert torch.equal(other[name][[4, 6]], source[name][[3, 5]])
         assert torch.equal(other[name][[0, 1, 2, 3, 5, 7]], layers(1)[name][[0, 1, 2, 3, 5, 7]])
@@ -127,7 +127,7 @@ def test_saved_in_one_vllm_and_loaded_in_another(side: WorkerSide, sidecar: Side
 
 def test_what_was_given_up_is_told(side: WorkerSide, sidecar: Sidecar) -> None:
     side.start(sidecar.moves(given_up=("r", "s")))
-    assert sidecar.heard() == [HELLO, PiecesRead("r"), PiecesRead("s")]
+    assert sidecar.heard() == [HELLO, BlocksRead("r"), BlocksRead("s")]
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = lambda: None) -> threading.Event:
@@ -149,13 +149,13 @@ def test_a_slow_load_holds_up_no_step(side: WorkerSide, sidecar: Sidecar, monkey
     began = time.monotonic()
     assert all(side.finished(idle=False) == set() for _ in range(100))
     assert time.monotonic() - began < 5
-    moves = sidecar.moves(saves=(SaveBlocks("s", 0, (1,), (8, 9)),))
+    moves = sidecar.moves(saves=(SaveBlocks("s", 0, (1,), (8,)),))
     side.start(moves)
     side.save(moves)
-    assert sidecar.heard() == [HELLO, PiecesSaved("s", (8, 9))]
+    assert sidecar.heard() == [HELLO, BlocksSaved("s", (8,))]
     go.set()
     assert ends(side) == {LOAD.request}
-    assert sidecar.heard() == [PiecesRead("r")]
+    assert sidecar.heard() == [BlocksRead("r")]
 
 
 def test_idle_steps_wait_a_little(side: WorkerSide, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_file_that_is_cut_fails_the_load_and_ends_the_connection(side: WorkerS
     assert ends(side) == {LOAD.request}
     assert side.take_bad_blocks() == {4, 6}
     assert side.take_bad_blocks() == set()
-    assert sidecar.heard() == [HELLO, PiecesRead("r")]
+    assert sidecar.heard() == [HELLO, BlocksRead("r")]
     assert sidecar.link is not None
     assert sidecar.link.recv(1) == b""
     moves = sidecar.moves(LOAD, saves=(SAVE,))
@@ -194,7 +194,7 @@ def test_a_file_that_is_cut_is_not_saved_to(side: WorkerSide, sidecar: Sidecar) 
     assert sidecar.link.recv(1) == b""
 
 
-@pytest.mark.parametrize("slots", [(7, 1, 2, SLOTS), (7, 1, -1, 0)])
+@pytest.mark.parametrize("slots", [(7, SLOTS), (7, -1)])
 def test_slots_that_do_not_exist(side: WorkerSide, sidecar: Sidecar, slots: tuple[int, ...]) -> None:
     before = Path(sidecar.store.path).read_bytes()
     side.start(sidecar.moves(LoadBlocks("v", "r", (4, 6), slots)))
@@ -225,16 +225,16 @@ def test_a_worker_that_restarts_during_a_load(
     assert sidecar.heard() == [HELLO]
     sidecar.hang_up()
     os.unlink(sidecar.store.path)
-    Path(sidecar.store.path).write_bytes(bytes(SLOTS * HELLO.piece_bytes))
+    Path(sidecar.store.path).write_bytes(bytes(SLOTS * HELLO.block_bytes))
     moves = sidecar.moves(saves=(SAVE,), connection=2)
     side.start(moves)
     side.save(moves)
     go.set()
     assert ends(side) == {LOAD.request}
     assert side.take_bad_blocks() == {4, 6}
-    assert sidecar.heard() == [HELLO, PiecesSaved("r", SAVE.slots)]  # no PiecesRead: it knows nothing of that load
-    assert sidecar.slot(7) != bytes(HELLO.piece_bytes)  # the new file
-    assert sidecar.slot(3) == bytes(HELLO.piece_bytes)
+    assert sidecar.heard() == [HELLO, BlocksSaved("r", SAVE.slots)]  # no BlocksRead: it knows nothing of that load
+    assert sidecar.slot(7) != bytes(HELLO.block_bytes)  # the new file
+    assert sidecar.slot(3) == bytes(HELLO.block_bytes)
 
 
 @pytest.mark.parametrize("way", ["no connection", "no listener", "no file", "no blocks"])
@@ -286,4 +286,4 @@ def test_a_load_that_failed_with_an_earlier_connection_leaves_the_new_one(
     side.start(moves)
     side.save(moves)
     sidecar.heard()  # of the first connection
-    assert sidecar.heard()[-1:] == [PiecesSaved("r", SAVE.slots)]
+    assert sidecar.heard()[-1:] == [BlocksSaved("r", SAVE.slots)]

@@ -1,4 +1,4 @@
-"""What a vLLM worker keeps below vLLM: pieces that vLLM saves are listed under our hashes, written to vaults, and told
+"""What a vLLM worker keeps below vLLM: blocks that vLLM saves are listed under our hashes, written to vaults, and told
 to the vLLM that reads them, never before they are here and never once they may be something else."""
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvfleet.worker.port.tenant_costs import TenantAccount
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
-from kvfleet.worker.vllm.piece_store import PieceStore, SharedMemory
+from kvfleet.worker.vllm.shared_slots import SharedMemory, SharedSlots
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvfleet.worker.vllm.vllm_tiers import VllmTiers
-from kvfleet_vllm.wire import EngineStep, PiecesRead, PiecesSaved, PiecesSaving
+from kvfleet_vllm.wire import BlocksRead, BlocksSaved, BlocksSaving, EngineStep
 from kvproto.block_hash import chain, in_tier
 from kvproto.messages import Sampling, Tier, TierEvents
 from kvservice.event_log import EventLog
@@ -43,7 +43,7 @@ class Rig:
         self.changes: list[TierEvents] = []
         self.memory = SharedMemory(folder / "kv", slots * BYTES)
         host = HostTier(self.memory.view, BYTES, SIZE)
-        store = PieceStore(self.memory, host, ranks, self.granted.extend, self.changes.extend)
+        store = SharedSlots(self.memory, host, ranks, self.granted.extend, self.changes.extend)
         self.blocks = ForeignBlocks(SIZE)
         rates = StepRates()
         for now in (1.0, 2.0):  # a thousand tokens take a second
@@ -53,7 +53,7 @@ class Rig:
         self.number = 0
 
     def sequence(self, ids: Sequence[int] = PROMPT, *, found: int = 0, exact: bool = False) -> VllmSequence:
-        """`found` pieces are in vaults."""
+        """`found` blocks are in vaults."""
         location = None
         if found:
             location = ChainLocation(names_of(ROOT, chain(ROOT, ids, SIZE), ids, SIZE), Finding(True, found))
@@ -68,14 +68,14 @@ class Rig:
         return made
 
     def save(self, name: str, at: int, count: int, *, ranks: int = 1) -> tuple[int, ...]:
-        """As vLLM does: each slot has bytes that say which piece it is."""
+        """As vLLM does: each slot has bytes that say which block it is."""
         slots = tuple(self.granted[:count])
         del self.granted[:count]
-        for piece, slot in enumerate(slots, at):
-            self.tiers.host.view(slot)[:] = bytes([piece + 1]) * BYTES
-        self.tiers.on_pieces(PiecesSaving(name, at, slots))
+        for number, slot in enumerate(slots, at):
+            self.tiers.host.view(slot)[:] = bytes([number + 1]) * BYTES
+        self.tiers.on_move(BlocksSaving(name, at, slots))
         for _ in range(ranks):
-            self.tiers.on_pieces(PiecesSaved(name, slots))
+            self.tiers.on_move(BlocksSaved(name, slots))
         return slots
 
     def bytes_at(self, told: dict[str, Any]) -> list[int]:
@@ -105,18 +105,18 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     rig.remote.close()
 
 
-async def saved(rig: Rig, ids: Sequence[int] = PROMPT, pieces: int = 6) -> VllmSequence:
+async def saved(rig: Rig, ids: Sequence[int] = PROMPT, blocks: int = 6) -> VllmSequence:
     sequence = rig.sequence(ids)
     told = await rig.tiers.prepare(sequence)
     assert told["save_from"] == 0
-    rig.save(sequence.name, 0, pieces)
+    rig.save(sequence.name, 0, blocks)
     return sequence
 
 
 async def test_what_vllm_saves_is_listed_and_told_to_the_next(rig: Rig) -> None:
     told = await rig.tiers.prepare(rig.sequence())
     assert "restore" not in told
-    assert told["store"] == {"path": str(rig.memory.path), "slots": 64, "piece_tokens": SIZE}
+    assert told["store"] == {"path": str(rig.memory.path), "slots": 64, "block_tokens": SIZE}
     sequence = await saved(rig)
     assert rig.tiers.holdings() == {Tier.HOST: chain(ROOT, PROMPT, SIZE)}
     rig.tiers.over(sequence.name)
@@ -125,7 +125,7 @@ async def test_what_vllm_saves_is_listed_and_told_to_the_next(rig: Rig) -> None:
     assert told["save_from"] == 6
     assert told["restore"]["at"] == 0
     assert rig.bytes_at(told) == [1, 2, 3, 4, 5, 6]
-    rig.tiers.on_pieces(PiecesRead(again.name))
+    rig.tiers.on_move(BlocksRead(again.name))
     assert rig.tiers.restored(again.name, 96) == {Tier.HOST: 96}, "vLLM tells so after it has read"
 
 
@@ -149,14 +149,14 @@ async def test_what_is_read_stays_until_all_ranks_have_read_it(tmp_path: Path) -
     await rig.tiers.prepare(sequence)
     slots = rig.save(sequence.name, 0, 2, ranks=1)
     assert rig.tiers.holdings() == {Tier.HOST: []}, "one rank's part is missing"
-    rig.tiers.on_pieces(PiecesSaved(sequence.name, slots))
+    rig.tiers.on_move(BlocksSaved(sequence.name, slots))
     assert len(rig.tiers.holdings()[Tier.HOST]) == 2
     reading = rig.sequence(PROMPT[:40])
     told = await rig.tiers.prepare(reading)
-    rig.tiers.on_pieces(PiecesRead(reading.name))
+    rig.tiers.on_move(BlocksRead(reading.name))
     rig.tiers.host.pool.release(rig.tiers.host.allocate(16))  # all that can be had
     assert rig.bytes_at(told) == [1, 2]
-    rig.tiers.on_pieces(PiecesRead(reading.name))
+    rig.tiers.on_move(BlocksRead(reading.name))
     rig.tiers.host.pool.release(rig.tiers.host.allocate(16))
     assert rig.tiers.holdings() == {Tier.HOST: []}
     rig.check()

@@ -3,8 +3,8 @@ Owned by the worker's event loop.
 
     free slots ──grant──▶ vLLM's ──saving──▶ being written ──saved, by all ranks──▶ listed under our hashes
 
-A piece is a block of ours, and vLLM's block has as many tokens: a part of its bytes would hold something of all of
-them, so that no hash of ours could name it.
+vLLM's block has as many tokens as ours: a part of its bytes would hold something of all of them, so that no hash of
+ours could name it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet_vllm.wire import PiecesSaved, PiecesSaving
+from kvfleet_vllm.wire import BlocksSaved, BlocksSaving
 from kvproto.block_hash import child, parent_of
 from kvproto.errors import OutOfMemory
 from kvproto.messages import TierEvents
@@ -92,17 +92,17 @@ class SharedMemory:
 
 
 @dataclass(eq=False)
-class PieceStore:
-    """`grant` tells vLLM of free slots. `ranks` workers write each their part of a piece."""
+class SharedSlots:
+    """`grant` tells vLLM of free slots. `ranks` workers write each their part of a block."""
 
     memory: SharedMemory
     host: HostTier
     ranks: int
     grant: Callable[[Sequence[int]], None]
     on_changes: Callable[[list[TierEvents]], None]
-    saved_total: int = 0  # pieces
+    saved_total: int = 0  # blocks
     _granted: set[int] = field(default_factory=set)
-    _saving: dict[tuple[int, ...], PiecesSaving] = field(default_factory=dict)
+    _saving: dict[tuple[int, ...], BlocksSaving] = field(default_factory=dict)
     _confirmed: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _asked: dict[str, AskedChain] = field(default_factory=dict)
     _doubtful: list[int] = field(default_factory=list)
@@ -138,7 +138,7 @@ class PieceStore:
         self.host.pool.release(self._doubtful)
         self._doubtful.clear()
 
-    def on_saving(self, told: PiecesSaving) -> None:
+    def on_saving(self, told: BlocksSaving) -> None:
         if not self._granted.issuperset(told.slots):
             log.warning("vLLM saves to slots that it was not granted: %s", told.slots)
             return
@@ -147,7 +147,7 @@ class PieceStore:
         self._list_if_whole(told.slots)
         self.refill()
 
-    def on_saved(self, told: PiecesSaved) -> None:
+    def on_saved(self, told: BlocksSaved) -> None:
         self._confirmed[told.slots] += 1
         self._list_if_whole(told.slots)
 
@@ -156,7 +156,7 @@ class PieceStore:
             del self._confirmed[slots]
             self._list(saving, TOKENS_TRIES)
 
-    def _list(self, saved: PiecesSaving, tries: int) -> None:
+    def _list(self, saved: BlocksSaving, tries: int) -> None:
         asked, pool, size = self._asked.get(saved.request), self.host.pool, self.host.pool.block_size
         slots, end = list(saved.slots), saved.at + len(saved.slots)
         if asked is not None and len(asked) < end * size and tries:
