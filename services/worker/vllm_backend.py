@@ -25,6 +25,7 @@ from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.vllm.engine_beside import engine_beside
 from kvfleet.worker.vllm.no_tiers import NoTiers, StoreTiers
+from kvfleet.worker.vllm.restore_checks import RestoreChecks
 from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.server_facts import MovedFormat, ServerFacts
 from kvfleet.worker.vllm.shared_slots import SHARED, SharedMemory, SharedSlots
@@ -116,7 +117,7 @@ class VllmBackend(Backend):
             self._tiers = await self._tiers_of(facts.moved, slots)
 
     async def _tiers_of(self, moved: MovedFormat, slots: int) -> VllmTiers:
-        settings, size = self.process.settings, slots * moved.nbytes
+        settings, facts, size = self.process.settings, self._facts, slots * moved.nbytes
         log.info("%s of host memory for %d blocks below vLLM", readable(size), slots)
         memory = await lifecycle.in_daemon_thread(lambda: SharedMemory.of_life(self._life, size))
         self.process.life.closing("shared memory", memory.closed)
@@ -129,8 +130,10 @@ class VllmBackend(Backend):
         )
         remote = self._network.remote_for(OpaqueFormat(moved.name, (moved.nbytes // 4, 1, "float32")))
         return VllmTiers(
-            store, self._server.blocks, self._rates, remote, self._network.meet, settings.fleet_key.encode()
-        )
+            store, self._server.blocks, self._rates, remote, self._network.meet, settings.fleet_key.encode(),
+            RestoreChecks(facts.dtype if facts.cache_dtype == "auto" else facts.cache_dtype),
+            lambda block: self._engine.discard(block),
+        )  # fmt: skip
 
     def assemble(self, lease: Lease) -> WorkerLoop:
         one, facts, bundle, server = self.process, self._facts, self._bundle, self._server

@@ -72,6 +72,18 @@ class ForeignBlocks:
             leaving.add(block.parent)
         return names, count
 
+    def continuations(self, block: bytes) -> list[ForeignHash]:
+        """vLLM's names of the block that ends with this one of ours, or has it inside, and of all that continue it."""
+        found: list[ForeignHash] = []
+        ends = {block}
+        while ends:
+            names = [
+                name for name, one in self._blocks.items() if one.parent in ends or (not found and block in one.hashes)
+            ]
+            found += names
+            ends = {self._blocks[name].hashes[-1] for name in names} - ends
+        return found
+
     def apply(self, events: Iterable[Mapping[str, Any]]) -> list[TierEvents]:
         """What one batch changed, in order. Raises KeyError, TypeError or ValueError for an event of another form."""
         changes: list[TierEvents] = []

@@ -93,13 +93,15 @@ class SharedMemory:
 
 @dataclass(eq=False)
 class SharedSlots:
-    """`grant` tells vLLM of free slots. `ranks` workers write each their part of a block."""
+    """`grant` tells vLLM of free slots. `ranks` workers write each their part of a block. `computed_again` is told of a
+    block that is here in one slot and was saved to another."""
 
     memory: SharedMemory
     host: HostTier
     ranks: int
     grant: Callable[[Sequence[int]], None]
     on_changes: Callable[[list[TierEvents]], None]
+    computed_again: Callable[[bytes, int, int], None] = lambda block, here, saved: None
     saved_total: int = 0  # blocks
     _granted: set[int] = field(default_factory=set)
     _saving: dict[tuple[int, ...], BlocksSaving] = field(default_factory=dict)
@@ -164,6 +166,9 @@ class SharedSlots:
             return
         if asked is not None and len(asked) >= end * size:
             hashes = asked.hash_to(end, size)
+            for block, slot in zip(hashes[saved.at : end], slots, strict=True):
+                if (here := pool.index.find(block)) is not None:
+                    self.computed_again(block, here, slot)
             if not saved.at or pool.index.lists(hashes[saved.at - 1]):
                 contents = [
                     Content.of(asked.root, hashes, at, asked.ids(at * size, (at + 1) * size), full=True, lossy=False)

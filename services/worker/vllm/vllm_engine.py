@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from kvfleet.worker.port.capacity import Attempt, full
 from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
@@ -29,8 +29,9 @@ from kvfleet.worker.vllm.no_tiers import StoreTiers
 from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import NextTokens
+from kvfleet.worker.vllm.vllm_calls import VllmCalls
 from kvfleet.worker.vllm.vllm_holdings import VllmHoldings
-from kvfleet.worker.vllm.vllm_sequence import Sockets, VllmSequence
+from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvfleet_vllm.wire import EngineStep, Scheduled
 from kvproto.block_hash import Root, chain
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, InvalidRequest, KvfleetError
@@ -42,26 +43,6 @@ log = logging.getLogger(__name__)
 
 NEWS_S = 2.0  # for the news that a sequence was scheduled, once its first token is here
 SETTLE_S = 0.3  # until vLLM has told of the last blocks of a sequence that ended
-
-
-class VllmCalls(Protocol):
-    """What the engine asks of its server. `sockets` are where vLLM finds the worker."""
-
-    sockets: Sockets
-
-    def generate(self, body: Mapping[str, Any], alternatives: int) -> AsyncGenerator[NextTokens, None]: ...
-
-    async def abort(self, name: str) -> None:
-        """Raises EngineFailure."""
-        ...
-
-    async def erase(self, hashes: Sequence[ForeignHash]) -> None:
-        """Forget cached blocks. Raises EngineFailure."""
-        ...
-
-    def failure_of(self, name: str, index: int) -> KvfleetError | None:
-        """Why the sampler could not draw the token of an index."""
-        ...
 
 
 @dataclass(eq=False)
@@ -175,13 +156,15 @@ class VllmEngine(EnginePort):
 
     async def erase(self, root: Root, ids: Sequence[int], keep: int) -> int:
         names, gone = self.kv.erasable(root, ids, keep)
-        if names:
-            await self.server.erase(names)
-            self.on_changes(self.blocks.forget(names))  # vLLM tells so too, a little later
+        await self._evict(names)
         return gone
 
     async def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> tuple[Any, Any]:
         raise InvalidRequest("a vLLM worker does not show its keys and values", field="command")
+
+    def discard(self, block: bytes) -> None:
+        """Its content is wrong, and so is what continues it."""
+        self._later(self._evict(self.blocks.continuations(block)))
 
     # What its server tells.
 
@@ -348,8 +331,12 @@ class VllmEngine(EnginePort):
     async def _forget(self, root: bytes, ids: Sequence[int], known: int) -> None:
         """No erase could name what follows the `known` tokens. vLLM tells of its last blocks a moment later."""
         await asyncio.sleep(SETTLE_S + 2 * self.step_rates.rates.step_s)
-        with contextlib.suppress(EngineFailure):  # what it held is gone with it
-            await self.erase(root, ids, known)
+        await self.erase(root, ids, known)
+
+    async def _evict(self, names: Sequence[ForeignHash]) -> None:
+        if names:
+            await self.server.erase(names)
+            self.on_changes(self.blocks.forget(names))  # vLLM tells so too, a little later
 
     async def _keep(self, sequence: VllmSequence) -> None:
         """Have vaults keep its chain. vLLM saves its last blocks a moment later."""
@@ -386,12 +373,15 @@ class VllmEngine(EnginePort):
 
     async def _abort(self, name: str) -> None:
         began = time.monotonic()
-        with contextlib.suppress(EngineFailure):  # its connection is closed as well
-            await self.server.abort(name)
-            self.cancel_to_free.observe(time.monotonic() - began)
+        await self.server.abort(name)
+        self.cancel_to_free.observe(time.monotonic() - began)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+        async def quietly() -> None:
+            with contextlib.suppress(EngineFailure):  # what vLLM is to drop is gone with it
+                await work
+
+        task = asyncio.create_task(quietly())
         self._aside.add(task)
         task.add_done_callback(self._aside.discard)
         return task

@@ -32,7 +32,8 @@ from kvfleet.worker.vllm.server_facts import (
     missing_flags,
 )
 from kvfleet.worker.vllm.token_routes import Answered, NextTokens, TokenRoutes
-from kvfleet.worker.vllm.vllm_engine import VllmCalls, VllmEngine
+from kvfleet.worker.vllm.vllm_calls import VllmCalls
+from kvfleet.worker.vllm.vllm_engine import VllmEngine
 from kvfleet.worker.vllm.vllm_news import DrawFailures, Told, VllmNews, problem_of
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet_vllm import wire

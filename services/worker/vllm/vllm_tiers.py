@@ -25,8 +25,10 @@ from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeed
 from kvfleet.worker.tiers.looking_tiers import LookingTiers, blocks_of
 from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.source import WRONG
 from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
 from kvfleet.worker.vllm.no_tiers import MoveNews, StoreTiers
+from kvfleet.worker.vllm.restore_checks import RestoreChecks, SampledRestore
 from kvfleet.worker.vllm.shared_slots import AskedChain, SharedSlots
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
@@ -48,10 +50,12 @@ MOST_KEPT = 65_536  # hashes that vaults were sent
 
 @dataclass(eq=False, slots=True)
 class HeldChain:
-    """Slots that vLLM reads: `chain` from the beginning as the host has it, then those `fetched` from a vault."""
+    """Slots that vLLM reads: `chain` from the beginning as the host has it, then those `fetched` from vaults, the last
+    one from `source`."""
 
     chain: list[int] = field(default_factory=list)
     fetched: list[int] = field(default_factory=list)
+    source: str = ""
     reads: int = 0  # ranks that have read it
 
 
@@ -63,10 +67,13 @@ class VllmTiers(LookingTiers, StoreTiers):
     links: RemoteTiers | None
     met: Callable[[str], Awaitable[None] | None]
     fleet_key: bytes
+    checks: RestoreChecks
+    wrong_on_device: Callable[[bytes], None]  # this block, and all that continues it
     _held: dict[str, HeldChain] = field(default_factory=dict)  # by vLLM's name of the request
     _fetched: dict[str, int] = field(default_factory=dict)  # tokens, by the same name
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _losses: int = 0
+    _wrong: int = 0  # blocks of the host
     _writing: int = 0
     _tokens: Counter[Tier] = field(default_factory=Counter)
     _restores: Counter[Tier] = field(default_factory=Counter)
@@ -74,6 +81,7 @@ class VllmTiers(LookingTiers, StoreTiers):
     def __post_init__(self) -> None:
         self.host = self.store.host
         self.block_size = self.host.pool.block_size
+        self.store.computed_again = self._compare
 
     # What the worker's loop asks.
 
@@ -108,7 +116,7 @@ class VllmTiers(LookingTiers, StoreTiers):
         names = names_of(root, hashes, (), self.block_size)
         part = RestoredPart(Tier.VAULT, start, len(hashes), limit_s)
         location = ChainLocation(names, Finding(True))
-        slots = await self._fetch(root, hashes, part, location, limit_s, exact=False)
+        slots, _ = await self._fetch(root, hashes, part, location, limit_s, exact=False)
         self.host.pool.release(slots)
 
     async def offer(self, chains: Sequence[HotChain]) -> None:
@@ -137,8 +145,12 @@ class VllmTiers(LookingTiers, StoreTiers):
             "save_from": len(self.host.pool.chain_to(hashes)),
         }
         slots = held.chain + held.fetched
+        if len(slots) > start and self.checks.is_due():
+            self._sample(sequence, held, hashes, start)
+            told["save_from"] = len(slots) - 1
+            slots = slots[:-1]
         if len(slots) > start:
-            self._fetched[name] = len(held.fetched) * size
+            self._fetched[name] = max(0, len(slots) - len(held.chain)) * size
             told["restore"] = {"at": 0, "slots": slots}
         else:
             self.read(name, self.store.ranks)
@@ -223,6 +235,7 @@ class VllmTiers(LookingTiers, StoreTiers):
             bytes_total=pool.num_blocks * size,
             offloaded_blocks_total=self.store.saved_total,
             evictions_total=pool.evictions,
+            failures_total={WRONG: self._wrong} if self._wrong else {},
         )
         per_token = size / self.block_size
         for tier, load in list(loads.items()):
@@ -276,8 +289,9 @@ class VllmTiers(LookingTiers, StoreTiers):
                 if len(held.chain) < part.start:
                     part = part._replace(start=len(held.chain))
                 limit_s = LATE * part.seconds + SLACK * compute_s(part.start, part.end)
-                held.fetched = await self._fetch(
-                    sequence.root, hashes, part, location, limit_s, exact=sequence.spec.exact
+                exact = sequence.spec.exact
+                held.fetched, held.source = await self._fetch(
+                    sequence.root, hashes, part, location, limit_s, exact=exact
                 )
 
     async def _found(self, location: ChainLocation) -> Finding:
@@ -297,13 +311,14 @@ class VllmTiers(LookingTiers, StoreTiers):
         limit_s: float,
         *,
         exact: bool,
-    ) -> list[int]:
-        """Bring blocks to the host, as many as come in time and without a gap. Returns their slots, held."""
+    ) -> tuple[list[int], str]:
+        """Bring blocks to the host, as many as come in time and without a gap. Returns their slots, held, and where the
+        last one came from."""
         assert self.links is not None
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         slots = self.host.allocate(part.end - part.start)
         if not slots:
-            return []
+            return [], ""
         landing = Landing([None] * len(slots), traceparent=location.traceparent)
         self.links.fetch(
             part.tier,
@@ -331,7 +346,35 @@ class VllmTiers(LookingTiers, StoreTiers):
         ]
         filled = self.host.fill(slots[:landed], root, hashes, part.start, contents)
         self.store.told()
-        return filled
+        return filled, landing.sources.get(landed - 1, "")
+
+    # What is computed again.
+
+    def _sample(self, sequence: VllmSequence, held: HeldChain, hashes: Sequence[bytes], start: int) -> None:
+        """The last block that could be brought is computed instead."""
+        first = len(held.chain) if held.fetched else start
+        last = len(held.chain) + len(held.fetched) - 1
+        self.checks.expect(hashes[last], SampledRestore(sequence.root, hashes[first], held.source))
+
+    def _compare(self, block: bytes, here: int, saved: int) -> None:
+        if (sample := self.checks.take(block)) is None:
+            return
+        difference = self.checks.difference(self.host.view(here), self.host.view(saved))
+        if not self.checks.is_wrong(difference):
+            return
+        source = sample.source or "this host"
+        log.error("a block restored from %s is wrong: its numbers differ by %.3g of the largest", source, difference)
+        gone = {sample.first: sample.root} | self.host.pool.continuations(sample.first)
+        self.host.drop(sample.first)
+        self.wrong_on_device(sample.first)
+        for one in gone:
+            self._kept.pop(one, None)
+        if self.links is not None:
+            self.links.erase([BlockName(root, one, b"", b"") for one, root in gone.items()])
+        if self.links is not None and sample.source:
+            self.links.distrust(sample.source)
+        else:
+            self._wrong += 1
 
     def _written(self, slot: int) -> Callable[[], None]:
         loop = asyncio.get_running_loop()

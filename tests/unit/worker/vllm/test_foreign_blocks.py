@@ -52,6 +52,15 @@ def test_a_block_that_fills_later_goes_on_from_its_parent() -> None:
     assert blocks.apply([stored(NAMES[2:], IDS[64:], parent=NAMES[1])]) == [added(OURS[3], *OURS[4:])]
 
 
+def test_what_continues_a_block() -> None:
+    blocks = ForeignBlocks(16)
+    blocks.apply([stored(NAMES, IDS), stored([b"d" * 32], IDS[:32], parent=NAMES[0]), stored([b"e" * 32], IDS[32:64])])
+    assert sorted(blocks.continuations(OURS[1])) == [*NAMES, b"d" * 32]
+    assert sorted(blocks.continuations(OURS[0])) == [*NAMES, b"d" * 32], "inside the first"
+    assert blocks.continuations(OURS[4]) == [NAMES[2]]
+    assert blocks.continuations(b"x" * 16) == []
+
+
 def test_integers_name_blocks_as_well() -> None:
     blocks = ForeignBlocks(16)
     blocks.apply([stored([7], IDS[:32]), stored([2**63], IDS[32:64], parent=7)])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from kvfleet.worker.vllm.foreign_blocks import salt_of_root
+from kvproto.block_hash import chain
 from kvproto.errors import Cancelled, Overloaded
 from kvproto.messages import FinishReason, Sampling
 from kvsampling.draw import Draw
@@ -78,6 +79,17 @@ async def test_a_second_turn_hits_the_first_and_an_erase_is_vllms_too(rig: VllmR
     assert await rig.engine.erase(rig.root, [*history, *rig.prompt(10, 2)], 0) == 8
     assert cache.find(hashes) == []
     assert (await rig.run(rig.spec("third", prompt, greedy(4)))).cached_tokens == 0
+
+
+async def test_a_wrong_block_goes_with_all_that_continues_it(rig: VllmRig) -> None:
+    prompt = rig.prompt(100)
+    await rig.run(rig.spec("first", prompt, greedy(4)))
+    await rig.run(rig.spec("other", [*prompt, *rig.prompt(100, 2)], greedy(4)))
+    hashes = chain(rig.root, prompt, 16)
+    rig.engine.discard(hashes[4])
+    await until(lambda: rig.engine.blocks.depth(hashes) == 4)
+    again = await rig.run(rig.spec("again", [*prompt, *rig.prompt(100, 2)], greedy(4)))
+    assert again.cached_tokens == 64
 
 
 async def test_a_cancel_ends_it_within_a_step(starts: Starts) -> None:

@@ -19,6 +19,7 @@ from kvfleet.worker.port.tenant_costs import TenantAccount
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
+from kvfleet.worker.vllm.restore_checks import RestoreChecks
 from kvfleet.worker.vllm.shared_slots import SharedMemory, SharedSlots
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
@@ -37,7 +38,9 @@ PROMPT = list(range(100))
 class Rig:
     """The tiers, and vLLM as far as they see it: it saves and reads by the orders of `prepare`."""
 
-    def __init__(self, folder: Path, slots: int = 64, ranks: int = 1, faults: Faults | None = None) -> None:
+    def __init__(
+        self, folder: Path, slots: int = 64, ranks: int = 1, faults: Faults | None = None, sampled: int = 1_000_000
+    ) -> None:
         self.remote = MemoryRemote(BYTES, faults=faults)
         self.granted: list[int] = []
         self.changes: list[TierEvents] = []
@@ -49,7 +52,9 @@ class Rig:
         for now in (1.0, 2.0):  # a thousand tokens take a second
             rates.observe(EngineStep(1.0, 1, 1000, 1000, ()), now)
         remote: Any = self.remote
-        self.tiers = VllmTiers(store, self.blocks, rates, remote, lambda worker: None, b"")
+        self.wrong: list[bytes] = []
+        checks = RestoreChecks("float32", sampled)
+        self.tiers = VllmTiers(store, self.blocks, rates, remote, lambda worker: None, b"", checks, self.wrong.append)
         self.number = 0
 
     def sequence(self, ids: Sequence[int] = PROMPT, *, found: int = 0, exact: bool = False) -> VllmSequence:
@@ -264,3 +269,74 @@ async def test_a_request_that_left_before_its_blocks_came_holds_nothing_for_ever
     rig.tiers.over(reading.name)
     await asyncio.sleep(0.01)
     assert not rig.tiers._held
+
+
+async def kept(folder: Path, blocks: int = 6) -> Rig:
+    """One whose vaults have the prompt, and which checks every restore."""
+    rig = Rig(folder, sampled=1)
+    await saved(rig, blocks=blocks)
+    rig.tiers.keep(chain(ROOT, PROMPT, SIZE)[:blocks])
+    await rig.written()
+    rig.tiers.host.pool.release(rig.tiers.host.allocate(64))  # the host's are evicted
+    return rig
+
+
+async def test_the_last_block_of_a_sampled_restore_is_computed_and_compared(tmp_path: Path) -> None:
+    rig = await kept(tmp_path)
+    reading = rig.sequence(found=6)
+    told = await rig.tiers.prepare(reading)
+    assert rig.bytes_at(told) == [1, 2, 3, 4, 5]
+    assert told["save_from"] == 5
+    assert rig.tiers.restored(reading.name, 80) == {Tier.VAULT: 80}
+    rig.save(reading.name, 5, 1)
+    assert rig.wrong == rig.remote.distrusted == []
+    assert len(rig.tiers.holdings()[Tier.HOST]) == 6
+    rig.tiers.on_move(BlocksRead(reading.name))
+    rig.check()
+    rig.remote.close()
+
+
+async def test_a_wrong_block_goes_everywhere_and_its_vault_is_distrusted(tmp_path: Path) -> None:
+    rig = await kept(tmp_path)
+    hashes = chain(ROOT, PROMPT, SIZE)
+    name, payload, lossy = rig.remote.kept[Tier.VAULT][hashes[5]]
+    rig.remote.kept[Tier.VAULT][hashes[5]] = name, payload[:-1] + b"\x40", lossy  # its checksum is right
+    reading = rig.sequence(found=6)
+    await rig.tiers.prepare(reading)
+    rig.tiers.on_move(BlocksRead(reading.name))
+    rig.save(reading.name, 5, 1)
+    assert rig.remote.distrusted == ["vault1"]
+    assert rig.wrong == [hashes[0]], "all that came with it"
+    assert rig.remote.kept[Tier.VAULT] == {}
+    assert rig.tiers.holdings() == {Tier.HOST: []}
+    rig.check()
+    again = await rig.tiers.prepare(rig.sequence(found=6))
+    assert "restore" not in again
+    rig.remote.close()
+
+
+async def test_a_wrong_block_of_the_host_is_no_vaults_fault(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, sampled=1)
+    await saved(rig)
+    hashes = chain(ROOT, PROMPT, SIZE)
+    reading = rig.sequence()
+    told = await rig.tiers.prepare(reading)
+    assert rig.bytes_at(told) == [1, 2, 3, 4, 5]
+    rig.tiers.on_move(BlocksRead(reading.name))
+    rig.tiers.host.view(rig.tiers.host.pool.chain_to(hashes)[5])[:] = b"\xff" * BYTES  # no numbers
+    rig.save(reading.name, 5, 1)
+    assert rig.remote.distrusted == []
+    assert rig.wrong == [hashes[0]]
+    assert rig.tiers.loads()["host"].failures_total == {"wrong": 1}
+    rig.check()
+    rig.remote.close()
+
+
+async def test_a_sampled_restore_of_one_block_brings_nothing(tmp_path: Path) -> None:
+    rig = await kept(tmp_path, blocks=1)
+    told = await rig.tiers.prepare(rig.sequence(found=1))
+    assert told["save_from"] == 0
+    assert not told.get("restore", {}).get("slots")
+    assert not rig.tiers._held
+    rig.check()
+    rig.remote.close()
