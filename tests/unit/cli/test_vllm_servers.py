@@ -53,6 +53,17 @@ def test_the_user_s_own_flags_take_the_place_of_ours(tmp_path: Path) -> None:
     assert [word for word in command if "block" in word] == ["--block_size=64"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "python", "size"),
+    [([], CPU, "32"), (["--block-size", "64", "-O3"], CPU, "64"), (["--block_size=64"], GPU, "64"), ([], GPU, None)],
+)
+def test_the_worker_s_blocks_are_as_large_as_vllm_s(
+    tmp_path: Path, flags: list[str], python: VllmPython, size: str | None
+) -> None:
+    told = servers(tmp_path, *flags, python=python).worker_flags()
+    assert told == ([] if size is None else [f"--block-size={size}"])
+
+
 def test_servers_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_servers, "gpus", lambda: ["0", "1"])
     made = servers(tmp_path, python=GPU, at_once=2)
