@@ -121,9 +121,12 @@ class BlocksSaved:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRead:
-    """From one of vLLM's workers: it has read what it was to restore for the request, or has given it up."""
+    """From one of vLLM's workers: it has read what it was to restore for the request, so many blocks in so many seconds,
+    or has given it up: 0 blocks."""
 
     request: str
+    blocks: int
+    seconds: float
 
 
 Message = (
@@ -149,7 +152,7 @@ _FORMS: dict[type[Message], tuple[type, ...]] = {
     BlocksSaving: (str, int, list),
     WorkerHello: (int, int, int, bytes, int),
     BlocksSaved: (str, list),
-    BlocksRead: (str,),
+    BlocksRead: (str, int, float),
 }
 _ITEMS: dict[type[Message], type | tuple[type, ...]] = {  # of the last field
     EngineStep: str,

@@ -11,6 +11,7 @@ Imports nothing of vLLM.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ IDLE_WAIT_S = 0.005  # for loads, while vLLM has nothing to compute and would as
 class _Load:
     order: LoadBlocks
     connection: int
-    read: Future[int]  # blocks
+    read: Future[tuple[int, float]]  # blocks, seconds
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +62,7 @@ class WorkerSide:
     def start(self, moves: BlockMoves) -> None:
         """Before `save`, with the scheduler's orders of the step."""
         self._follow(moves)
-        self._tell([BlocksRead(name) for name in moves.given_up])
+        self._tell([BlocksRead(name, 0, 0.0) for name in moves.given_up])
         for order in moves.loads:
             self._loads.append(_Load(order, self._connection, self._begin(order)))
 
@@ -121,10 +122,10 @@ class WorkerSide:
             except (OSError, ValueError, RuntimeError) as error:
                 self._give_up(f"no shared memory at {moves.store.path:.200}: {error}")
 
-    def _begin(self, order: LoadBlocks) -> Future[int]:
+    def _begin(self, order: LoadBlocks) -> Future[tuple[int, float]]:
         if not self._is_open() or self._store is None or self._blocks is None:
-            nothing: Future[int] = Future()
-            nothing.set_result(0)
+            nothing: Future[tuple[int, float]] = Future()
+            nothing.set_result((0, 0.0))
             return nothing
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "kvfleet-loads")
@@ -135,11 +136,11 @@ class WorkerSide:
 
     def _end(self, load: _Load) -> None:
         error = load.read.exception()
-        read = 0 if error is not None else load.read.result()
+        read, seconds = (0, 0.0) if error is not None else load.read.result()
         if load.connection != self._connection or not self._is_open():
             read = 0  # the slots may have been another's meanwhile
         else:
-            self._tell([BlocksRead(load.order.name)])
+            self._tell([BlocksRead(load.order.name, read, seconds)])
             if error is not None:
                 self._give_up(f"a load failed: {error}")
         self._bad.update(load.order.blocks[read:])
@@ -165,9 +166,10 @@ class WorkerSide:
         self._link.close(why)
 
 
-def _read(order: LoadBlocks, store: SlotStore, blocks: LayerBlocks, before: Any) -> int:
-    """On the load thread: how many of the blocks have been filled."""
+def _read(order: LoadBlocks, store: SlotStore, blocks: LayerBlocks, before: Any) -> tuple[int, float]:
+    """On the load thread: how many of the blocks have been filled, and in how many seconds."""
     store.check(order.slots)
+    began = time.perf_counter()
     if before is None:
         blocks.copy(order.blocks, order.slots, store, save=False)
     else:
@@ -176,4 +178,4 @@ def _read(order: LoadBlocks, store: SlotStore, blocks: LayerBlocks, before: Any)
         with torch.cuda.stream(stream):
             blocks.copy(order.blocks, order.slots, store, save=False)
         stream.synchronize()
-    return len(order.blocks)
+    return len(order.blocks), time.perf_counter() - began

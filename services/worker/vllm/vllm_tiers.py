@@ -22,7 +22,7 @@ from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.break_even import Offer, RestoredPart
 from kvfleet.worker.tiers.host import Landing
-from kvfleet.worker.tiers.link_speed import LinkSpeed
+from kvfleet.worker.tiers.link_speed import CopySpeed, LinkSpeed
 from kvfleet.worker.tiers.looking_tiers import LookingTiers, blocks_of
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import WRONG
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.002
 SETTLED_POLL_S = 0.02
 READ_S = 60.0  # a chain is held for vLLM, which has not said that it has read it
-COPY_SPEED = LinkSpeed(0.0, 4e9)  # between host and device; vLLM does not tell
+COPY_BYTES_PER_S = 4e9  # between host and device, until vLLM has told
 LATE = 1.5  # times the predicted seconds of a fetch, and that share of the seconds of computing
 SLACK = 0.2
 MOST_KEPT = 65_536  # hashes that vaults were sent
@@ -72,6 +72,7 @@ class VllmTiers(LookingTiers, StoreTiers):
     _held: dict[str, HeldChain] = field(default_factory=dict)  # by vLLM's name of the request
     _fetched: dict[str, int] = field(default_factory=dict)  # tokens, by the same name
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _copies: CopySpeed = field(default_factory=CopySpeed)
     _losses: int = 0
     _wrong: int = 0  # blocks of the host
     _writing: int = 0
@@ -105,7 +106,8 @@ class VllmTiers(LookingTiers, StoreTiers):
 
     async def rates(self) -> Mapping[str, float]:
         speed = self.links.speed(Tier.VAULT) if self.links is not None else None
-        return {} if speed is None else {Tier.VAULT.value: speed.bytes_per_s}
+        found = {Tier.HOST: self._copies.bytes_per_s, Tier.VAULT: speed.bytes_per_s if speed is not None else 0.0}
+        return {tier.value: rate for tier, rate in found.items() if rate}
 
     async def preload(self, chain: HotChain, limit_s: float) -> None:
         """To the host."""
@@ -254,6 +256,7 @@ class VllmTiers(LookingTiers, StoreTiers):
         elif isinstance(told, BlocksSaved):
             self.store.on_saved(told)
         else:
+            self._copies.observe(told.blocks * self.host.block_bytes, told.seconds)
             self.read(told.request)
 
     def holdings(self) -> dict[Tier, list[bytes]]:
@@ -270,7 +273,8 @@ class VllmTiers(LookingTiers, StoreTiers):
         """Hold the part of the chain that is cheaper read than computed. `start` blocks are on the device."""
         pool, size, location = self.host.pool, self.block_size, sequence.spec.location
         depth = self.host.depth(hashes, start, usable, exact=sequence.spec.exact)
-        offers = [Offer(Tier.HOST, depth, COPY_SPEED)]
+        copies = LinkSpeed(0.0, self._copies.bytes_per_s or COPY_BYTES_PER_S)
+        offers = [Offer(Tier.HOST, depth, copies)]
         if location is not None and self.links is not None and depth < usable and not sequence.start:
             found = await self._found(location)
             offers += break_even.remote_offers(self.links, location, min(found.vault, usable), 0)

@@ -41,7 +41,7 @@ MESSAGES: list[Message] = [
     BlocksSaving("r-1", 6, (4, 5)),
     WorkerHello(VERSION, 1, 2, b"\x9f" * 16, 131072),
     BlocksSaved("r-1", (4, 5)),
-    BlocksRead("r-1"),
+    BlocksRead("r-1", 4, 0.25),
 ]
 
 

@@ -39,13 +39,19 @@ class Rig:
     """The tiers, and vLLM as far as they see it: it saves and reads by the orders of `prepare`."""
 
     def __init__(
-        self, folder: Path, slots: int = 64, ranks: int = 1, faults: Faults | None = None, sampled: int = 1_000_000
+        self,
+        folder: Path,
+        slots: int = 64,
+        ranks: int = 1,
+        faults: Faults | None = None,
+        sampled: int = 1_000_000,
+        block_bytes: int = BYTES,
     ) -> None:
-        self.remote = MemoryRemote(BYTES, faults=faults)
+        self.remote = MemoryRemote(block_bytes, faults=faults)
         self.granted: list[int] = []
         self.changes: list[TierEvents] = []
-        self.memory = SharedMemory(folder / "kv", slots * BYTES)
-        host = HostTier(self.memory.view, BYTES, SIZE)
+        self.memory = SharedMemory(folder / "kv", slots * block_bytes)
+        host = HostTier(self.memory.view, block_bytes, SIZE)
         store = SharedSlots(self.memory, host, ranks, self.granted.extend, self.changes.extend)
         self.blocks = ForeignBlocks(SIZE)
         rates = StepRates()
@@ -77,7 +83,7 @@ class Rig:
         slots = tuple(self.granted[:count])
         del self.granted[:count]
         for number, slot in enumerate(slots, at):
-            self.tiers.host.view(slot)[:] = bytes([number + 1]) * BYTES
+            self.tiers.host.view(slot)[:] = bytes([number + 1]) * self.tiers.host.block_bytes
         self.tiers.on_move(BlocksSaving(name, at, slots))
         for _ in range(ranks):
             self.tiers.on_move(BlocksSaved(name, slots))
@@ -130,8 +136,21 @@ async def test_what_vllm_saves_is_listed_and_told_to_the_next(rig: Rig) -> None:
     assert told["save_from"] == 6
     assert told["restore"]["at"] == 0
     assert rig.bytes_at(told) == [1, 2, 3, 4, 5, 6]
-    rig.tiers.on_move(BlocksRead(again.name))
+    rig.tiers.on_move(BlocksRead(again.name, 5, 1e-3))
     assert rig.tiers.restored(again.name, 96) == {Tier.HOST: 96}, "vLLM tells so after it has read"
+
+
+async def test_a_slow_copy_from_the_host_is_not_worth_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, block_bytes=1 << 16)
+    await saved(rig)
+    reading = rig.sequence()
+    assert "restore" in await rig.tiers.prepare(reading)
+    assert await rig.tiers.rates() == {"vault": rig.remote.bytes_per_s}
+    rig.tiers.on_move(BlocksRead(reading.name, 6, 60.0))
+    assert (await rig.tiers.rates())["host"] == pytest.approx(6 * (1 << 16) / 60)
+    assert "restore" not in await rig.tiers.prepare(rig.sequence())
+    rig.check()
+    rig.remote.close()
 
 
 async def test_not_all_of_a_prompt_is_read(rig: Rig) -> None:
@@ -158,10 +177,10 @@ async def test_what_is_read_stays_until_all_ranks_have_read_it(tmp_path: Path) -
     assert len(rig.tiers.holdings()[Tier.HOST]) == 2
     reading = rig.sequence(PROMPT[:40])
     told = await rig.tiers.prepare(reading)
-    rig.tiers.on_move(BlocksRead(reading.name))
+    rig.tiers.on_move(BlocksRead(reading.name, 5, 1e-3))
     rig.tiers.host.pool.release(rig.tiers.host.allocate(16))  # all that can be had
     assert rig.bytes_at(told) == [1, 2]
-    rig.tiers.on_move(BlocksRead(reading.name))
+    rig.tiers.on_move(BlocksRead(reading.name, 5, 1e-3))
     rig.tiers.host.pool.release(rig.tiers.host.allocate(16))
     assert rig.tiers.holdings() == {Tier.HOST: []}
     rig.check()
@@ -291,7 +310,7 @@ async def test_the_last_block_of_a_sampled_restore_is_computed_and_compared(tmp_
     rig.save(reading.name, 5, 1)
     assert rig.wrong == rig.remote.distrusted == []
     assert len(rig.tiers.holdings()[Tier.HOST]) == 6
-    rig.tiers.on_move(BlocksRead(reading.name))
+    rig.tiers.on_move(BlocksRead(reading.name, 5, 1e-3))
     rig.check()
     rig.remote.close()
 
@@ -303,7 +322,7 @@ async def test_a_wrong_block_goes_everywhere_and_its_vault_is_distrusted(tmp_pat
     rig.remote.kept[Tier.VAULT][hashes[5]] = name, payload[:-1] + b"\x40", lossy  # its checksum is right
     reading = rig.sequence(found=6)
     await rig.tiers.prepare(reading)
-    rig.tiers.on_move(BlocksRead(reading.name))
+    rig.tiers.on_move(BlocksRead(reading.name, 5, 1e-3))
     rig.save(reading.name, 5, 1)
     assert rig.remote.distrusted == ["vault1"]
     assert rig.wrong == [hashes[0]], "all that came with it"
@@ -322,7 +341,7 @@ async def test_a_wrong_block_of_the_host_is_no_vaults_fault(tmp_path: Path) -> N
     reading = rig.sequence()
     told = await rig.tiers.prepare(reading)
     assert rig.bytes_at(told) == [1, 2, 3, 4, 5]
-    rig.tiers.on_move(BlocksRead(reading.name))
+    rig.tiers.on_move(BlocksRead(reading.name, 5, 1e-3))
     rig.tiers.host.view(rig.tiers.host.pool.chain_to(hashes)[5])[:] = b"\xff" * BYTES  # no numbers
     rig.save(reading.name, 5, 1)
     assert rig.remote.distrusted == []
