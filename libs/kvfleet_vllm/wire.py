@@ -121,8 +121,8 @@ class BlocksSaved:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRead:
-    """From one of vLLM's workers: it has read what it was to restore for the request, so many blocks in so many seconds,
-    or has given it up: 0 blocks."""
+    """From one of vLLM's workers: it has read what it was to restore for the request, so many blocks in so many
+    seconds, or has given it up: 0 blocks."""
 
     request: str
     blocks: int

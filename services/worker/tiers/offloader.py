@@ -37,6 +37,7 @@ KEPT_NAMES = 131_072  # of blocks: two million tokens of prompts
 KEPT_ROOTS = 1024
 MEMORY_BLOCKS = 4096.0  # asked blocks after which old experience counts half
 FEWEST_BLOCKS = 32.0  # less than that is no experience
+RARE = 0.01
 
 
 @dataclass(slots=True)
@@ -85,6 +86,11 @@ class ReuseWatch:
         """Of the blocks asked for lately, the share that had been asked for before; 0 without experience."""
         share = self._shares.get(root)
         return share.again / share.asked if share is not None and share.asked >= FEWEST_BLOCKS else 0.0
+
+    def is_rare(self, root: bytes) -> bool:
+        """Whether much was asked for, and next to nothing again."""
+        share = self._shares.get(root)
+        return share is not None and share.asked >= MEMORY_BLOCKS and share.again < RARE * share.asked
 
     def is_worth(self, root: bytes, offload_s: float, recompute_s: float) -> bool:
         """Whether keeping a block, which takes `offload_s`, is expected to save more."""

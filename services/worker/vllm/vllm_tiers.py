@@ -9,7 +9,6 @@ Nothing is promised to vLLM that is not here, checked and held until vLLM has re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,22 +17,22 @@ from functools import partial
 from typing import Any
 
 from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, Finding, names_of
-from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.break_even import Offer, RestoredPart
-from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.link_speed import CopySpeed, LinkSpeed
 from kvfleet.worker.tiers.looking_tiers import LookingTiers, blocks_of
+from kvfleet.worker.tiers.offloader import ReuseWatch
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import WRONG
 from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks
+from kvfleet.worker.vllm.host_fetch import fetch_to_host, soon
 from kvfleet.worker.vllm.no_tiers import MoveNews, StoreTiers
 from kvfleet.worker.vllm.restore_checks import RestoreChecks, SampledRestore
 from kvfleet.worker.vllm.shared_slots import AskedChain, SharedSlots
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvfleet_vllm.wire import BlocksSaved, BlocksSaving
-from kvproto.block_hash import Root, chain, in_tier, pack_ids, unpack_ids
+from kvproto.block_hash import Root, chain, in_tier, own_root, pack_ids
 from kvproto.dataplane.block import RUN_BLOCKS
 from kvproto.messages import HotChain, Tier, TierLoad
 
@@ -72,6 +71,7 @@ class VllmTiers(LookingTiers, StoreTiers):
     _held: dict[str, HeldChain] = field(default_factory=dict)  # by vLLM's name of the request
     _fetched: dict[str, int] = field(default_factory=dict)  # tokens, by the same name
     _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    reuse: ReuseWatch = field(default_factory=ReuseWatch)
     _copies: CopySpeed = field(default_factory=CopySpeed)
     _losses: int = 0
     _wrong: int = 0  # blocks of the host
@@ -118,7 +118,8 @@ class VllmTiers(LookingTiers, StoreTiers):
         names = names_of(root, hashes, (), self.block_size)
         part = RestoredPart(Tier.VAULT, start, len(hashes), limit_s)
         location = ChainLocation(names, Finding(True))
-        slots, _ = await self._fetch(root, hashes, part, location, limit_s, exact=False)
+        slots, _ = await fetch_to_host(self.host, self.links, root, hashes, part, location, limit_s, exact=False)
+        self.store.told()
         self.host.pool.release(slots)
 
     async def offer(self, chains: Sequence[HotChain]) -> None:
@@ -143,9 +144,11 @@ class VllmTiers(LookingTiers, StoreTiers):
         self._held[name] = held = HeldChain()
         await self._hold(held, sequence, hashes, start, usable)
         told: dict[str, Any] = {
-            "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "block_tokens": size},
-            "save_from": len(self.host.pool.chain_to(hashes)),
+            "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "block_tokens": size}
         }
+        self.reuse.ask(own_root(sequence.root), hashes)
+        if not self.reuse.is_rare(own_root(sequence.root)):
+            told["save_from"] = len(self.host.pool.chain_to(hashes))
         slots = held.chain + held.fetched
         if len(slots) > start and self.checks.is_due():
             self._sample(sequence, held, hashes, start)
@@ -193,6 +196,7 @@ class VllmTiers(LookingTiers, StoreTiers):
 
     def keep(self, hashes: Sequence[bytes]) -> None:
         """Have vaults keep a chain as far as the host has it, but for what they were sent."""
+        self.reuse.extend(hashes)
         if self.links is None:
             return
         if self.links.losses != self._losses:
@@ -286,7 +290,7 @@ class VllmTiers(LookingTiers, StoreTiers):
             if part.tier is Tier.HOST:
                 held.chain = pool.chain_to(hashes[: part.end])
                 pool.acquire(held.chain)
-            elif location is not None and len(held.chain) in (0, part.start):
+            elif location is not None and self.links is not None and len(held.chain) in (0, part.start):
                 if not held.chain:  # what the device has is read from the host too, where it is there
                     held.chain = pool.chain_to(hashes[: part.start])
                     pool.acquire(held.chain)
@@ -294,9 +298,10 @@ class VllmTiers(LookingTiers, StoreTiers):
                     part = part._replace(start=len(held.chain))
                 limit_s = LATE * part.seconds + SLACK * compute_s(part.start, part.end)
                 exact = sequence.spec.exact
-                held.fetched, held.source = await self._fetch(
-                    sequence.root, hashes, part, location, limit_s, exact=exact
+                held.fetched, held.source = await fetch_to_host(
+                    self.host, self.links, sequence.root, hashes, part, location, limit_s, exact=exact
                 )
+                self.store.told()
 
     async def _found(self, location: ChainLocation) -> Finding:
         clock = asyncio.get_running_loop().time
@@ -305,52 +310,6 @@ class VllmTiers(LookingTiers, StoreTiers):
             await asyncio.sleep(POLL_S)
         location.finding.ready = True  # later answers are not waited for
         return location.finding
-
-    async def _fetch(
-        self,
-        root: Root,
-        hashes: Sequence[bytes],
-        part: RestoredPart,
-        location: ChainLocation,
-        limit_s: float,
-        *,
-        exact: bool,
-    ) -> tuple[list[int], str]:
-        """Bring blocks to the host, as many as come in time and without a gap. Returns their slots, held, and where the
-        last one came from."""
-        assert self.links is not None
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        slots = self.host.allocate(part.end - part.start)
-        if not slots:
-            return [], ""
-        landing = Landing([None] * len(slots), traceparent=location.traceparent)
-        self.links.fetch(
-            part.tier,
-            location.names[part.start : part.start + len(slots)],
-            [self.host.view(slot) for slot in slots],
-            landing,
-            exact=exact,
-            peer="",
-            on_progress=partial(_soon, loop, ended.set),
-        )
-        try:
-            await asyncio.wait_for(ended.wait(), limit_s)
-        except TimeoutError:
-            log.debug("a fetch of %d blocks was late", len(slots))
-        except asyncio.CancelledError:  # nobody waits for it any more
-            landing.close()
-            self.host.pool.release(slots)
-            raise
-        landed = landing.close()
-        self.host.pool.release(slots[landed:])
-        headers = [header for header in landing.headers[:landed] if header is not None]
-        contents = [
-            Content.of(root, hashes, at, unpack_ids(header.ids), full=True, lossy=header.lossy)
-            for at, header in enumerate(headers, part.start)
-        ]
-        filled = self.host.fill(slots[:landed], root, hashes, part.start, contents)
-        self.store.told()
-        return filled, landing.sources.get(landed - 1, "")
 
     # What is computed again.
 
@@ -388,10 +347,4 @@ class VllmTiers(LookingTiers, StoreTiers):
             self.host.pool.release([slot])
             self.store.told()
 
-        return partial(_soon, loop, done)
-
-
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """From any thread."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(call)
+        return partial(soon, loop, done)

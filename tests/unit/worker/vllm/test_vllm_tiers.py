@@ -359,3 +359,19 @@ async def test_a_sampled_restore_of_one_block_brings_nothing(tmp_path: Path) -> 
     assert not rig.tiers._held
     rig.check()
     rig.remote.close()
+
+
+async def test_what_is_never_asked_for_again_is_not_saved_until_some_is(rig: Rig) -> None:
+    """A workload without reuse must not pay for tiers. Another tenant's is another one."""
+
+    async def ask(number: int, root: bytes = ROOT) -> bool:
+        sequence = rig.sequence([number, *range(16_000)])
+        sequence.root = root
+        told = await rig.tiers.prepare(sequence)
+        rig.tiers.read(sequence.name)
+        return "save_from" in told
+
+    assert await ask(0)
+    assert not all([await ask(number) for number in range(1, 12)])
+    assert await ask(0, b"o" * 16)
+    assert await ask(11), "a tenth of all is not next to nothing"
