@@ -210,7 +210,7 @@ class VllmServer(VllmCalls):
             self.on_fatal(f"KV events of several servers arrive at {self._feed.endpoint}: each needs one of its own")
             return "another server's KV events arrive"
         age, limit_s = self._engine.silence_s, HEALTH_S
-        if age > HANG_S:
+        if age > max(HANG_S, self._engine.step_rates.patience_s):
             return f"it has been in one step for {age:.0f} s"
         try:
             async with asyncio.timeout(limit_s):

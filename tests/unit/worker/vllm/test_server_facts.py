@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvfleet.worker.vllm.server_facts import EventAddresses, ServerFacts, is_known, missing_flags
-from kvfleet.worker.vllm.step_rates import StepRates
-from kvfleet_vllm.wire import VERSION, EngineHello, EngineStep
+from kvfleet_vllm.wire import VERSION, EngineHello
 from tests.support.vllm_double.made_with import MadeWith
 
 GOOD = MadeWith("tcp://worker:5557", "tcp://*:5558", "/models/m").facts()
@@ -67,21 +66,3 @@ def test_a_restart_with_more_memory_or_another_release_is_no_other_server() -> N
         "context_length 5, it was 1024",
         "dtype 'bfloat16', it was 'float32'",
     ]
-
-
-def test_rates_follow_from_how_long_the_step_before_took() -> None:
-    rates = StepRates()
-    rates.alive(10.0)
-    assert rates.age(10.5) == 0.5
-    now = 11.0
-    rates.observe(EngineStep(0.0, 1, 100, 100, ()), now)  # its time is not known yet
-    assert rates.rates.prefill_tokens_per_s == 0
-    for _ in range(50):
-        now += 0.1
-        rates.observe(EngineStep(0.1, 4, 4, 0, ()), now)
-        assert rates.age(now) == 0
-    assert rates.rates.decode_steps_per_s == pytest.approx(10, rel=0.1)
-    assert rates.rates.decode_tokens_per_s == pytest.approx(40, rel=0.1)
-    before = rates.rates
-    rates.observe(EngineStep(0.0, 4, 4, 0, ()), now + 100)  # idle in between
-    assert rates.rates == before
