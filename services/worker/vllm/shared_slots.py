@@ -28,7 +28,7 @@ from kvproto.messages import TierEvents
 log = logging.getLogger(__name__)
 
 SHARED = Path("/dev/shm")  # both containers of a pod mount it
-GRANTED = 256  # slots, or this share of all:
+GRANTED = 256  # slots beyond what the prompts need that vLLM has, or this share of all:
 GRANTED_SHARE = 8
 TOKENS_LATE_S = 0.05  # a token that the saved bytes are of may still be on its way here
 TOKENS_TRIES = 40
@@ -93,13 +93,13 @@ class SharedMemory:
 
 @dataclass(eq=False)
 class SharedSlots:
-    """`grant` tells vLLM of free slots. `ranks` workers write each their part of a block. `computed_again` is told of a
-    block that is here in one slot and was saved to another."""
+    """`grant` tells vLLM of free slots, if it is there. `ranks` workers write each their part of a block.
+    `computed_again` is told of a block that is here in one slot and was saved to another."""
 
     memory: SharedMemory
     host: HostTier
     ranks: int
-    grant: Callable[[Sequence[int]], None]
+    grant: Callable[[Sequence[int]], bool]
     on_changes: Callable[[list[TierEvents]], None]
     computed_again: Callable[[bytes, int, int], None] = lambda block, here, saved: None
     saved_total: int = 0  # blocks
@@ -107,25 +107,32 @@ class SharedSlots:
     _saving: dict[tuple[int, ...], BlocksSaving] = field(default_factory=dict)
     _confirmed: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _asked: dict[str, AskedChain] = field(default_factory=dict)
+    _needs: dict[str, int] = field(default_factory=dict)  # slots, by the request's name
     _doubtful: list[int] = field(default_factory=list)
 
-    def asked(self, name: str, chain: AskedChain) -> None:
-        self._asked[name] = chain
+    def asked(self, name: str, chain: AskedChain, blocks: int) -> None:
+        """A request that may save so many `blocks` of its prompt."""
+        self._asked[name], self._needs[name] = chain, blocks
+        self.refill()
 
     def over(self, name: str) -> None:
         """The request has ended; what it saves may come a little later."""
+        self._needs.pop(name, None)
         asyncio.get_running_loop().call_later(KEPT_S, self._asked.pop, name, None)
 
     def refill(self) -> None:
-        """Grant as many slots as vLLM should have, if a good part of them is used up."""
-        wanted = min(GRANTED, self.host.blocks // GRANTED_SHARE)
-        if len(self._granted) > wanted // 2:
+        """Grant as many slots as vLLM should have, if a good part of them is used up. One step may compute all of
+        several prompts, and a chain that finds no slot ends there."""
+        spare = min(GRANTED, self.host.blocks // GRANTED_SHARE)
+        needed = min(sum(self._needs.values()), self.host.blocks // 2)
+        if len(self._granted) > needed + spare // 2:
             return
-        slots = self.host.allocate(wanted - len(self._granted))
+        slots = self.host.allocate(needed + spare - len(self._granted))
         self.told()
-        if slots:
+        if slots and self.grant(slots):
             self._granted.update(slots)
-            self.grant(slots)
+        else:
+            self.host.pool.release(slots)
 
     def away(self) -> None:
         """vLLM is gone, or only silent: what it may write to is not used until it, or the next one, is `back`."""
@@ -134,6 +141,7 @@ class SharedSlots:
         self._saving.clear()
         self._confirmed.clear()
         self._asked.clear()
+        self._needs.clear()
 
     def back(self) -> None:
         """vLLM has served a request since: no step of before is under way."""
@@ -145,6 +153,8 @@ class SharedSlots:
             log.warning("vLLM saves to slots that it was not granted: %s", told.slots)
             return
         self._granted.difference_update(told.slots)
+        if (needed := self._needs.get(told.request)) is not None:
+            self._needs[told.request] = max(0, needed - len(told.slots))
         self._saving[told.slots] = told
         self._list_if_whole(told.slots)
         self.refill()

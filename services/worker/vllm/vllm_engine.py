@@ -42,6 +42,7 @@ from kvservice.distribution import Distribution
 log = logging.getLogger(__name__)
 
 NEWS_S = 2.0  # for the news that a sequence was scheduled, once its first token is here
+EVENTS_S = (0.01, 0.02, 0.05)  # until it usually has told so
 SETTLE_S = 0.3  # until vLLM has told of the last blocks of a sequence that ended
 
 
@@ -163,8 +164,11 @@ class VllmEngine(EnginePort):
         raise InvalidRequest("a vLLM worker does not show its keys and values", field="command")
 
     def discard(self, block: bytes) -> None:
-        """Its content is wrong, and so is what continues it."""
-        self._later(self._evict(self.blocks.continuations(block)))
+        """Its content is wrong, and so is what continues it: who computes on it begins anew."""
+        for sequence in self.live:
+            if block in chain(sequence.root, sequence.ids, self.blocks.block_size):
+                self._fail(sequence, EngineFailure("a block that was restored for it is wrong"))
+        self._forget_later(self._drop(block))
 
     # What its server tells.
 
@@ -322,9 +326,7 @@ class VllmEngine(EnginePort):
         told = sequence.text.next_index if told is None else min(told, sequence.text.next_index)
         known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
         if self.is_ready and known < sequence.length:
-            forgetting = self._later(self._forget(sequence.root, sequence.ids, known))
-            self._forgetting.add(forgetting)
-            forgetting.add_done_callback(self._forgetting.discard)
+            self._forget_later(self._forget(sequence.root, sequence.ids, known))
         request, attempt, choice = sequence.key
         self.results.tell(SequenceFailed(request, attempt, error, choice))
 
@@ -332,6 +334,12 @@ class VllmEngine(EnginePort):
         """No erase could name what follows the `known` tokens. vLLM tells of its last blocks a moment later."""
         await asyncio.sleep(SETTLE_S + 2 * self.step_rates.rates.step_s)
         await self.erase(root, ids, known)
+
+    async def _drop(self, block: bytes) -> None:
+        """At once, and again, as vLLM tells of its last blocks a moment later."""
+        for wait_s in (0.0, *EVENTS_S, SETTLE_S + 2 * self.step_rates.rates.step_s):
+            await asyncio.sleep(wait_s)
+            await self._evict(self.blocks.continuations(block))
 
     async def _evict(self, names: Sequence[ForeignHash]) -> None:
         if names:
@@ -375,6 +383,11 @@ class VllmEngine(EnginePort):
         began = time.monotonic()
         await self.server.abort(name)
         self.cancel_to_free.observe(time.monotonic() - began)
+
+    def _forget_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._later(work)
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def quietly() -> None:

@@ -44,18 +44,24 @@ Told = Scheduled | EngineStep | BlocksSaving | BlocksSaved | BlocksRead
 
 PART = 1 << 16
 ERASE_S = 5.0
+LOST_S = 0.5  # until a worker's connection that ended is missed: it may be another, or vLLM's end
 MAX_FAILURES = 1024  # of requests that nobody asked about
 
 
 @dataclass(eq=False)
 class VllmNews:
     """One scheduler at a time: a new connection replaces the last. `on_gone` hears of an end that the other side made.
-    `workers` have greeted, by rank, and are there."""
+    `workers` have greeted, by rank, and are there; `on_worker` hears of each.
+
+    A worker whose connection ended comes back with the scheduler's next one: that is ended too, and `on_lost` called.
+    """
 
     path: Path
     on_hello: Callable[[EngineHello], None]
     on_told: Callable[[Told], None]
     on_gone: Callable[[str], None]
+    on_worker: Callable[[], None]
+    on_lost: Callable[[], None]
     workers: dict[int, WorkerHello] = field(default_factory=dict)
     _server: asyncio.Server | None = None
     _writer: asyncio.StreamWriter | None = None
@@ -84,6 +90,10 @@ class VllmNews:
         for future in self._erasing.values():
             if not future.done():
                 future.set_exception(EngineFailure("vLLM's connector is gone"))
+
+    @property
+    def is_open(self) -> bool:
+        return self._writer is not None
 
     async def erase(self, hashes: Sequence[ForeignHash]) -> int:
         """Returns how many blocks vLLM forgot; it reads this with its next step or request. Raises EngineFailure."""
@@ -116,6 +126,7 @@ class VllmNews:
                         self.on_hello(message)
                     elif isinstance(message, WorkerHello):
                         worker = self.workers[message.rank] = message
+                        self.on_worker()
                     elif worker is not None or self._writer is writer:
                         self._hear(message)
         except (OSError, ValueError) as error:
@@ -126,13 +137,21 @@ class VllmNews:
             writer.close()
             if worker is not None and self.workers.get(worker.rank) is worker:
                 del self.workers[worker.rank]
+                asyncio.get_running_loop().call_later(LOST_S, self._look_after, worker.rank, self._writer)
             if greeted and self._writer is writer:
                 self.hang_up()
                 self.on_gone(why)
 
-    def grant(self, slots: Sequence[int]) -> None:
+    def _look_after(self, rank: int, scheduler: asyncio.StreamWriter | None) -> None:
+        if scheduler is not None and self._writer is scheduler and rank not in self.workers:
+            self.hang_up()
+            self.on_lost()
+
+    def grant(self, slots: Sequence[int]) -> bool:
+        """Whether vLLM is there to have them."""
         if self._writer is not None:
             self._writer.write(encode([GrantSlots(tuple(slots))]))
+        return self._writer is not None
 
     def _hear(self, message: object) -> None:
         if isinstance(message, Told):

@@ -93,7 +93,8 @@ class VllmServer(VllmCalls):
 
     def __post_init__(self) -> None:
         self.blocks = ForeignBlocks(self.wanted.block_size)
-        self.news = VllmNews(Path(self.sockets.news), self._on_hello, self._on_told, self._went)
+        path = Path(self.sockets.news)
+        self.news = VllmNews(path, self._on_hello, self._on_told, self._went, self._on_worker, self._on_lost)
         self._tasks = VitalTasks(self.on_fatal)
 
     async def open(self) -> None:
@@ -140,6 +141,8 @@ class VllmServer(VllmCalls):
 
     async def erase(self, hashes: Sequence[ForeignHash]) -> None:
         """Raises EngineFailure."""
+        if not self.news.is_open:  # it comes back with a request
+            await self._probe([1], os.urandom(HASH_BYTES))
         erasing = asyncio.ensure_future(self.news.erase(hashes))
         await asyncio.sleep(0)
         # An idle vLLM reads its connector's socket with a request.
@@ -158,6 +161,17 @@ class VllmServer(VllmCalls):
             self._hello.set_result(hello)
         elif hello.instance != self._instance:
             self._went("it was restarted")
+
+    def _on_worker(self) -> None:
+        """After a worker was lost, all have greeted again: no step of before is under way."""
+        moved = None if self._facts is None else self._facts.moved
+        if self._engine is not None and self._is_up and moved is not None and len(self.news.workers) >= moved.ranks:
+            self._engine.tiers.back()
+
+    def _on_lost(self) -> None:
+        log.warning("a worker of vLLM at %s moves no blocks any more, until it greets again", self.routes.url)
+        if self._engine is not None:
+            self._engine.tiers.away()
 
     def _on_told(self, told: Told) -> None:
         if self._engine is None:

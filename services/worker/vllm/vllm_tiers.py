@@ -137,8 +137,7 @@ class VllmTiers(LookingTiers, StoreTiers):
         """What vLLM is told of the store with the request: slots to read first, and from where on to save."""
         ids, size, name = sequence.ids, self.block_size, sequence.name
         hashes = chain(sequence.root, ids, size)
-        self.store.asked(name, AskedChain(sequence.root, ids, sequence.outputs, len(sequence.outputs), list(hashes)))
-        self.store.refill()
+        asked = AskedChain(sequence.root, ids, sequence.outputs, len(sequence.outputs), list(hashes))
         usable = (len(ids) - 1) // size  # vLLM computes one token at least
         start = min(self.blocks.depth(hashes), usable)
         self._held[name] = held = HeldChain()
@@ -147,8 +146,10 @@ class VllmTiers(LookingTiers, StoreTiers):
             "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "block_tokens": size}
         }
         self.reuse.ask(own_root(sequence.root), hashes)
+        here = len(self.host.pool.chain_to(hashes))
         if not self.reuse.is_rare(own_root(sequence.root)):
-            told["save_from"] = len(self.host.pool.chain_to(hashes))
+            told["save_from"] = here
+        self.store.asked(name, asked, len(hashes) - here if "save_from" in told else 0)
         slots = held.chain + held.fetched
         if len(slots) > start and self.checks.is_due():
             self._sample(sequence, held, hashes, start)

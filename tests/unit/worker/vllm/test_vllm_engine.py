@@ -76,6 +76,7 @@ async def test_a_second_turn_hits_the_first_and_an_erase_is_vllms_too(rig: VllmR
     hashes = hashes_of(salt, history, 32)
     cache = rig.double.engine.cache
     assert len(cache.find(hashes)) == 4
+    await until(lambda: len(rig.engine.blocks) >= 8)
     assert await rig.engine.erase(rig.root, [*history, *rig.prompt(10, 2)], 0) == 8
     assert cache.find(hashes) == []
     assert (await rig.run(rig.spec("third", prompt, greedy(4)))).cached_tokens == 0

@@ -21,14 +21,17 @@ from kvfleet_vllm.wire import (
     EngineHello,
     EngineStep,
     EraseBlocks,
+    GrantSlots,
     Message,
     Scheduled,
+    WorkerHello,
     encode,
 )
 from kvproto.errors import EngineFailure, InvalidRequest, Unavailable
 from tests.support.waiting import until
 
 HELLO = EngineHello(VERSION, "one", 1, "0.32.0", {"model": "m"})
+WORKER = WorkerHello(VERSION, 0, 1, b"f" * 16, 64)
 STEP = EngineStep(0.5, 2, 30, 28, ("a",))
 
 
@@ -63,12 +66,19 @@ class Heard:
     def __init__(self) -> None:
         self.told: list[Message] = []
         self.gone: list[str] = []
+        self.workers: list[bool] = []  # whether it came or was lost
+
+    def come(self) -> None:
+        self.workers.append(True)
+
+    def lose(self) -> None:
+        self.workers.append(False)
 
 
 @pytest.fixture
 async def heard(tmp_path: Path) -> AsyncIterator[tuple[VllmNews, Heard]]:
     heard = Heard()
-    news = VllmNews(tmp_path / "n", heard.told.append, heard.told.append, heard.gone.append)
+    news = VllmNews(tmp_path / "n", heard.told.append, heard.told.append, heard.gone.append, heard.come, heard.lose)
     await news.listen()
     yield news, heard
     await news.close()
@@ -125,6 +135,46 @@ async def test_a_new_one_replaces_the_last_without_a_word(heard: tuple[VllmNews,
         one.close()
 
 
+async def test_with_a_worker_the_scheduler_is_hung_up_on_too(
+    heard: tuple[VllmNews, Heard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would not come back otherwise."""
+    monkeypatch.setattr(vllm_news, "LOST_S", 0.05)
+    news, listener = heard
+    scheduler, worker, again = [await Connector.connect(news.path) for _ in range(3)]
+    scheduler.say(HELLO)
+    worker.say(WORKER)
+    await until(lambda: news.workers, pause_s=0.001)
+    worker.close()
+    again.say(WORKER)  # at once, as when the scheduler's connection is another one
+    await asyncio.sleep(0.2)
+    assert news.grant([1])
+    assert listener.workers == [True, True]
+    again.close()
+    assert await scheduler.hears(1) == [GrantSlots((1,))]
+    assert await scheduler.reader.read() == b""
+    assert listener.workers == [True, True, False]
+    assert listener.gone == []
+    assert not news.grant([2])
+    scheduler.close()
+
+
+async def test_a_vllm_that_ends_is_gone_not_lost(
+    heard: tuple[VllmNews, Heard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_news, "LOST_S", 0.05)
+    news, listener = heard
+    scheduler, worker = [await Connector.connect(news.path) for _ in range(2)]
+    scheduler.say(HELLO)
+    worker.say(WORKER)
+    await until(lambda: news.workers, pause_s=0.001)
+    worker.close()
+    scheduler.close()
+    await asyncio.sleep(0.2)
+    assert listener.gone == ["its connector hung up"]
+    assert listener.workers == [True]
+
+
 async def test_many_blocks_are_erased_in_parts_that_fit(heard: tuple[VllmNews, Heard]) -> None:
     news, _ = heard
     connector = await Connector.connect(news.path)
@@ -165,7 +215,7 @@ async def test_an_erase_that_is_not_answered_fails(
 async def test_a_path_that_cannot_be_listened_at(tmp_path: Path) -> None:
     nowhere = tmp_path / "none" / "n"
     with pytest.raises(Unavailable, match="cannot listen"):
-        await VllmNews(nowhere, print, print, print).listen()
+        await VllmNews(nowhere, print, print, print, print, print).listen()
     with pytest.raises(Unavailable, match="cannot listen"):
         DrawFailures(nowhere)
 

@@ -49,10 +49,11 @@ class Rig:
     ) -> None:
         self.remote = MemoryRemote(block_bytes, faults=faults)
         self.granted: list[int] = []
+        self.is_there = True
         self.changes: list[TierEvents] = []
         self.memory = SharedMemory(folder / "kv", slots * block_bytes)
         host = HostTier(self.memory.view, block_bytes, SIZE)
-        store = SharedSlots(self.memory, host, ranks, self.granted.extend, self.changes.extend)
+        store = SharedSlots(self.memory, host, ranks, self._grant, self.changes.extend)
         self.blocks = ForeignBlocks(SIZE)
         rates = StepRates()
         for now in (1.0, 2.0):  # a thousand tokens take a second
@@ -62,6 +63,10 @@ class Rig:
         checks = RestoreChecks("float32", sampled)
         self.tiers = VllmTiers(store, self.blocks, rates, remote, lambda worker: None, b"", checks, self.wrong.append)
         self.number = 0
+
+    def _grant(self, slots: Sequence[int]) -> bool:
+        self.granted += slots if self.is_there else []
+        return self.is_there
 
     def sequence(self, ids: Sequence[int] = PROMPT, *, found: int = 0, exact: bool = False) -> VllmSequence:
         """`found` blocks are in vaults."""
@@ -151,6 +156,15 @@ async def test_a_slow_copy_from_the_host_is_not_worth_it(tmp_path: Path) -> None
     assert "restore" not in await rig.tiers.prepare(rig.sequence())
     rig.check()
     rig.remote.close()
+
+
+async def test_vllm_has_a_slot_for_each_block_of_the_prompts_that_it_computes(rig: Rig) -> None:
+    await rig.tiers.prepare(rig.sequence(range(240)))
+    assert len(rig.granted) == 15 + 8
+    await rig.tiers.prepare(rig.sequence(range(1000, 1160)))
+    assert len(rig.granted) == 25 + 8
+    await rig.tiers.prepare(rig.sequence(range(2000, 2480)))
+    assert len(rig.granted) == 32 + 8, "half of all, and some"
 
 
 async def test_not_all_of_a_prompt_is_read(rig: Rig) -> None:
@@ -276,6 +290,14 @@ async def test_slots_that_a_silent_vllm_may_write_to_are_not_used(rig: Rig) -> N
     rig.tiers.back()
     assert granted == set(host.allocate(64))
     host.pool.release([*others, *granted])
+
+
+async def test_a_vllm_that_is_not_there_is_granted_nothing(rig: Rig) -> None:
+    rig.is_there = False
+    await rig.tiers.prepare(rig.sequence())
+    assert not rig.tiers.store._granted
+    rig.is_there = True
+    await saved(rig)
 
 
 async def test_a_request_that_left_before_its_blocks_came_holds_nothing_for_ever(
