@@ -121,7 +121,7 @@ def test_the_model_of_a_request_that_names_none(executor: ThreadPoolExecutor) ->
     view.on_worker_record(record("b", "n"), 1, 0.0)
     with pytest.raises(InvalidRequest, match="m, n"):
         models.default_name()
-    assert [one.model for one in models.served()] == ["m", "n"]
+    assert list(models.served()) == ["m", "n"]
 
 
 def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
@@ -132,7 +132,7 @@ def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
     assert {worker: one.state for worker, one in workers_report(view, str).items()} == {"a": "ready", "b": "dead"}
     stats = stats_report(view, COUNTS)
     assert (stats.workers, stats.ready, stats.load["running"]) == (1, 1, 0)
-    assert models_report(view.models().values()).data[0].id == "m"
+    assert models_report(view.models()).data[0].id == "m"
 
 
 def test_rates_are_summed_and_those_by_tier_for_each_tier() -> None:
