@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 LAYERS, HIDDEN, VALUES = 4, 256, 128  # of `tiny_llama`
+SCALE = 0.2
 TARGETS = {"q_proj": HIDDEN, "v_proj": VALUES}  # outputs
 
 
-def write_adapter(folder: Path, seed: int, rank: int = 8, *, scale: float = 0.2, **config: Any) -> Path:
-    """The same weights for the same seed, large enough that greedy answers differ. `config`: other than usual."""
+def write_adapter(folder: Path, seed: int, rank: int = 8, *, hidden: int = HIDDEN, **config: Any) -> Path:
+    """The same weights for the same seed, large enough that greedy answers differ. `config`: other than usual. With
+    another `hidden` size it is one of another model."""
     folder.mkdir(parents=True, exist_ok=True)
     usual = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "r": rank,
@@ -26,7 +28,7 @@ def write_adapter(folder: Path, seed: int, rank: int = 8, *, scale: float = 0.2,
     for layer in range(LAYERS):
         for module, outputs in TARGETS.items():
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            weights[f"{name}.lora_A.weight"] = scale * torch.randn(rank, HIDDEN, generator=draws)
-            weights[f"{name}.lora_B.weight"] = scale * torch.randn(outputs, rank, generator=draws)
+            weights[f"{name}.lora_A.weight"] = SCALE * torch.randn(rank, hidden, generator=draws)
+            weights[f"{name}.lora_B.weight"] = SCALE * torch.randn(outputs, rank, generator=draws)
     save_file(weights, folder / "adapter_model.safetensors")
     return folder
