@@ -238,8 +238,9 @@ class FleetView:
         for worker in sorted(self.workers):
             view = self.workers[worker]
             if view.dead_since is None and view.state in (State.READY, State.DRAINING):
-                for name in view.record.models:
-                    found.setdefault(name, view.record)
+                found.setdefault(view.record.model, view.record)
+                for adapter in view.record.adapters:
+                    found.setdefault(adapter.name, view.record)
         return found
 
     def knows(self, model: str) -> bool:

@@ -48,8 +48,8 @@ class LoraFolder:
         return cls(path, max(ranks), weights, _hidden_size(weights))
 
     def check_fits(self, model: Mapping[str, Any]) -> None:
-        """`model` is the config.json of one. vLLM takes an adapter of a wider or a narrower model without a word, and
-        answers nonsense. Raises InvalidRequest."""
+        """`model` is the config.json of one. vLLM takes an adapter of a narrower model without a word, and answers
+        nonsense. Raises InvalidRequest."""
         nested = model.get("text_config")
         theirs = (nested if isinstance(nested, dict) else model).get("hidden_size")
         if None not in (theirs, self.hidden_size) and theirs != self.hidden_size:

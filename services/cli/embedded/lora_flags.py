@@ -11,6 +11,7 @@ from kvproto.messages.vocabulary import MAX_NAME_CHARS
 from kvservice.lora_folder import LoraFolder, max_rank
 
 AT_RUN_TIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+IN_MEMORY = 32  # adapters: one that vLLM drops for others it reads again later, and ends where its folder is gone
 
 
 def read_loras(given: Sequence[str], model: str, served_name: str) -> dict[str, LoraFolder]:
@@ -34,6 +35,8 @@ def lora_words(loras: Mapping[str, LoraFolder], theirs: set[str]) -> list[str]:
     if not loras:
         return []
     wanted = {"--max-lora-rank": str(max_rank([*loras.values()])), "--max-loras": str(len(loras))}
+    if "--max-loras" not in theirs:
+        wanted["--max-cpu-loras"] = str(max(IN_MEMORY, len(loras)))
     words = [word for flag, value in wanted.items() if flag not in theirs for word in (flag, value)]
     modules = [json.dumps({"name": name, "path": str(lora.path)}) for name, lora in loras.items()]
     return ["--enable-lora", *words, "--lora-modules", *modules]

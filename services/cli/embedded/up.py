@@ -251,7 +251,7 @@ def _vllm(context: typer.Context, python: Path | None, flags: list[str]) -> Vllm
         if not _is_default(context, name):
             fail(f"--{name.replace('_', '-')}: not with --engine vllm", 2)
     if (ours := refused(flags)) is not None:
-        fail(f"{ours}: kvfleet up gives vLLM its own", 2)
+        fail(f"{ours}: kvfleet up gives vLLM its own{', of each --lora' if ours == '--lora-modules' else ''}", 2)
     try:
         return find_vllm(python)
     except NoVllm as error:

@@ -5,7 +5,8 @@
 
 An adapter's revision is a digest of its files, where the worker can read them too: so its blocks are found wherever the
 same ones are loaded. Otherwise it is drawn, and its blocks are this server's alone, for as long as it lives. vLLM reads
-the files again whenever it has dropped an adapter for others, so those of a loaded one must not change.
+the files again when it has dropped an adapter for others, so those of a loaded one must neither change nor go: it ends
+where they are gone.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvfleet.cli.commands import app
 from kvfleet.placement.main import serve as serve_placement
 from kvfleet.placement.settings import PlacementSettings
 from kvproto import codec
@@ -164,3 +166,24 @@ async def test_a_bad_one_is_refused_to_who_asks(vllm_fleet: VllmFleet, client: C
     with pytest.raises(InvalidRequest, match="rank 32 is greater than"):
         await order(client, "v0", AdminCommand.LOAD_ADAPTER, write_adapter(red.parent / "high", 1, rank=32))
     await ready(client, "red")
+
+
+async def test_an_operator_loads_it_everywhere(vllm_fleet: VllmFleet, client: Client, red: Path) -> None:
+    """And is told of each worker where it could not be."""
+    for worker, adapters in (("v0", {}), ("v1", {}), ("v2", None)):
+        await vllm_fleet.start(worker, {"adapters": adapters})
+    await ready(client, "demo", "v0", "v1", "v2")
+    at = ["--nats-url", vllm_fleet.nats_url, "--namespace", vllm_fleet.namespace]
+
+    async def lora(*words: str) -> tuple[int, list[str], str]:
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["lora", "red", *words, *at])
+        return done.exit_code, sorted(done.stdout.split()), done.stderr
+
+    code, loaded, told = await lora(str(red))
+    assert (code, loaded) == (1, ["v0", "v1"])
+    assert told == "worker v2: vLLM was started without --enable-lora\n"
+    await ready(client, "red", "v0", "v1")
+    assert await lora("--unload", "--worker", "v1") == (0, ["v1"], "")
+    await ready(client, "red", "v0")
+    code, _, told = await lora(str(red), "--model", "another")
+    assert (code, told) == (1, "kvfleet: no vLLM worker of another is there\n")
