@@ -18,7 +18,11 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # of safetensors
-_FROM_HIDDEN = re.compile(r"\.(?:q_proj|k_proj|v_proj|qkv_proj|gate_proj|up_proj)\.lora_A\.weight$")
+# Modules that read what flows between layers, but for those of other towers than the text's.
+_FROM_HIDDEN = re.compile(
+    r"(?!.*(?:vision|visual|audio|encoder)).*"
+    r"\.layers\.\d+\.(?:self_attn\.(?:q|k|v)_proj|mlp\.(?:gate|up)_proj)\.lora_A\.weight"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def _hidden_size(weights: Path) -> int | None:
     try:
         with weights.open("rb") as file:
             header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)))
-        found = {tensor["shape"][1] for name, tensor in header.items() if _FROM_HIDDEN.search(name)}
+        found = {tensor["shape"][1] for name, tensor in header.items() if _FROM_HIDDEN.fullmatch(name)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise InvalidRequest(f"{weights} cannot be read: {type(error).__name__}: {error}") from None
     return int(found.pop()) if len(found) == 1 else None

@@ -136,7 +136,7 @@ class AdminDesk:
     async def _change_adapters(self, request: AdminRequest) -> None:
         adapters = self.parts.adapters
         if adapters is None:
-            raise InvalidRequest(f"the {self.parts.record.engine} engine has no adapters", field="command")
+            raise InvalidRequest(f"the {self.parts.record.engine} engine has no adapters")
         if request.command is AdminCommand.LOAD_ADAPTER:
             await adapters.load(request.model, request.path)
         else:

@@ -78,7 +78,7 @@ class VllmAdapters(AdapterPort):
 
     async def _load(self, name: str, path: str) -> None:
         if not self.is_enabled:
-            raise InvalidRequest("vLLM was started without --enable-lora", field="command")
+            raise InvalidRequest("vLLM was started without --enable-lora")
         if not name or not path:
             raise InvalidRequest("an adapter has a name and a path", field="model")
         if any(one.name == name for one in self.loaded):
@@ -96,7 +96,7 @@ class VllmAdapters(AdapterPort):
         except Answered as error:
             if error.status == 404 and "Not Found" in error.said:  # FastAPI's own, for a route that is not there
                 raise InvalidRequest(
-                    "vLLM was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment", field="command"
+                    "vLLM was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
                 ) from None
             deeper = _OF_WORKER.search(error.said)
             raise InvalidRequest(f"vLLM refuses it: {deeper[1] if deeper else error.said}", field="path") from None

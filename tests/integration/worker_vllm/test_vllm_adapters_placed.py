@@ -104,6 +104,23 @@ async def test_a_stream_goes_on_only_where_its_adapter_is(
     await going
 
 
+async def test_a_drain_keeps_what_nobody_else_can_serve(vllm_fleet: VllmFleet, client: Client, red: Path) -> None:
+    """For as long as it may: another worker of the model is ready all the time."""
+    await vllm_fleet.start("v0", {"adapters": {}})
+    leaving = await vllm_fleet.start("v1", {"adapters": {"red": str(red)}, "step_s": 0.01}, drain_s=8.0)
+    await ready(client, "demo", "v0", "v1")
+    await ready(client, "red", "v1")
+    stream, ids, going = client.generate(replace(RED, sampling=replace(SAMPLED, max_tokens=120))), [], None
+    async with stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                ids += event.ids
+                going = going or asyncio.create_task(leaving.stop())
+    assert (len(ids), stream.attempts) == (120, 1)
+    assert going is not None
+    await going
+
+
 @pytest.mark.usefixtures("placed")
 async def test_loaded_and_unloaded_at_run_time(vllm_fleet: VllmFleet, client: Client, red: Path) -> None:
     for worker in ("v0", "v1"):

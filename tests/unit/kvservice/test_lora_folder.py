@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvproto.errors import InvalidRequest
 from kvservice.lora_folder import CONFIG, WEIGHTS, LoraFolder, max_rank
@@ -45,6 +46,13 @@ def test_one_of_a_wider_or_narrower_model_does_not_fit(tmp_path: Path) -> None:
     for other in ({"hidden_size": 64}, {"text_config": {"hidden_size": 512}}):
         with pytest.raises(InvalidRequest, match="of width 256, not"):
             adapter.check_fits(other)
+
+
+def test_the_width_of_another_tower_is_not_the_models(tmp_path: Path) -> None:
+    weights = write_adapter(tmp_path, 1) / WEIGHTS[0]
+    tensors = {name.replace("model.layers", "vision_tower.layers"): one for name, one in load_file(weights).items()}
+    save_file(tensors, weights)
+    assert LoraFolder.read(tmp_path).hidden_size is None
 
 
 @pytest.mark.parametrize(
