@@ -61,7 +61,7 @@ test: $(VENV)/.dev
 check-all: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --part slow
 
-VLLM_TESTS := tests/vllm tests/engines tests/e2e/test_up_vllm.py tests/chaos/test_chaos_vllm.py
+VLLM_TESTS := tests/vllm tests/engines tests/e2e/test_up_vllm.py tests/e2e/test_up_vllm_lora.py tests/chaos/test_chaos_vllm.py
 
 vllm-check: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --part vllm $(VLLM_TESTS)

@@ -101,7 +101,8 @@ SLOW = (
 
 # Those with real vLLM servers, of three processes each, which leave nothing of two cores to others.
 VLLM = (
-    "tests/vllm/", "tests/chaos/test_chaos_vllm.py", "tests/e2e/test_up_vllm.py", "tests/engines/test_mixed_engines.py",
+    "tests/vllm/", "tests/chaos/test_chaos_vllm.py", "tests/e2e/test_up_vllm.py",
+    "tests/e2e/test_up_vllm_lora.py", "tests/engines/test_mixed_engines.py",
 )  # fmt: skip
 VLLM_KIND = "real vllm"  # of the engines that others of a test's parameters are
 

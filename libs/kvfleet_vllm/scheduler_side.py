@@ -118,9 +118,13 @@ class SchedulerSide:
 
 
 def is_movable(request: Any) -> bool:
-    """Blocks are named by tokens alone, one sequence a request."""
-    adapted = getattr(request, "lora_request", None) or getattr(request, "mm_features", None)
-    return not adapted and getattr(request, "prompt_embeds", None) is None and not is_choice(request.request_id)
+    """Blocks are named by a chain of tokens alone, one sequence a request. A LoRA adapter is in the root that the
+    worker begins that chain with: by its name and a digest of its files."""
+    return (
+        not getattr(request, "mm_features", None)
+        and getattr(request, "prompt_embeds", None) is None
+        and not is_choice(request.request_id)
+    )
 
 
 def block_ids(output: Any, request: str) -> Sequence[int]:

@@ -133,16 +133,23 @@ def public_prefix(ids: Sequence[int]) -> PublicPrefix:
 
 
 class TenantRoots:
-    """Roots for one model. The public root's salt is empty, which no tenant's HMAC can be."""
+    """Roots for one model, or for an adapter of it, `lora`. The public root's salt is empty, which no tenant's HMAC can
+    be."""
 
     def __init__(
-        self, model_revision: str, block_size: int, public_prefixes: Iterable[PublicPrefix], fleet_key: bytes
+        self,
+        model_revision: str,
+        block_size: int,
+        public_prefixes: Iterable[PublicPrefix],
+        fleet_key: bytes,
+        lora: str = "",
     ) -> None:
         self._model_revision = model_revision
         self._block_size = block_size
         self._fleet_key = fleet_key
+        self._lora = lora
         self._own = lru_cache(maxsize=MAX_KEPT)(self._root_of)
-        self._public = root(model_revision, block_size, b"")
+        self._public = root(model_revision, block_size, b"", lora=lora)
         self._digests: dict[int, set[bytes]] = {}  # by length, shortest first
         for prefix in sorted(public_prefixes, key=lambda one: one.tokens):
             self._digests.setdefault(prefix.tokens, set()).add(prefix.digest)
@@ -168,4 +175,5 @@ class TenantRoots:
         return matched
 
     def _root_of(self, tenant: str) -> bytes:
-        return root(self._model_revision, self._block_size, tenant_salt(self._fleet_key, tenant))
+        salt = tenant_salt(self._fleet_key, tenant)
+        return root(self._model_revision, self._block_size, salt, lora=self._lora)

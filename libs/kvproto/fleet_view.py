@@ -97,7 +97,8 @@ class FleetView:
             known.heartbeat, known.heartbeat_at = None, -1e9
         if known.dead_since is not None:
             change = Change.JOINED
-        if change is not Change.UPDATED or known.record.state is not record.state:
+        is_as_before = (known.record.state, known.record.adapters) == (record.state, record.adapters)
+        if change is not Change.UPDATED or not is_as_before:
             self.version += 1
         known.record, known.revision, known.record_at = record, revision, now
         known.deleted, known.dead_since = False, None
@@ -227,17 +228,24 @@ class FleetView:
     def ready(self, model: str | None = None) -> Iterator[WorkerView]:
         """Workers that take new requests, of one model or of all."""
         for view in self.workers.values():
-            if view.state is State.READY and (model is None or view.record.model == model):
+            if view.state is State.READY and (model is None or view.record.serves(model)):
                 yield view
 
     def models(self) -> dict[str, WorkerRecord]:
-        """Each served model with its living worker of the smallest id, so that readers agree."""
+        """Each served model with its living worker of the smallest id, so that readers agree. An adapter's record names
+        another model than it, of which it is."""
         found: dict[str, WorkerRecord] = {}
         for worker in sorted(self.workers):
             view = self.workers[worker]
             if view.dead_since is None and view.state in (State.READY, State.DRAINING):
                 found.setdefault(view.record.model, view.record)
+                for adapter in view.record.adapters:
+                    found.setdefault(adapter.name, view.record)
         return found
+
+    def knows(self, model: str) -> bool:
+        """Whether a worker served it, though it may be dead by now."""
+        return any(view.record.serves(model) for view in self.workers.values())
 
     def with_state(self, worker: str) -> WorkerRecord | None:
         """The record with the newest known state."""

@@ -117,7 +117,7 @@ class Ingress:
         self.audit = audit
         self.tenancy = tenancy
         self.guard = WebGuard(config.web, is_open=tenancy.is_open)
-        self.metrics = IngressMetrics(registry, config.targets, lambda: [one.model for one in self.models.served()])
+        self.metrics = IngressMetrics(registry, config.targets, lambda: self.models.served())
         self.regions = OtherRegions(client.connection, client.subjects, client.now)
         self.models = Models(client, client.members.view, self._executor, self.regions)
         self.regions.on_change = self.models.on_regions

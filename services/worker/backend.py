@@ -26,7 +26,7 @@ from kvproto.connection import Connection
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
-from kvproto.messages import Bundle, State, WorkerRecord
+from kvproto.messages import Adapter, Bundle, State, WorkerRecord
 from kvproto.subjects import Subjects
 from kvservice.lifecycle import Lifecycle
 from kvservice.metrics import Reading
@@ -50,6 +50,7 @@ class Served:
 
     bundle: Bundle
     slots: int
+    adapters: tuple[Adapter, ...] = ()
 
 
 class Backend(Protocol):
@@ -74,7 +75,9 @@ class Backend(Protocol):
         ...
 
 
-def worker_record(settings: WorkerSettings, worker: str, bundle: Bundle, slots: int) -> WorkerRecord:
+def worker_record(
+    settings: WorkerSettings, worker: str, bundle: Bundle, slots: int, adapters: tuple[Adapter, ...] = ()
+) -> WorkerRecord:
     return WorkerRecord(
         id=worker,
         epoch=new_epoch(),
@@ -94,6 +97,7 @@ def worker_record(settings: WorkerSettings, worker: str, bundle: Bundle, slots: 
         public_prefixes=tuple(public_prefix(ids) for ids in bundle.public_prefixes),
         attaches=True,
         engine=settings.engine,
+        adapters=adapters,
     )
 
 

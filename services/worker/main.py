@@ -35,7 +35,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     connection, subjects, bucket = await join(settings, life, "worker", WORKER_INBOX, prestart_s=settings.prestart_s)
     backend = backend_of(WorkerProcess(settings, life, tracer, connection, subjects))
     served = await backend.find()
-    record = worker_record(settings, settings.member, served.bundle, served.slots)
+    record = worker_record(settings, settings.member, served.bundle, served.slots, served.adapters)
     lease = Lease(bucket, record)
     await lease.renew()
     starting = asyncio.create_task(lease.run(lambda error: life.fatal(str(error))), name="starting-lease")

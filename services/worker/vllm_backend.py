@@ -96,8 +96,10 @@ class VllmBackend(Backend):
         life.closing("vLLM", self._server.close)
         self._facts = facts = await self._server.find()
         model = settings.model if "model" in settings.model_fields_set else facts.model
-        self._bundle = bundle_of(settings, await lifecycle.in_daemon_thread(lambda: resolve_model(model)), facts)
-        return Served(self._bundle, facts.slots)
+        folder = await lifecycle.in_daemon_thread(lambda: resolve_model(model))
+        self._bundle = bundle_of(settings, folder, facts)
+        self._server.adapters.model = json.loads((folder / "config.json").read_text())
+        return Served(self._bundle, facts.slots, self._server.adapters.loaded)
 
     async def load(self, record: WorkerRecord) -> None:
         """vLLM has the model; here is what lies below it."""
@@ -153,7 +155,7 @@ class VllmBackend(Backend):
         )
         parts = WorkerParts(
             one.settings, one.connection, one.subjects, lease, engine, self._tiers, bundle,
-            prompt_encoder_of(tokenizer), one.tracer,
+            prompt_encoder_of(tokenizer), one.tracer, adapters=server.adapters,
         )  # fmt: skip
         self._successors = Successors(one.connection, one.subjects, lease.record)
         parts.somebody_is_ready = self._successors.somebody_is_ready

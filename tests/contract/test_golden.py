@@ -96,6 +96,7 @@ MESSAGES: dict[str, Any] = {
     "resend_request": m.ResendRequest(**KEY, from_index=17, inbox="_ing.i1.b"),
     "pause_request": m.PauseRequest(**KEY, paused=True),
     "worker_record": RECORD,
+    "worker_record_with_adapters": replace(RECORD, adapters=(m.Adapter("org/lora \u00fc", "r" * 26),)),
     "member_record": m.MemberRecord("i1", "e", "l", m.State.STARTING, m.Role.INGRESS, "h", 1, (1, 1), "a:1", "_ing.i1"),
     "heartbeat": HEARTBEAT,
     "snapshot_request": m.SnapshotRequest(m.Tier.HOST),
@@ -106,6 +107,7 @@ MESSAGES: dict[str, Any] = {
     "worker_stats": m.WorkerStats(RECORD, HEARTBEAT),
     "inspection": m.Inspection(21, (4, 5)),
     "bundle": m.Bundle("m", "{}", None, "<s>", "</s>", (2,), 2048, 32_000, 0.6, special_tokens={"pad": "<pad>"}),
+    "admin_request_of_an_adapter": m.AdminRequest(m.AdminCommand.LOAD_ADAPTER, model="lora", path="/adapters/lora"),
     "admin_request_with_strays": m.AdminRequest(
         m.AdminCommand.ERASE, "public", (1, 2), keep=1, strays=(m.Stray(1, (3, 4)), m.Stray(2, (5,)))
     ),

@@ -35,6 +35,8 @@ class AdminRequest:
     more_ids: bool = False  # more messages of this question follow
     keep: Count = 0  # leading ids that `erase` leaves alone
     strays: Strays = ()
+    model: Name = ""  # whose blocks, or the adapter to load or to unload; "": the worker's own
+    path: Annotated[str, MaxLength(4096)] = ""  # of the adapter to load, as the worker's engine sees it
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,19 @@ class PublicPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a worker has loaded: a model of the fleet by this name. `revision` stands for its files."""
+
+    name: Name
+    revision: Name
+
+    @property
+    def lora(self) -> str:
+        """In the roots of its blocks. vLLM finds none of them under another name, so the name is in it, too."""
+        return f"{self.name}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """A worker's lease in the members bucket; the heartbeat carries what changes often."""
 
@@ -47,6 +60,15 @@ class WorkerRecord:
     born: Count = 0  # revision at which this life first registered; 0: this record's own
     engine: Name = "own"  # or `vllm`: a server beside the worker
     engine_pid: Count = 0  # of that server's engine on the worker's host, which changes when it restarts; 0: none
+    adapters: Annotated[tuple[Adapter, ...], MaxLength(256)] = ()  # of `model`, loaded and ready whenever it is
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The names that it serves, its model's first, and for each what is its own in the roots of its blocks."""
+        return {self.model: "", **{one.name: one.lora for one in self.adapters}}
+
+    def serves(self, name: str) -> bool:
+        return name == self.model or any(one.name == name for one in self.adapters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,3 +100,5 @@ class AdminCommand(StrEnum):
     BUNDLE = "bundle"
     READ_KV = "read_kv"
     ERASE = "erase"  # blocks that only this token sequence has, from device, host and vaults
+    LOAD_ADAPTER = "load_adapter"
+    UNLOAD_ADAPTER = "unload_adapter"

@@ -191,9 +191,8 @@ class Placer:
             or ring.owner(key)
         )
         if worker is None:
-            known = {view.record.model for view in self.members.view.workers.values()}
             begun = question.attempt or self.subjects.region  # another worker, or another region, may serve it
-            if question.model not in known and not begun:
+            if not begun and not self.members.view.knows(question.model):
                 raise ModelNotFound(f"no worker serves {question.model!r}", field="model")
             raise NoWorkers(f"no worker of {question.model!r} is ready", retry_after_s=2.0)
         return Placement(question.request, worker, question.attempt, policy=RING, why="placement did not answer")
@@ -206,7 +205,7 @@ class Placer:
         record = self.members.view.with_state(worker)
         if record is None or record.state is State.DEAD:
             raise NotFound(f"no worker {worker[:64]!r} is alive", field="worker")
-        if record.model != question.model:
+        if not record.serves(question.model):
             raise NotFound(f"worker {worker} serves {record.model}, not {question.model[:64]}", field="worker")
         if record.state is not State.READY:
             raise Unavailable(f"worker {worker} is {record.state.value}", field="worker")

@@ -27,14 +27,16 @@ from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.embedded import forks as forking
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
+from kvfleet.cli.embedded.lora_flags import read_loras
 from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim, listen
 from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, spawn
 from kvfleet.cli.embedded.vllm_python import NoVllm, VllmPython, find_vllm
-from kvfleet.cli.embedded.vllm_servers import VllmServers, gpus, refused
+from kvfleet.cli.embedded.vllm_servers import VllmServers, gpus, local_model, refused
 from kvfleet.cli.operator.init import create_buckets
 from kvfleet.cli.operator.operator_login import Login
-from kvproto.errors import KvfleetError
+from kvproto.errors import InvalidRequest, KvfleetError
 from kvservice import launch
+from kvservice.lora_folder import LoraFolder
 from kvservice.private_files import make_own_folder, read_secret, remove_own_folder, write_private
 
 VLLM_HELP = (
@@ -85,6 +87,10 @@ def up(
     engine_python: Annotated[
         Path | None, typer.Option(help="Python that has vLLM; default: that of make vllm-install, or this one")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="a LoRA adapter of the model, for --engine vllm; may be repeated"),
+    ] = None,
     fake_tokens_per_s: Annotated[float, typer.Option(min=0, help="speed of the fake runner; 0: unlimited")] = 0.0,
     blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks of each worker")] = None,
     namespace: Annotated[str, typer.Option(help="first token of every subject")] = "kvf",
@@ -102,6 +108,7 @@ def up(
     for one in models:
         if one != "demo" and (one.startswith((".", "/", "~")) or one.count("/") != 1) and not Path(one).is_dir():
             fail(f"model folder {one!r} does not exist")
+    loras = _loras(lora, engine, models, names) if lora else {}
     vllm = None
     if engine == "vllm":
         vllm = _vllm(context, engine_python, vllm_flags or [])
@@ -154,7 +161,7 @@ def up(
             servers = None
             if vllm is not None:
                 options = [f"--load-format={load_format}", f"--dtype={dtype}"]
-                servers = VllmServers(vllm, own_folder, state, vllm_flags or [], options, most, log_level)
+                servers = VllmServers(vllm, own_folder, state, vllm_flags or [], options, most, log_level, loras)
 
             def start_worker(which: int, *, late: bool = False) -> Child:
                 i = next(numbers)
@@ -244,11 +251,23 @@ def _vllm(context: typer.Context, python: Path | None, flags: list[str]) -> Vllm
         if not _is_default(context, name):
             fail(f"--{name.replace('_', '-')}: not with --engine vllm", 2)
     if (ours := refused(flags)) is not None:
-        fail(f"{ours}: kvfleet up gives vLLM its own", 2)
+        fail(f"{ours}: kvfleet up gives vLLM its own{', of each --lora' if ours == '--lora-modules' else ''}", 2)
     try:
         return find_vllm(python)
     except NoVllm as error:
         fail(str(error))
+
+
+def _loras(given: list[str], engine: str, models: list[str], names: list[str]) -> dict[str, LoraFolder]:
+    """Fails in one line."""
+    if engine != "vllm":
+        fail(f"--lora {given[0]}: the own engine has no adapters: only with --engine vllm", 2)
+    if len(models) > 1:
+        fail("--lora: with one --model only", 2)
+    try:
+        return read_loras(given, local_model(models[0]), names[0] if names else _name(models[0]))
+    except InvalidRequest as error:
+        fail(f"--lora: {error}")
 
 
 def _is_default(context: typer.Context, name: str) -> bool:

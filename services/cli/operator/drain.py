@@ -26,6 +26,7 @@ from kvproto.subjects import Subjects
 PLACEMENT_TIMEOUT_S = 5.0  # it goes through its whole index
 WORKER_TIMEOUT_S = 3.0
 ASK_AGAIN_S = 0.2
+DRAIN = AdminRequest(AdminCommand.DRAIN)
 
 
 def drain(
@@ -134,11 +135,16 @@ async def costs(connection: Connection, subjects: Subjects, model: str) -> tuple
         raise Unavailable(f"placement's answer is unreadable: {error}") from None
 
 
-async def tell(connection: Connection, subjects: Subjects, worker: str) -> None:
-    """Raises KvfleetError."""
-    question = codec.encode(AdminRequest(AdminCommand.DRAIN))
+async def tell(
+    connection: Connection,
+    subjects: Subjects,
+    worker: str,
+    order: AdminRequest = DRAIN,
+    limit_s: float = WORKER_TIMEOUT_S,
+) -> None:
+    """Returns when it has done so. Raises KvfleetError."""
     try:
-        reply = await connection.request(subjects.worker_admin(worker), question, WORKER_TIMEOUT_S)
+        reply = await connection.request(subjects.worker_admin(worker), codec.encode(order), limit_s)
         answer = codec.decode(AdminReply, reply.data)
     except WorkerLost:
         raise NotFound(f"no worker {worker} is there") from None

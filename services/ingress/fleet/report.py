@@ -22,6 +22,7 @@ class ModelAnswer(Described):
     created: Natural
     owned_by: str
     max_model_len: Natural
+    parent: str | None  # of an adapter: the model that it is of
 
 
 class ModelsAnswer(Described):
@@ -34,6 +35,7 @@ class WorkerAnswer(Described):
     state: State
     model: str
     model_revision: str
+    adapters: list[str]
     epoch: str
     pid: Natural
     engine: str
@@ -131,7 +133,14 @@ def workers_report(view: FleetView, address_of: Callable[[str], str]) -> dict[st
 def _worker(view: WorkerView, address: str) -> WorkerAnswer:
     beat = view.heartbeat
     load, rates, held = (beat.load, beat.rates, beat.held) if beat else (Load(), Rates(), 0)
-    said = {"address": address, "state": view.state, "load": asdict(load), "rates": asdict(rates), "blocks_held": held}
+    said = {
+        "adapters": [one.name for one in view.record.adapters],
+        "address": address,
+        "state": view.state,
+        "load": asdict(load),
+        "rates": asdict(rates),
+        "blocks_held": held,
+    }
     return told(WorkerAnswer, view.record, **said)
 
 
@@ -148,7 +157,7 @@ def stats_report(view: FleetView, ingress: IngressCounts) -> StatsAnswer:
         ready=sum(one.state is State.READY for one in alive),
         placements=members_of(view, Role.PLACEMENT),
         vaults=members_of(view, Role.VAULT),
-        models=sorted({one.record.model for one in alive}),
+        models=sorted({name for one in alive for name in one.record.models}),
         hit_rate=load["hit_tokens_total"] / prompt if prompt else 0.0,
         load=load,
         rates=_sum_rates([beat.rates for beat in beats]),
@@ -186,11 +195,15 @@ def _sum_tiers(loads: Sequence[Mapping[str, TierLoad]]) -> dict[str, dict[str, A
     return out
 
 
-def models_report(records: Iterable[WorkerRecord]) -> ModelsAnswer:
-    """OpenAI's list of models."""
+def models_report(served: Mapping[str, WorkerRecord]) -> ModelsAnswer:
+    """OpenAI's list of models. `served` has a worker's record by each name; an adapter's names its parent."""
     models = [
-        ModelAnswer(one.model, "model", one.started_unix_ms // 1000, "kvfleet", one.context_length) for one in records
-    ]
+        ModelAnswer(
+            name, "model", one.started_unix_ms // 1000, "kvfleet", one.context_length,
+            None if name == one.model else one.model,
+        )
+        for name, one in served.items()
+    ]  # fmt: skip
     return ModelsAnswer("list", models)
 
 

@@ -65,10 +65,9 @@ class FleetRoutes:
             await self.models(exchange)
             return
         await self.parts.tenancy.identify(exchange)
-        found = [record for record in self.parts.models.served() if record.model == name]
-        if not found:
+        if (record := self.parts.models.served().get(name)) is None:
             raise ModelNotFound(f"no worker serves {name[:80]!r}", field="model")
-        await _json(exchange, report.models_report(found).data[0])
+        await _json(exchange, report.models_report({name: record}).data[0])
 
     async def workers(self, exchange: Exchange) -> None:
         caller = await self._admin(exchange)
@@ -147,7 +146,8 @@ class FleetRoutes:
         require_admin(caller)
         session = await self.parts.index.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         layer = integer_query(exchange, "layer", 0)
-        question = AdminRequest(AdminCommand.READ_KV, caller.tenant, session.ids, layer=layer)
+        assert session.head is not None
+        question = AdminRequest(AdminCommand.READ_KV, caller.tenant, session.ids, layer=layer, model=session.head.model)
         worker = self._worker_of(caller, session)
         if split(worker)[0]:
             raise NotFound(f"the last turn ran at {worker}, K and V are read in this region only", field="seq_id")
@@ -188,7 +188,7 @@ class FleetRoutes:
         if self.parts.tenancy.is_open or names_caller:  # probes without a key do not count as refused
             with contextlib.suppress(AuthenticationFailed, PermissionDenied, Unavailable):
                 await self.parts.tenancy.identify(exchange)
-                served = {record.model for record in self.parts.models.served()}
+                served = self.parts.models.served()
                 models = self.parts.models.remembered()
                 unavailable = [model for model in models if model not in served]
                 more = {"ingress": self.parts.config.id, "models": models, "models_unavailable": unavailable}

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
 from kvproto import codec
@@ -120,29 +120,31 @@ class Models:
         if change is not Change.LEFT and view.state is State.READY:  # before that it does not answer
             self._prefetch(view.record)
 
-    def served(self) -> list[WorkerRecord]:
-        """One record per model that is served now, by name."""
-        return [record for _, record in sorted(self._known().items())]
+    def served(self) -> dict[str, WorkerRecord]:
+        """By the names that are served now: one record that has each. An adapter is another name than its record's
+        model."""
+        return dict(sorted(self._known().items()))
 
     def _known(self) -> dict[str, WorkerRecord]:
         return self.regions.records() | self.view.models()
 
     def remembered(self) -> list[str]:
         """Names of models that are served now, or were until a while ago."""
-        gone = [view.record.model for view in self.view.workers.values()] + [name for name, _ in self.bundles]
+        gone = [name for view in self.view.workers.values() for name in view.record.models]
+        gone += [name for name, _ in self.bundles]
         return sorted({*self._known(), *gone})
 
     def known(self, name: str | None) -> str | None:
-        known = any(view.record.model == name for view in self.view.workers.values()) or name in self.regions.records()
-        return name if known else None
+        return name if name is not None and (self.view.knows(name) or name in self.regions.records()) else None
 
     def is_ready(self) -> bool:
         records = [view.record for view in self.view.ready()]
         return any((one.model, one.bundle) in self.bundles for one in (*records, *self.regions.records().values()))
 
     def default_name(self) -> str:
-        """The model of a request that names none. Raises NoWorkers, and InvalidRequest where several are served."""
-        names = sorted(self._known())
+        """The model of a request that names none, never an adapter. Raises NoWorkers, and InvalidRequest where several
+        are served."""
+        names = sorted({record.model for record in self._known().values()})
         if not names:
             raise NoWorkers("no worker is ready", retry_after_s=2.0)
         if len(names) > 1:
@@ -154,11 +156,13 @@ class Models:
         record = self.view.models().get(name) or self.regions.records().get(name)
         if record is None:
             await self.source.miss(name)  # it may be one of this fleet that has no worker just now
-            if any(view.record.model == name for view in self.view.workers.values()):
+            if self.view.knows(name):
                 raise NoWorkers(f"no worker of {name!r} is ready", retry_after_s=2.0)
             raise ModelNotFound(f"no worker serves {name!r}", field=field)
-        served = self.bundles.get((name, record.bundle))
-        return served if served is not None else await asyncio.shield(self._fetch(record))
+        served = self.bundles.get((record.model, record.bundle))
+        if served is None:
+            served = await asyncio.shield(self._fetch(record))
+        return served if served.name == name else replace(served, name=name)  # an adapter has its model's tokenizer
 
     def _prefetch(self, record: WorkerRecord) -> None:
         if record.bundle and (record.model, record.bundle) not in self.bundles:

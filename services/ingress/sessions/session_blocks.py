@@ -46,16 +46,19 @@ class SessionBlocks:
         records = [self.client.members.view.workers[worker].record for worker in workers]
         prefixes = (prefix.tokens for record in records for prefix in record.public_prefixes)
         begin = BEGIN_TOKENS + max(prefixes, default=0)
-        found = await self._inspect(workers, tenant, ids[:begin])
+        found = await self._inspect(workers, tenant, model, ids[:begin])
         if len(ids) <= begin:
             return found
         holders = [
             worker for worker, one in found.items() if max(one.cached_tokens, *one.tiers.values(), 0) * 2 > begin
         ]
-        return found | await self._inspect(holders, tenant, ids)
+        return found | await self._inspect(holders, tenant, model, ids)
 
-    async def _inspect(self, workers: list[str], tenant: str, ids: tuple[int, ...]) -> dict[str, Inspection]:
-        answers = await self._ask_all(workers, AdminRequest(AdminCommand.INSPECT, tenant, ids), FIND_TIMEOUT_S)
+    async def _inspect(
+        self, workers: list[str], tenant: str, model: str, ids: tuple[int, ...]
+    ) -> dict[str, Inspection]:
+        question = AdminRequest(AdminCommand.INSPECT, tenant, ids, model=model)
+        answers = await self._ask_all(workers, question, FIND_TIMEOUT_S)
         return {worker: codec.decode(Inspection, answer) for worker, answer in answers.items()}
 
     async def erase(self, session: Session) -> None:
@@ -63,22 +66,23 @@ class SessionBlocks:
         is away loses its memory anyway."""
         assert session.head is not None
         tenant = tenant_of(session.key)
-        question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays)
-        await self._ask_all(self._workers_of(session.head.model), question, ERASE_TIMEOUT_S)
-        self._erase_later(session.head.model, question, session.head.regions)
+        model = session.head.model
+        question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays, model=model)
+        await self._ask_all(self._workers_of(model), question, ERASE_TIMEOUT_S)
+        self._erase_later(question, session.head.regions)
 
     def forget(self, key: str, head: SessionHead, ids: tuple[int, ...], keep: int) -> None:
         """Have workers forget, in the background, what only this sequence has behind `keep` tokens."""
-        question = AdminRequest(AdminCommand.ERASE, tenant_of(key), ids, keep=keep)
-        self._erase_later(head.model, question, (HOME, *head.regions))
+        question = AdminRequest(AdminCommand.ERASE, tenant_of(key), ids, keep=keep, model=head.model)
+        self._erase_later(question, (HOME, *head.regions))
 
-    def _erase_later(self, model: str, question: AdminRequest, regions: Iterable[str]) -> None:
+    def _erase_later(self, question: AdminRequest, regions: Iterable[str]) -> None:
         """Workers that do not answer are told again for a minute; later they keep their blocks until eviction."""
         for region in regions:
             if len(self._erasing) >= MAX_LATER:
                 log.warning("region %s is not told what to forget: too much is on its way", region or "here")
                 continue
-            task = asyncio.create_task(self._erase_in(region, model, question), name=f"erase-in-{region or 'home'}")
+            task = asyncio.create_task(self._erase_in(region, question), name=f"erase-in-{region or 'home'}")
             self._erasing.add(task)
             task.add_done_callback(self._erasing.discard)
 
@@ -89,13 +93,14 @@ class SessionBlocks:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _erase_in(self, region: str, model: str, question: AdminRequest) -> None:
+    async def _erase_in(self, region: str, question: AdminRequest) -> None:
         """Ends when all known workers there, one at least, have answered."""
         told: set[str] = set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BACKGROUND_LIMIT_S):
                 while True:
-                    workers = self.region_workers(region, model) if region != HOME else self._workers_of(model)
+                    model, away = question.model, region != HOME
+                    workers = self.region_workers(region, model) if away else self._workers_of(model)
                     late = [worker for worker in workers if worker not in told]
                     told |= (await self._ask_all(late, question, BACKGROUND_TIMEOUT_S)).keys()
                     if workers and told.issuperset(workers):
@@ -119,8 +124,11 @@ class SessionBlocks:
         return {worker: answer for worker, answer in zip(workers, answers, strict=True) if answer is not None}
 
     def _workers_of(self, model: str) -> list[str]:
+        """Of an adapter, all of the model that it is of: it may have been unloaded where its blocks are."""
         view = self.client.members.view
-        return sorted(w for w, one in view.workers.items() if view.is_alive(w) and one.record.model == model)
+        alive = {worker: one.record for worker, one in view.workers.items() if view.is_alive(worker)}
+        of = {record.model for record in alive.values() if record.serves(model)}
+        return sorted(worker for worker, record in alive.items() if record.model in of)
 
 
 def tokens_by_tier(found: Iterable[tuple[str, Inspection]]) -> dict[str, dict[str, int]]:

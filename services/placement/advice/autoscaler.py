@@ -78,10 +78,10 @@ class Autoscaler:
             self._know(model)
 
     def refuse(self, refused: Iterable[Refused], now: float) -> None:
-        """Count refusals of models that this fleet knows: invented names are no demand."""
+        """Count refusals of models that this fleet knows: invented names are no demand. Adapters' are their model's."""
         for one in refused:
             if self._fleet.is_known(one.model):
-                self._know(one.model).outside.refuse(one.requests, one.tokens, now)
+                self._know(self._fleet.base_of(one.model)).outside.refuse(one.requests, one.tokens, now)
 
     def tick(self, now: float) -> None:
         """Take the samples that are due."""

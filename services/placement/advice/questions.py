@@ -12,7 +12,7 @@ from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import Counts, Hashes, PrefixIndex
 from kvfleet.placement.workers.fleet import Fleet, Worker
 from kvfleet.placement.workers.price_kernel import HOST, UNMEASURED_RATE
-from kvfleet.placement.workers.prompts import Heat, SharedPrefix
+from kvfleet.placement.workers.prompts import AddressSpace, Heat, SharedPrefix
 from kvfleet.placement.workers.workloads import Floats
 from kvproto.block_hash import ForkedRoot
 from kvproto.messages import HotChain, PreloadRequest, State, VictimCost
@@ -39,21 +39,30 @@ def preload(
     others = [w for w in workers if w is not asker]
     staying = [w for w in others if w.state in (State.READY, State.STARTING)]
     giving = [w for w in others if w.state in (State.READY, State.DRAINING) and w.kv_format in formats]
-    givers = {space: [w for w in giving if w.space == space] for space in {w.space for w in giving}}
+    givers: dict[AddressSpace, list[Worker]] = {}
+    for worker in giving:
+        for space in worker.spaces.values():
+            givers.setdefault(space, []).append(worker)
     names = {space: tuple(w.id for w in alike) for space, alike in givers.items()}
     wanted = ask.model, ask.model_revision, ask.block_size
     hot = heat.hottest(now)
-    left = (one for one in hot if (one[0].model, one[0].space.model_revision, one[0].space.block_size) == wanted)
+
+    def is_wanted(prefix: SharedPrefix) -> bool:
+        if asker is not None:
+            return asker.spaces.get(prefix.model) == prefix.space
+        return (prefix.model, prefix.space.model_revision, prefix.space.block_size) == wanted
+
+    left = (one for one in hot if is_wanted(one[0]))
     planned: set[bytes] = set()
     chains: list[HotChain] = []
     for number, (prefix, warmth) in enumerate(left, 1):
         if ask.blocks <= len(planned) or max_bytes <= 0 or len(chains) >= MOST_CHAINS:
             break
         source, depth = "", 0
-        if not ask.leaving and (asker is None or asker.space == prefix.space):
+        if not ask.leaving:
             held = indexer.depths(prefix.hashes, names.get(prefix.space, ()))[HOST].tolist()
             source, depth = _who_has(held, givers.get(prefix.space, []), fleet, indexer.index.pooled)
-        elif asker is not None and asker.space == prefix.space:
+        elif asker is not None:
             source, depth = _only_there(prefix, asker, staying, indexer)
         hashes = [one.tobytes() for one in prefix.hashes[:depth]]
         known = next((at for at, one in enumerate(hashes) if one not in planned), depth)
@@ -88,7 +97,7 @@ def _only_there(
     prefix: SharedPrefix, leaving: Worker, staying: Sequence[Worker], indexer: KvIndexer
 ) -> tuple[str, int]:
     """The worker that is about to go and its blocks, if no other one has as many."""
-    others = [worker.id for worker in staying if worker.space == prefix.space]
+    others = [worker.id for worker in staying if worker.spaces.get(prefix.model) == prefix.space]
     held = indexer.depths(prefix.hashes, (leaving.id, *others))[HOST].tolist()
     most = max([*held[1:], indexer.index.pooled])
     return (leaving.id, held[0]) if held[0] > most else ("", 0)
@@ -103,9 +112,9 @@ def survey(model: str, heat: Heat, fleet: Fleet, indexer: KvIndexer, now: float)
     about the last half hour whose match went through it and ended where prompts part ways.
     """
     workers = fleet.of_model("")
-    asked = [w for w in workers if w.state is State.READY and model in ("", w.model)]
+    asked = [w for w in workers if w.state is State.READY and model in ("", *w.spaces)]
     staying = [w for w in workers if w.state in (State.READY, State.STARTING)]
-    hot = [(prefix, warmth) for prefix, warmth in heat.hottest(now) if model in ("", prefix.model)]
+    hot = [one for one in heat.hottest(now) if not model or fleet.base_of(one[0].model) == fleet.base_of(model)]
     for restarts_left in range(RESTARTS, -1, -1):
         generation = indexer.index.generation
         at = {worker.id: indexer.holder_of(worker.id) for worker in staying}
@@ -124,8 +133,8 @@ def survey(model: str, heat: Heat, fleet: Fleet, indexer: KvIndexer, now: float)
     for worker, requests in zip(asked, counts, strict=True):
         if fleet.workers.get(worker.id) is not worker or worker.state is not State.READY:
             continue  # it left meanwhile
-        if not model and len(fleet.ready(worker.model).workers) < 2:
-            continue  # no other one serves its model
+        if not model and any(len(fleet.ready(name).workers) < 2 for name in worker.spaces):
+            continue  # no other one serves its model, or an adapter of it
         cost, unique, hot_ones = 0.0, 0, 0  # unknown for workers that the index has no room for
         if (holder := holders.get(worker.id)) is not None:
             cost, unique = round(float(seconds[holder]), 6), int(alone.counts[holder])

@@ -79,7 +79,7 @@ class Decider:
             excluded |= self._too_busy(tenant, ask, ask.max_wait_s, ready.without(excluded), tokens, now)
         among = ready.without(excluded)
         matched = self._match(tenant, ask, among, tokens)
-        next_to_go = self.state.fleet.next_to_go.get(ask.model)
+        next_to_go = self.state.fleet.next_to_go.get(self.state.fleet.base_of(ask.model))
         if next_to_go is not None and policy.name != DIRECT and _is_new_to(next_to_go, among, matched):
             excluded |= {next_to_go}
             among = ready.without(excluded)
@@ -232,8 +232,9 @@ class Decider:
         )
         feed = question.prompt_tokens - sum(hit.values())
         hashes, block_size = matched.hashes, matched.block_size
-        if not question.candidates or worker.space != question.candidates[0].space:
-            hashes, block_size = self.prompts.hashes(worker.space, tenant, ask), worker.space.block_size
+        space = worker.spaces[ask.model]
+        if not question.candidates or space != question.candidates[0].spaces[ask.model]:
+            hashes, block_size = self.prompts.hashes(space, tenant, ask), space.block_size
         silent_s = None if ask.deadline_ms is None else min(ask.deadline_ms / 1000 + WORD_S, BOOKING_LIMIT_S)
         silent_ms = None if silent_s is None else round(silent_s * 1000)
         first = hashes[:SHARED_BLOCKS].tobytes()

@@ -66,7 +66,7 @@ class RegionDesk:
         serving = (
             one.record.id
             for one in self.members.view.workers.values()
-            if one.record.model == model and one.dead_since is None and one.state in (State.READY, State.DRAINING)
+            if one.record.serves(model) and one.dead_since is None and one.state in (State.READY, State.DRAINING)
         )
         return tuple(sorted(serving))[:MAX_WORKERS]
 

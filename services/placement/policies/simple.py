@@ -104,7 +104,7 @@ class Direct:
         worker = question.alive.get(named)
         if worker is None:
             raise NotFound(f"no worker {named[:64]!r} is alive", field="worker")
-        if worker.model != question.ask.model:
+        if question.ask.model not in worker.spaces:
             raise NotFound(f"worker {named} serves {worker.model}, not {question.ask.model[:64]}", field="worker")
         if worker.state is not State.READY:
             raise Unavailable(f"worker {named} is {worker.state.value}", field="worker")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvfleet.placement.workers.feedback import Experience
-from kvfleet.placement.workers.prompts import AddressSpace, address_space
+from kvfleet.placement.workers.prompts import AddressSpace, address_spaces
 from kvfleet.placement.workers.workloads import Columns, Workloads
 from kvproto.hash_ring import HashRing
 from kvproto.ids import model_token
@@ -108,7 +108,7 @@ class Worker:
     model: str
     state: State
     heard_at: float  # its last sign of life, in our monotonic seconds
-    space: AddressSpace
+    spaces: dict[str, AddressSpace]  # by the names that it serves: its model's, and of adapters
     column: int  # of the workloads
     kv_format: bytes = b""  # of the blocks that it exchanges with others; b"": none
     attaches: bool = False  # an attempt there may have several readers
@@ -133,8 +133,10 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The ready workers of one model, by id, and the plain ring over them; `draining` are its draining ones."""
+    """The ready workers of one model, by id, and the plain ring over them; `draining` are its draining ones. An adapter
+    is a model of those that have it."""
 
+    model: str
     workers: tuple[Worker, ...]
     ring: HashRing
     columns: Columns  # of the workers, in their order
@@ -142,26 +144,27 @@ class Ready:
     draining: tuple[Worker, ...] = ()
 
     @staticmethod
-    def of(workers: Iterable[Worker], ring: HashRing, draining: Iterable[Worker] = ()) -> Ready:
+    def of(model: str, workers: Iterable[Worker], ring: HashRing, draining: Iterable[Worker] = ()) -> Ready:
         listed, givers = tuple(workers), tuple(draining)
         numbers_of: dict[AddressSpace, list[int]] = {}
         for number, worker in enumerate(listed):
-            numbers_of.setdefault(worker.space, []).append(number)
+            numbers_of.setdefault(worker.spaces[model], []).append(number)
         spaces = []
         for space, numbers in numbers_of.items():
-            alike = [listed[number] for number in numbers] + [giver for giver in givers if giver.space == space]
+            alike = [listed[number] for number in numbers]
+            alike += [giver for giver in givers if giver.spaces[model] == space]
             formats = {kv_format: group for group, kv_format in enumerate(sorted({w.kv_format for w in alike} - {b""}))}
             groups = np.array([formats.get(worker.kv_format, -1) for worker in alike], dtype=np.int64)
             names = tuple(worker.id for worker in alike)
             spaces.append(Space(space, np.array(numbers), names, _columns(alike), groups))
-        return Ready(listed, ring, _columns(listed), tuple(spaces), givers)
+        return Ready(model, listed, ring, _columns(listed), tuple(spaces), givers)
 
     def without(self, excluded: frozenset[str]) -> Ready:
         """The others; the ring stays that of all."""
         if not excluded:
             return self
         kept = [[w for w in workers if w.id not in excluded] for workers in (self.workers, self.draining)]
-        return Ready.of(kept[0], self.ring, kept[1])
+        return Ready.of(self.model, kept[0], self.ring, kept[1])
 
 
 class Fleet:
@@ -172,43 +175,48 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.next_to_go: dict[str, str] = {}  # by model: its worker about to be removed, which gets nothing new
         self._names: dict[str, str] = {}  # subject token -> model, of every model ever seen alive
+        self._bases: dict[str, str] = {}  # by adapter: the model that it is of
         self._ready: dict[str, Ready] = {}
         self.spaces: dict[str, AddressSpace] = {}  # by model, when a worker was last ready
         self._rings: dict[str, HashRing] = {}  # by model, when a worker was last ready
 
     def _join(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> None:
+        before = self.workers.get(record.id)
         self.leave(record.id)
         column = self.workloads.add(_token_bytes(record), record.block_size, now)
         worker = Worker(
-            record.id, record.epoch, record.model, record.state, now, address_space(record), column,
+            record.id, record.epoch, record.model, record.state, now, address_spaces(record), column,
             _exchange_format(record), record.attaches,
         )  # fmt: skip
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
             self.workloads.report(column, heartbeat.load, heartbeat.rates, (), now)
         self.workers[record.id] = worker
-        self.learn_name(record.model)
-        self._ready.pop(record.model, None)
+        self._serve(worker, worker.spaces)
+        self._forget_adapters(before.spaces.keys() if before is not None else ())
 
     def register(self, record: WorkerRecord, heartbeat: Heartbeat | None, now: float) -> bool:
         """Returns whether it has joined: for the first time, as another life, or with another model."""
         worker = self.workers.get(record.id)
-        told = record.epoch, record.model, address_space(record)
-        if worker is None or (worker.epoch, worker.model, worker.space) != told:
+        spaces = address_spaces(record)
+        told = record.epoch, record.model, spaces[record.model]
+        if worker is None or (worker.epoch, worker.model, worker.spaces[worker.model]) != told:
             self._join(record, heartbeat, now)
             return True
         worker.heard_at, worker.attaches = now, record.attaches
+        if worker.spaces != spaces:
+            self._serve(worker, spaces)
         self.workloads.weigh(worker.column, _token_bytes(record))  # known once its model is loaded
         if worker.kv_format != _exchange_format(record):
             worker.kv_format = _exchange_format(record)
-            self._ready.pop(worker.model, None)
+            self._changed(worker)
         self._set_state(worker, record.state)
         return False
 
     def leave(self, worker: str) -> None:
         if (gone := self.workers.pop(worker, None)) is not None:
             self.workloads.drop(gone.column)
-            self._ready.pop(gone.model, None)
+            self._changed(gone)
 
     def beat(self, beat: Heartbeat, now: float) -> bool:
         """Returns whether the heartbeat is of a living worker's present life; others are ignored."""
@@ -232,19 +240,19 @@ class Fleet:
         """Workers of `model` that take new work; empty for an unknown model."""
         found = self._ready.get(model)
         if found is None:
-            here = [w for w in self.workers.values() if w.model == model]
+            here = [w for w in self.workers.values() if model in w.spaces]
             workers = sorted((w for w in here if w.state is State.READY), key=lambda w: w.id)
             if not workers:
-                return Ready.of((), HashRing())  # requests' invented names must not fill the cache
+                return Ready.of(model, (), HashRing())  # requests' invented names must not fill the cache
             ring = self._rings[model] = self._rings.get(model, HashRing()).with_nodes(w.id for w in workers)
-            self.spaces[model] = workers[0].space
+            self.spaces[model] = workers[0].spaces[model]
             draining = [w for w in here if w.state is State.DRAINING]
-            found = self._ready[model] = Ready.of(workers, ring, draining)
+            found = self._ready[model] = Ready.of(model, workers, ring, draining)
         return found
 
     def build_rings(self) -> None:
         """Build changed ones, so that no decision waits for it."""
-        for model in {w.model for w in self.workers.values()} - self._ready.keys():
+        for model in self._living() - self._ready.keys():
             self.ready(model)
 
     def attaches(self, worker: str) -> bool:
@@ -252,8 +260,12 @@ class Fleet:
         return (known := self.workers.get(worker)) is not None and known.attaches
 
     def is_known(self, model: str) -> bool:
-        """Whether a worker of this model was ever seen alive."""
+        """Whether a worker of this model was ever seen alive, or one has the adapter or went with it."""
         return self._names.get(model_token(model)) == model
+
+    def base_of(self, model: str) -> str:
+        """The model that an adapter is of; any other is its own."""
+        return self._bases.get(model, model)
 
     def name_of(self, token: str) -> str | None:
         return self._names.get(token)
@@ -261,28 +273,55 @@ class Fleet:
     def _set_state(self, worker: Worker, state: State) -> None:
         if worker.state is not state:
             worker.state = state
-            self._ready.pop(worker.model, None)
+            self._changed(worker)
+
+    def _serve(self, worker: Worker, spaces: dict[str, AddressSpace]) -> None:
+        """It serves these from now on."""
+        self._changed(worker)
+        before, worker.spaces = worker.spaces, spaces
+        self._changed(worker)
+        for name in spaces:
+            self.learn_name(name)
+            if name != worker.model:
+                self._bases[name] = worker.model
+        self._forget_adapters(before)
+
+    def _forget_adapters(self, names: Iterable[str]) -> None:
+        """One that was unloaded everywhere is no model of this fleet any more."""
+        for name in (set(names) & self._bases.keys()) - self._living():
+            self._forget_name(model_token(name))
+
+    def _changed(self, worker: Worker) -> None:
+        for model in worker.spaces:
+            self._ready.pop(model, None)
+
+    def _living(self) -> set[str]:
+        return {model for worker in self.workers.values() for model in worker.spaces}
+
+    def _forget_name(self, token: str) -> None:
+        if (name := self._names.pop(token, None)) is not None:
+            for by_model in (self._rings, self.spaces, self._bases):
+                by_model.pop(name, None)
 
     def learn_name(self, model: str) -> None:
         """Note a model of this fleet, with or without workers."""
         self._names.setdefault(model_token(model), model)
         if len(self._names) > MAX_MODELS:
-            living = {model_token(w.model) for w in self.workers.values()}
+            living = {model_token(name) for name in self._living()}
             if (stale := next((token for token in self._names if token not in living), None)) is not None:
-                name = self._names.pop(stale)
-                self._rings.pop(name, None)
-                self.spaces.pop(name, None)
+                self._forget_name(stale)
 
     def of_model(self, model: str) -> list[Worker]:
         """The living workers of a model, or with "" of all, by id."""
-        return sorted((w for w in self.workers.values() if model in ("", w.model)), key=lambda w: w.id)
+        return sorted((w for w in self.workers.values() if model in ("", *w.spaces)), key=lambda w: w.id)
 
     def check_integrity(self) -> None:
         for model, cached in self._ready.items():
-            now = sorted(w.id for w in self.workers.values() if w.model == model and w.state is State.READY)
+            now = sorted(w.id for w in self.workers.values() if model in w.spaces and w.state is State.READY)
             assert [w.id for w in cached.workers] == now == list(cached.ring.nodes), model
             assert all(self.workers[w.id] is w for w in cached.workers), model
-        assert all(self.is_known(w.model) for w in self.workers.values()) or len(self._names) >= MAX_MODELS
+        assert all(map(self.is_known, self._living())) or len(self._names) >= MAX_MODELS
+        assert self._bases.keys() <= {*self._names.values()}
 
 
 def _columns(workers: Iterable[Worker]) -> Columns:

@@ -53,10 +53,13 @@ class AddressSpace:
     model_revision: str
     block_size: int
     public_prefixes: tuple[PublicPrefix, ...]
+    lora: str = ""
 
 
-def address_space(record: WorkerRecord) -> AddressSpace:
-    return AddressSpace(record.model_revision, max(1, record.block_size), record.public_prefixes)
+def address_spaces(record: WorkerRecord) -> dict[str, AddressSpace]:
+    """By the names that the worker serves, its model's first."""
+    size, public = max(1, record.block_size), record.public_prefixes
+    return {name: AddressSpace(record.model_revision, size, public, lora) for name, lora in record.models.items()}
 
 
 class PromptHasher(Protocol):
@@ -89,7 +92,8 @@ class HashedPrompts:
         return self._roots(space).of(tenant, ask.prompt_ids)
 
     def _roots_of(self, space: AddressSpace) -> TenantRoots:
-        return TenantRoots(space.model_revision, space.block_size, space.public_prefixes, self._fleet_key or b"")
+        key = self._fleet_key or b""
+        return TenantRoots(space.model_revision, space.block_size, space.public_prefixes, key, space.lora)
 
 
 @dataclass(frozen=True, slots=True)

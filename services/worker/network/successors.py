@@ -1,9 +1,10 @@
-"""Loop: who else serves this worker's model. Owned by the worker's event loop."""
+"""Loop: who else serves this worker's model and its adapters. Owned by the worker's event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvproto.connection import Connection
@@ -28,13 +29,14 @@ class Successors:
     def __post_init__(self) -> None:
         self._workers = Members(self.connection, self.subjects, hears=False, role=Role.WORKER)
 
-    def somebody_is_ready(self) -> bool | None:
-        """Whether another worker of this model takes new work; None: not known yet."""
+    def somebody_is_ready(self, models: Iterable[str] = ()) -> bool | None:
+        """Whether another worker of this model takes new work, and one for each of these; None: not known yet."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="successors")
         if not self._watching.done():
             return None
-        return any(view.record.id != self.me.id for view in self._workers.view.ready(self.me.model))
+        ready = [view.record for view in self._workers.view.ready(self.me.model) if view.record.id != self.me.id]
+        return bool(ready) and all(any(one.serves(model) for one in ready) for model in models)
 
     async def _watch(self) -> None:
         try:

@@ -18,7 +18,7 @@ from kvfleet.worker.port.capacity import Attempt
 from kvfleet.worker.port.engine_counters import EngineCounters
 from kvfleet.worker.port.sequence_spec import Locate, SequenceSpec
 from kvproto.block_hash import Root
-from kvproto.messages import GenerateRequest, HotChain, Inspection, Load, Rates, Tier
+from kvproto.messages import Adapter, GenerateRequest, HotChain, Inspection, Load, Rates, Tier
 from kvservice.distribution import Distribution
 
 Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # a request's chains, by the output of a choice so far
@@ -82,6 +82,21 @@ class EnginePort(Protocol):
 
     def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> Awaitable[tuple[Any, Any]]:
         """K and V `[tokens, kv_heads, head_dim]` of the cached part. Raises IndexError for an unknown layer."""
+        ...
+
+
+class AdapterPort(Protocol):
+    """Of an engine that takes LoRA adapters of its model, at any time."""
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]: ...
+
+    async def load(self, name: str, path: str) -> None:
+        """Raises InvalidRequest, or EngineFailure where the engine is gone."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Sequences that it has go on. Raises NotFound, or EngineFailure where the engine is gone."""
         ...
 
 

@@ -47,8 +47,8 @@ class SequenceTrace:
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """An earlier attempt generated `output_ids`, and its client has `text_sent` characters of them. `root` starts the
-    block hash chain (16 bytes, salted per tenant). `deadline` is monotonic. `choice` numbers the continuations of one
-    prompt, which share its blocks."""
+    block hash chain (16 bytes, salted per tenant), and is an `adapter`'s own, if one is named. `deadline` is monotonic.
+    `choice` numbers the continuations of one prompt, which share its blocks."""
 
     request: str
     attempt: int
@@ -58,6 +58,7 @@ class SequenceSpec:
     output_ids: tuple[int, ...] = ()
     text_sent: int = 0
     tenant: str = "public"
+    adapter: str = ""
     priority: int = 0
     deadline: float | None = None
     choice: int = 0

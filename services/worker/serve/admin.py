@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from array import array
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +63,7 @@ class AdminDesk:
     parts: WorkerParts
     stats: Callable[[], WorkerStats]
     begin_drain: Callable[[], None]
+    tell_adapters: Callable[[], Awaitable[None]]  # to all, and returns when they are told
     _kept: dict[str, tuple[float, bytes]] = field(default_factory=dict)
     _long_questions: LongAdminQuestions = field(default_factory=LongAdminQuestions)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -113,27 +114,41 @@ class AdminDesk:
         if request.command is AdminCommand.DRAIN:
             self.begin_drain()
             return b""
+        if request.command in (AdminCommand.LOAD_ADAPTER, AdminCommand.UNLOAD_ADAPTER):
+            await self._change_adapters(request)
+            return b""
         tenant = request.tenant or DEFAULT_TENANT
         if not is_token(tenant):
             raise InvalidRequest("is no tenant", field="tenant")
         ids = self._long_questions.ids_of(request, asyncio.get_running_loop().time())
         if ids is None:
             return b""
-        root = self.parts.roots.of(tenant, ids)
-        if request.command is AdminCommand.INSPECT:
-            inspection = await self.parts.engine.inspect(root, ids)
-            return codec.encode(await self._with_vaults(inspection, root, ids))
         if request.command is AdminCommand.ERASE:
             await self._erase(request, tenant, ids)
             return b""
+        self.parts.models.check(request.model or self.parts.models.model, new=False)
+        root = self.parts.models.all_roots(request.model, tenant, ids)[-1]
+        if request.command is AdminCommand.INSPECT:
+            inspection = await self.parts.engine.inspect(root, ids)
+            return codec.encode(await self._with_vaults(inspection, root, ids))
         return await self._kv(replace(request, ids=ids), tenant, root)
+
+    async def _change_adapters(self, request: AdminRequest) -> None:
+        adapters = self.parts.adapters
+        if adapters is None:
+            raise InvalidRequest(f"the {self.parts.record.engine} engine has no adapters")
+        if request.command is AdminCommand.LOAD_ADAPTER:
+            await adapters.load(request.model, request.path)
+        else:
+            await adapters.unload(request.model)
+        await self.tell_adapters()
 
     async def _erase(self, request: AdminRequest, tenant: str, ids: tuple[int, ...]) -> None:
         """Each sequence is erased up to where others continue it, so the last one takes what they share."""
 
         async def erase(one: tuple[int, ...]) -> None:
-            root = self.parts.roots.of(tenant, one)
-            await self.parts.engine.erase(root, one, request.keep)
+            for root in self.parts.models.all_roots(request.model, tenant, one):
+                await self.parts.engine.erase(root, one, request.keep)
 
         chains = [ids]
         for stray in request.strays:

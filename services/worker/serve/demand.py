@@ -54,13 +54,13 @@ async def leave_behind(parts: WorkerParts, limit_s: float) -> None:
         return
     try:
         async with asyncio.timeout(limit_s):
-            while parts.somebody_is_ready() is None:
+            while parts.somebody_is_ready(()) is None:
                 await asyncio.sleep(POLL_S)
-            if not parts.somebody_is_ready():
+            if not parts.somebody_is_ready(()):
                 return
             await asyncio.sleep(ANNOUNCED_S)
             rates = await parts.tiers.rates()
-            if parts.somebody_is_ready() and Tier.VAULT.value in rates:
+            if parts.somebody_is_ready(()) and Tier.VAULT.value in rates:
                 await _leave(parts)
     except TimeoutError:
         log.warning("not all blocks in demand are in vaults: the time to drain is over")

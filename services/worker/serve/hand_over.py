@@ -50,16 +50,21 @@ class HandOver:
 
         await wait(lambda: self.parts.frames.running, loop.time() + min(FINISH_S, limit_s / 4))
         alone = max(loop.time(), until - LAST_S)
-        await wait(lambda: self.parts.frames.running and not self.parts.somebody_is_ready(), alone)
+        await wait(lambda: self.parts.frames.running and not self._somebody_is_ready(), alone)
         if not self.parts.frames.running:
             return
         await self._move(until)
         await wait(lambda: any(record.readers for record in self._moved), until)
         await wait(lambda: self.parts.tiers.is_lending, until)
 
+    def _somebody_is_ready(self) -> bool | None:
+        """For all that runs here: an adapter's requests go on only where it is loaded."""
+        asked = {record.asked.model for record in self.parts.frames.running if record.asked is not None}
+        return self.parts.somebody_is_ready(asked)
+
     async def _move(self, until: float) -> None:
         clock = asyncio.get_running_loop().time
-        to_vaults = not self.parts.somebody_is_ready()
+        to_vaults = not self._somebody_is_ready()
         settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # readers are told even if a step hangs
         keys = [record.key for record in self.parts.frames.running]
         for record in self.parts.frames.running:

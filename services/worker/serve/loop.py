@@ -48,7 +48,9 @@ class WorkerLoop:
         self._is_draining = False
         self.hand_over = HandOver(parts)
         self.requests = RequestDesk(parts, lambda: self._is_draining, self.tasks.spawn)
-        self.admin = AdminDesk(parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain)
+        self.admin = AdminDesk(
+            parts, lambda: WorkerStats(self.record, self.heartbeat()), self._asked_to_drain, self._announce
+        )
 
     async def start(self) -> None:
         """Subscribe, register, beat. Raises Fenced if a later process has this id, Unavailable without JetStream."""
@@ -96,10 +98,14 @@ class WorkerLoop:
             self.on_state()
 
     def on_state(self) -> None:
-        """The engine went away or came back, or a drain began."""
+        """The engine went away or came back, its adapters changed, or a drain began."""
         self.tasks.spawn(self._announce(), "state")
 
     async def _announce(self) -> None:
+        if self.parts.adapters is not None:
+            loaded = self.parts.adapters.loaded
+            self.parts.models.put(loaded)
+            self.record = replace(self.record, adapters=loaded)
         await self._publish_heartbeat()
         try:
             await self.parts.lease.set(replace(self.record, state=self.state))

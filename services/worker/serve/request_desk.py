@@ -94,7 +94,7 @@ class RequestDesk:
                 self.spawn(self._prepare_aside(asked, meeting), "preparing")
                 return
             ids = request.prompt_ids or tuple(self.parts.encode_prompt(request.prompt or ""))
-            self._take(asked, ids, self.parts.roots.of(tenant, ids), give_way, {})
+            self._take(asked, ids, self.parts.models.root(request.model, tenant, ids), give_way, {})
         except KvfleetError as error:
             if isinstance(error, CodecError):
                 self.malformed_total += 1
@@ -108,7 +108,7 @@ class RequestDesk:
             if meeting is not None:
                 await meeting
             ids = request.prompt_ids or tuple(await on_thread(self.parts.encode_prompt, request.prompt or ""))
-            root = self.parts.roots.of(asked.tenant, ids)
+            root = self.parts.models.root(request.model, asked.tenant, ids)
             hashed: Hashed = {}
             if self.parts.tiers.would_look(request, len(ids) + _generated(request)):
                 hashed = await on_thread(self.parts.tiers.hash, request, root, ids)
@@ -170,6 +170,7 @@ class RequestDesk:
             prompt_ids=ids,
             root=root,
             tenant=tenant,
+            adapter=self.parts.models.adapter(request.model),
             deadline=deadline,
             location=self.parts.tiers.locate(request, root, ids, hashed, trace.span.traceparent if trace else ""),
             trace=trace.sequence if trace else None,
@@ -189,7 +190,8 @@ class RequestDesk:
     def _check(self, request: GenerateRequest, before: int = 0) -> int:
         """`before`: requests being prepared. Returns how many sequences have to give way."""
         new, me = self._frames.known(request.request, request.attempt) is None, self.parts.record
-        check_request(request, model=me.model, draining=new and self.is_draining(), unix_ms=time.time() * 1000)
+        self.parts.models.check(request.model, new=new)
+        check_request(request, draining=new and self.is_draining(), unix_ms=time.time() * 1000)
         if not new:
             return 0
         if not self._engine.is_ready:

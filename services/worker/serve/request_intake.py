@@ -10,7 +10,7 @@ from kvfleet.worker.port.capacity import could_give_way, full, until_served
 from kvfleet.worker.port.sequence_spec import Locate, SequenceSpec, SequenceTrace
 from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
-from kvproto.errors import EXPIRES, Draining, InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from kvproto.errors import EXPIRES, Draining, InvalidRequest, Overloaded, Unavailable
 from kvproto.messages import GenerateRequest, Load, Rates
 from kvproto.subjects import PLACEMENT_INBOX, VAULT_INBOX, WORKER_INBOX, is_inbox, is_of_the_fleet
 
@@ -25,7 +25,7 @@ def of_its_asker(request: GenerateRequest, reply: str, fleet_key: bytes, max_pri
     return replace(request, priority=max_priority)
 
 
-def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_ms: float) -> None:
+def check_request(request: GenerateRequest, *, draining: bool, unix_ms: float) -> None:
     """Raises the KvfleetError for which this worker never takes the request."""
     if not is_inbox(request.inbox) or request.inbox.partition(".")[0] in NOT_FOR_FRAMES:
         raise InvalidRequest("must be a reader's inbox: it begins with _ and has no wildcard", field="inbox")
@@ -33,8 +33,6 @@ def check_request(request: GenerateRequest, *, model: str, draining: bool, unix_
         raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
     if request.prompt == "":
         raise InvalidRequest("must not be empty", field="prompt")
-    if request.model != model:
-        raise ModelNotFound(f"this worker serves {model!r}, not {request.model!r}", field="model")
     if draining:
         raise Draining("this worker is draining")
     if request.expires_unix_ms is not None and request.expires_unix_ms < unix_ms:
@@ -47,7 +45,7 @@ def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> b
     bias = dict(sorted(request.sampling.logit_bias.items()))
     asked = codec.encode(replace(request.sampling, logit_bias=bias))
     digest = hashlib.blake2b(pack_ids(ids), digest_size=16)
-    digest.update(b"%s\0%d\0%s" % (tenant.encode(), request.exact, asked))
+    digest.update(b"%s\0%s\0%d\0%s" % (tenant.encode(), request.model.encode(), request.exact, asked))
     return digest.digest()
 
 
@@ -77,6 +75,7 @@ def sequences_of(
     root: Root,
     tenant: str,
     deadline: float | None,
+    adapter: str = "",
     location: Locate = lambda choice: None,
     trace: SequenceTrace | None = None,
 ) -> Iterator[SequenceSpec]:
@@ -92,6 +91,7 @@ def sequences_of(
             output_ids=before.output_ids,
             text_sent=before.text_sent,
             tenant=tenant,
+            adapter=adapter,
             priority=request.priority,
             deadline=deadline,
             choice=choice,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvfleet.worker.port.engine_port import EnginePort, TierPort
+from kvfleet.worker.port.engine_port import AdapterPort, EnginePort, TierPort
 from kvfleet.worker.port.outputs import KvPublisher
 from kvfleet.worker.serve.broadcast import Broadcast
+from kvfleet.worker.serve.served_models import ServedModels
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.streams.frames import FrameBook
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.outbox import Outbox
-from kvproto.block_hash import TenantRoots
 from kvproto.connection import Connection
 from kvproto.members import Lease
 from kvproto.messages import Bundle, WorkerRecord
@@ -23,8 +23,8 @@ from kvservice.tracing import Tracer
 
 @dataclass(eq=False)
 class WorkerParts:
-    """`encode_prompt` raises InvalidRequest. `somebody_is_ready`: whether another worker of this model takes new work;
-    None if unknown yet."""
+    """`encode_prompt` raises InvalidRequest. `somebody_is_ready`: whether another worker of this model takes new work,
+    and one for each of the models that it is told; None if unknown yet."""
 
     settings: WorkerSettings
     connection: Connection
@@ -35,9 +35,10 @@ class WorkerParts:
     bundle: Bundle
     encode_prompt: Callable[[str], list[int]]
     tracer: Tracer = tracing.NULL
-    somebody_is_ready: Callable[[], bool | None] = lambda: False
+    somebody_is_ready: Callable[[Iterable[str]], bool | None] = lambda models: False
+    adapters: AdapterPort | None = None
     record: WorkerRecord = field(init=False)
-    roots: TenantRoots = field(init=False)
+    models: ServedModels = field(init=False)
     milestones: MilestoneLog = field(init=False)
     frames: FrameBook = field(init=False)
     outbox: Outbox = field(init=False)
@@ -47,7 +48,7 @@ class WorkerParts:
         assert isinstance(self.lease.record, WorkerRecord)
         self.record = me = self.lease.record
         publisher = KvPublisher(me.epoch)
-        self.roots = TenantRoots(me.model_revision, me.block_size, me.public_prefixes, self.settings.fleet_key.encode())
+        self.models = ServedModels(me, self.settings.fleet_key.encode())
         self.milestones = MilestoneLog(me.id, me.epoch)
         self.frames = FrameBook(me.id, self.milestones)
         self.outbox = Outbox(self.connection, self.frames.leases)

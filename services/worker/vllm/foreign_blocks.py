@@ -1,7 +1,8 @@
 """vLLM's cached blocks as blocks of ours. Pure; the sidecar's event loop owns it.
 
 vLLM names a block by a hash of its own and tells the block's token ids, its parent and, of a prompt's first block, the
-cache salt. The salt is the root of our chain in hex, so our hashes follow from the event alone. One of its blocks is
+cache salt. The salt is the root of our chain in hex, the adapter's of those that have one, so our hashes follow from
+the event alone. One of its blocks is
 one or more of ours. It tells each copy of a block, when it is stored and when it is removed, so copies are counted.
 
 What cannot be told is left out: a holding that is missing costs a slower answer, as a wrong one does.
@@ -146,8 +147,8 @@ class ForeignBlocks:
         if parent is not None:
             known = self._blocks.get(parent)
             return known.hashes[-1] if known is not None else None
-        keys = (event.get("extra_keys") or [None])[0] or ()
-        return next((root for key in keys if (root := root_of_salt(key)) is not None), None)
+        keys, lora = (event.get("extra_keys") or [None])[0] or (), event.get("lora_name")
+        return next((root for key in keys if key != lora and (root := root_of_salt(key)) is not None), None)
 
     def _removed(self, names: Iterable[ForeignHash]) -> list[TierEvents]:
         gone: list[bytes] = []

@@ -18,16 +18,17 @@ ABORT = "/inference/v1/abort_requests"
 ID_PREFIX = "generate-tokens-"  # what vLLM puts in front of a request's id, and wants back to abort it
 CONNECT_S = 5.0
 ANSWER_S = 10.0  # for a short question
+ORDER_S = 120.0  # for what makes it read weights
 MAX_LINE = 1 << 20  # bytes of one chunk
 MAX_ERROR = 500  # characters of a foreign message that are repeated
 
 
 class Answered(EngineFailure):
-    """The server is there, and answered something else than it should, with this HTTP status."""
+    """The server is there, and answered something else than it should, with this HTTP status. `said`: its own words."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, said: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.said = status, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,16 @@ class TokenRoutes:
         """Raises EngineFailure unless it is answered with 200 in time, Answered if with something else."""
         return await self._ask("GET", path)
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    async def order(self, path: str, body: Mapping[str, Any]) -> None:
+        """Something other than tokens. Raises EngineFailure, Answered if it is refused."""
+        await self._ask("POST", path, body, ORDER_S)
+
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, limit_s: float = ANSWER_S
+    ) -> bytes:
         data = None if body is None else orjson.dumps(body)
         headers = {"content-type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        timeout = aiohttp.ClientTimeout(total=limit_s)
         try:
             async with self._session.request(method, path, data=data, headers=headers, timeout=timeout) as answer:
                 found = await answer.read()
@@ -97,8 +104,8 @@ class TokenRoutes:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineFailure(f"{self.url}{path} does not answer: {type(error).__name__}: {error}") from error
         if answer.status != 200:
-            text = _line(found.decode(errors="replace"))
-            raise Answered(f"{self.url}{path} answers {answer.status}: {text}", answer.status)
+            text = found.decode(errors="replace")
+            raise Answered(f"{self.url}{path} answers {answer.status}: {_line(text)}", answer.status, _said(text))
         return found
 
 
@@ -130,11 +137,14 @@ def _token(scored: Mapping[str, Any]) -> int:
 
 
 def _refusal(status: int, text: str) -> KvfleetError:
+    return _error(status, _said(text))
+
+
+def _said(text: str) -> str:
     try:
-        message = _message(orjson.loads(text))
+        return _message(orjson.loads(text))
     except (orjson.JSONDecodeError, TypeError, AttributeError):
-        message = _line(text)
-    return _error(status, message)
+        return _line(text)
 
 
 def _error(status: int, message: str) -> KvfleetError:

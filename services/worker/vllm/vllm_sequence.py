@@ -135,7 +135,7 @@ class VllmSequence:
             params["extra_args"] = {wire.KEY: self._draw(sockets)}
         return {
             "request_id": self.name,
-            "model": model,
+            "model": spec.adapter or model,
             "token_ids": ids,
             "stream": True,
             "sampling_params": params,

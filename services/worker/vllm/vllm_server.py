@@ -32,13 +32,14 @@ from kvfleet.worker.vllm.server_facts import (
     missing_flags,
 )
 from kvfleet.worker.vllm.token_routes import Answered, NextTokens, TokenRoutes
+from kvfleet.worker.vllm.vllm_adapters import VllmAdapters
 from kvfleet.worker.vllm.vllm_calls import VllmCalls
 from kvfleet.worker.vllm.vllm_engine import VllmEngine
 from kvfleet.worker.vllm.vllm_news import DrawFailures, Told, VllmNews, problem_of
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet_vllm import wire
 from kvproto.block_hash import HASH_BYTES
-from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError, ModelNotFound
+from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError, ModelNotFound, Unavailable
 from kvproto.messages import TierEvents
 from kvproto.tasks import VitalTasks, end
 
@@ -95,6 +96,7 @@ class VllmServer(VllmCalls):
         self.blocks = ForeignBlocks(self.wanted.block_size)
         path = Path(self.sockets.news)
         self.news = VllmNews(path, self._on_hello, self._on_told, self._went, self._on_worker, self._on_lost)
+        self.adapters = VllmAdapters(self.routes)
         self._tasks = VitalTasks(self.on_fatal)
 
     async def open(self) -> None:
@@ -138,6 +140,8 @@ class VllmServer(VllmCalls):
         except EngineFailure:
             self._suspect.set()
             raise
+        except ModelNotFound as error:  # it was unloaded here, and others may have it
+            raise Unavailable(str(error), field=error.field) from None
 
     async def erase(self, hashes: Sequence[ForeignHash]) -> None:
         """Raises EngineFailure."""
@@ -264,7 +268,7 @@ class VllmServer(VllmCalls):
 
     async def _check(self) -> None:
         """Raises Unsuitable, or EngineFailure while it is not there yet."""
-        self._model = await self._served_name()
+        self._model, adapters = await self._served_names()
         await self.routes.get("/health")
         hello = await self._greeting()
         if (problem := problem_of(hello)) is not None:
@@ -287,17 +291,20 @@ class VllmServer(VllmCalls):
         if against:
             raise Unsuitable(f"vLLM at {self.routes.url} contradicts this worker: {'; '.join(against)}")
         await self._events_arrive(facts, hello)
+        await self.adapters.found(adapters, is_enabled=facts.has_lora, anew=self._instance != hello.instance)
         if self._instance and self._instance != hello.instance:
             self.restarts_total += 1
         self._facts, self._instance, self.engine_pid = facts, hello.instance, hello.pid
         self._anew = 0 if self._feed is None else self._feed.anew_total
 
-    async def _served_name(self) -> str:
-        """Raises Unsuitable for a server that is no vLLM, EngineFailure where nothing listens."""
+    async def _served_names(self) -> tuple[str, dict[str, str]]:
+        """The model's, and the paths of adapters by theirs. Raises Unsuitable for a server that is no vLLM,
+        EngineFailure where nothing listens."""
         try:
             orjson.loads(await self.routes.get("/version"))["version"]
             listed = orjson.loads(await self.routes.get("/v1/models"))["data"]
             served = [str(one["id"]) for one in listed if not one.get("parent")]
+            adapters = {str(one["id"]): str(one["root"]) for one in listed if one.get("parent")}
         except Answered as error:
             if error.status in STARTING:
                 raise
@@ -307,7 +314,7 @@ class VllmServer(VllmCalls):
             raise Unsuitable(f"the server at {self.routes.url} is no vLLM, or a broken one: {told}") from None
         if not served:
             raise Unsuitable(f"vLLM at {self.routes.url} serves no model")
-        return served[0]
+        return served[0], adapters
 
     async def _greeting(self) -> wire.EngineHello:
         self._hello = asyncio.get_running_loop().create_future()

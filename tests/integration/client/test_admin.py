@@ -115,3 +115,10 @@ async def test_what_is_to_be_kept_stays(worker: FakeWorker, client: Client) -> N
     await ask(client, PROMPT)
     await client.admin("w0", AdminRequest(AdminCommand.ERASE, "public", PROMPT, keep=40))
     assert (await inspect(client, PROMPT)).cached_tokens == 32
+
+
+@pytest.mark.parametrize("command", [AdminCommand.LOAD_ADAPTER, AdminCommand.UNLOAD_ADAPTER])
+async def test_the_own_engine_has_no_adapters(worker: FakeWorker, client: Client, command: AdminCommand) -> None:
+    with pytest.raises(InvalidRequest, match="the own engine has no adapters"):
+        await client.admin("w0", AdminRequest(command, model="a", path="/a"))
+    assert worker.fatal == []

@@ -24,7 +24,7 @@ DRAIN_S = 6.0
 @pytest.fixture
 async def worker(fleet: FakeFleet) -> FakeWorker:
     worker = await fleet.start("w0", fake_tokens_per_s=200, drain_s=DRAIN_S)
-    worker.loop.parts.somebody_is_ready = lambda: True
+    worker.loop.parts.somebody_is_ready = lambda models: True
     return worker
 
 

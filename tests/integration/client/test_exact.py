@@ -53,7 +53,7 @@ async def test_the_flag_reaches_the_engine(
 
 async def test_an_exact_request_finds_nothing_lossy(worker: FakeWorker, client: Client) -> None:
     def have_lossy_blocks(engine: Engine) -> None:
-        root, size = worker.loop.parts.roots.of("public", PROMPT), engine.pool.block_size
+        root, size = worker.loop.parts.models.root("demo", "public", PROMPT), engine.pool.block_size
         hashes, blocks = chain(root, PROMPT, size), engine.pool.allocate(2)
         for at in range(len(hashes)):
             ids = PROMPT[at * size : (at + 1) * size]

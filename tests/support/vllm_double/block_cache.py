@@ -22,12 +22,22 @@ class Block:
     state: int = 0  # of the model, after its last token
 
 
-def hashes_of(salt: str | None, ids: Sequence[int], size: int) -> list[bytes]:
-    """Of all full blocks."""
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A loaded adapter. `weights` stand for what was in its files then."""
+
+    name: str
+    path: str
+    weights: int
+
+
+def hashes_of(salt: str | None, ids: Sequence[int], size: int, lora: Lora | None = None) -> list[bytes]:
+    """Of all full blocks. An adapter is in it by name and path."""
+    which = None if lora is None else (lora.name, lora.path)
     found: list[bytes] = []
     parent = b"none"
     for start in range(0, len(ids) - size + 1, size):
-        key = repr((salt if not start else None, list(ids[start : start + size]))).encode()
+        key = repr((which, salt if not start else None, list(ids[start : start + size]))).encode()
         found.append(parent := hashlib.sha256(parent + key).digest())
     return found
 
@@ -83,7 +93,14 @@ class BlockCache:
             if not block.users:
                 self._free[block.block_id] = block
 
-    def store(self, blocks: Sequence[Block], hashes: Sequence[bytes], ids: Sequence[int], salt: str | None) -> None:
+    def store(
+        self,
+        blocks: Sequence[Block],
+        hashes: Sequence[bytes],
+        ids: Sequence[int],
+        salt: str | None,
+        lora: Lora | None = None,
+    ) -> None:
         """Name full blocks, which follow the first ones of `hashes`; `ids` are the sequence's up to their end."""
         if not blocks:
             return
@@ -91,9 +108,10 @@ class BlockCache:
         for block, one in zip(blocks, hashes[start:], strict=True):
             block.block_hash = one + GROUP
             self._cached.setdefault(one, {})[block.block_id] = block
-        keys: list[Any] = [None] * len(blocks)
+        named = [] if lora is None else [lora.name]
+        keys: list[Any] = [named or None] * len(blocks)
         if not start and salt is not None:
-            keys[0] = [salt]
+            keys[0] = [*named, salt]
         self.events.append(
             {
                 "type": "BlockStored",
@@ -101,9 +119,9 @@ class BlockCache:
                 "parent_block_hash": told(hashes[start - 1]) if start else None,
                 "token_ids": list(ids[start * self.size :]),
                 "block_size": self.size,
-                "lora_id": None,
+                "lora_id": None if lora is None else 1,
                 "medium": "GPU",
-                "lora_name": None,
+                "lora_name": None if lora is None else lora.name,
                 "extra_keys": keys,
                 "group_idx": 0,
                 "kv_cache_spec_kind": "full_attention",

@@ -23,7 +23,7 @@ from kvfleet_vllm.scheduler_side import SchedulerSide
 from kvfleet_vllm.wire import KEY, EngineHello
 from kvproto.tasks import end
 from tests.support.vllm_double import toy_model
-from tests.support.vllm_double.block_cache import BlockCache
+from tests.support.vllm_double.block_cache import BlockCache, Lora
 from tests.support.vllm_double.event_publisher import EventPublisher
 from tests.support.vllm_double.made_with import MadeWith, Spoiled
 from tests.support.vllm_double.scheduler import Request, Scheduler
@@ -148,7 +148,7 @@ class Engine:
         self.queues[request.request_id].put_nowait(told)
 
 
-def request_of(body: Mapping[str, Any], room: int) -> Request:
+def request_of(body: Mapping[str, Any], room: int, lora: Lora | None = None) -> Request:
     params = body["sampling_params"]
     asked = params.get("max_tokens")
     return Request(
@@ -159,4 +159,5 @@ def request_of(body: Mapping[str, Any], room: int) -> Request:
         body.get("priority", 0),
         body.get("kv_transfer_params"),
         room if asked is None else min(asked, room),
+        lora,
     )

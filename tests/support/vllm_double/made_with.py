@@ -23,7 +23,8 @@ class Spoiled:
 @dataclass(eq=False)
 class MadeWith:
     """What `vllm serve` was started with. `other_facts` are told instead of what is; `answers` by path: a status and a
-    body instead of the real answer. `events_go_to` is another endpoint than the one that is told."""
+    body instead of the real answer. `events_go_to` is another endpoint than the one that is told. `adapters`: paths by
+    name, of --lora-modules; None: without --enable-lora. `loads`: more may come at run time."""
 
     events: str
     replay: str
@@ -42,6 +43,8 @@ class MadeWith:
     has_connector: bool = True
     has_sampler: bool = True
     events_go_to: str = ""
+    adapters: Mapping[str, str] | None = None
+    loads: bool = True
     topic: str = field(default_factory=lambda: f"kv-{uuid.uuid4().hex}")  # another's may come to a port used again
     other_facts: Mapping[str, Any] = field(default_factory=dict)
     answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
@@ -72,7 +75,7 @@ class MadeWith:
             "data_parallel_rank": 0,
             "speculative_method": None,
             "vocab_size": self.vocab_size,
-            "enable_lora": False,
+            "enable_lora": self.adapters is not None,
             "num_gpu_blocks": self.blocks,
             "bytes_per_block": 1024,
             "kv_cache_groups": [{"kind": "full_attention", "block_size": self.block_size, "layers": 1}],

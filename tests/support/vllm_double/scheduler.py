@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.vllm_double import toy_model
-from tests.support.vllm_double.block_cache import Block, BlockCache, hashes_of
+from tests.support.vllm_double.block_cache import Block, BlockCache, Lora, hashes_of
 
 
 @dataclass(eq=False)
@@ -27,6 +27,7 @@ class Request:
     priority: int
     kv_transfer_params: Any
     max_tokens: int
+    lora: Lora | None = None
     arrival: int = 0
     outputs: list[int] = field(default_factory=list)  # live, as the sampler sees it
     blocks: list[Block] = field(default_factory=list)
@@ -117,7 +118,7 @@ class Scheduler:
                 budget -= self._put(output, request, tokens)
         while self.waiting and budget and len(self.running) < self.slots and not output.preempted_req_ids:
             request = min(self.waiting, key=lambda one: one.order)
-            request.hashes = hashes_of(request.salt, request.ids, self.cache.size)
+            request.hashes = hashes_of(request.salt, request.ids, self.cache.size, request.lora)
             found = self.cache.find(request.hashes[: (request.num_tokens - 1) // self.cache.size])
             self.cache.take(found)
             computed = len(found) * self.cache.size
@@ -144,7 +145,9 @@ class Scheduler:
         """Returns those that need their next token."""
         size = self.cache.size
         for part in (*output.parts, *output.dropped):
-            before = part.blocks[part.start // size - 1].state if part.start else toy_model.FIRST
+            lora = part.request.lora
+            first = toy_model.FIRST if lora is None else toy_model.after(toy_model.FIRST, [lora.weights])
+            before = part.blocks[part.start // size - 1].state if part.start else first
             state = before if part.start % size == 0 else part.request.state
             for at in range(part.start, part.start + part.tokens):
                 state = toy_model.after(state, part.ids[at : at + 1])
@@ -172,8 +175,9 @@ class Scheduler:
         if full > request.named:
             ids: Sequence[int] = request.ids[: full * self.cache.size]
             if len(request.hashes) < full:
-                request.hashes = hashes_of(request.salt, ids, self.cache.size)
-            self.cache.store(request.blocks[request.named : full], request.hashes[:full], ids, request.salt)
+                request.hashes = hashes_of(request.salt, ids, self.cache.size, request.lora)
+            named, hashes = request.blocks[request.named : full], request.hashes[:full]
+            self.cache.store(named, hashes, ids, request.salt, request.lora)
             request.named = full
         return tokens
 

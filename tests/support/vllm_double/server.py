@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,14 @@ from aiohttp import web
 from kvfleet_vllm.row_sampling import sampling_of
 from kvfleet_vllm.wire import KEY
 from kvproto.testing.nats_process import free_ports
+from tests.support.vllm_double.block_cache import Lora
 from tests.support.vllm_double.engine import Engine, Told, request_of
 from tests.support.vllm_double.made_with import MadeWith, Spoiled
 
 ROUTES = "/inference/v1/"
+ADAPTERS = LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+MAX_RANK = 16
+TRACE = "please check the stack trace above for the root cause"
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -48,6 +55,7 @@ class VllmDouble:
 
     async def start(self) -> VllmDouble:
         """With an empty cache, as another process."""
+        self.adapters = {name: _lora(name, path) for name, path in (self.made.adapters or {}).items()}
         self.engine = Engine(self.made)
         self.engine.start()
         app = web.Application(client_max_size=1 << 26)
@@ -89,20 +97,43 @@ class VllmDouble:
             return web.json_response({"version": self.made.version})
         if path == "/v1/models":
             one = {"id": self.made.name, "object": "model", "root": self.made.model, "parent": None}
-            return web.json_response({"object": "list", "data": [one | {"max_model_len": self.made.context}]})
+            loras = [
+                {"id": lora.name, "object": "model", "root": lora.path, "parent": self.made.name}
+                for lora in self.adapters.values()
+            ]
+            return web.json_response({"object": "list", "data": [one | {"max_model_len": self.made.context}, *loras]})
         if path == "/metrics":
             running = len(self.engine.scheduler.running)
             return web.Response(text=METRICS.format(name=self.made.name, running=running, tokens=self.engine.steps))
         if path.startswith(ROUTES) and not self.made.has_routes:
             return _refusal(403, "this route needs --enable-scale-out")
         body = orjson.loads(await request.read() or b"{}")
+        if path in ADAPTERS and self.made.loads:
+            return self._change_adapters(path, body)
         if path == ROUTES + "abort_requests":
             for name in body["request_ids"]:
                 self.engine.abort(name)
             return web.Response()
         if path == ROUTES + "generate":
             return await self._generate(request, body)
-        return _refusal(404, "Not Found")
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    def _change_adapters(self, path: str, body: Mapping[str, str]) -> web.Response:
+        name = body["lora_name"]
+        if path == UNLOAD:
+            if self.adapters.pop(name, None) is None:
+                return _refusal(404, f"The lora adapter '{name}' cannot be found.")
+        elif name in self.adapters:
+            return _refusal(400, f"The lora adapter '{name}' has already been loaded.")
+        else:
+            folder = Path(body["lora_path"])
+            if not folder.is_dir():
+                return _refusal(404, f"Loading lora {name} failed: No adapter found for {folder}")
+            if (rank := json.loads((folder / "adapter_config.json").read_text())["r"]) > MAX_RANK:
+                why = f"LoRA rank {rank} is greater than max_lora_rank {MAX_RANK}."
+                return _refusal(500, f"Call to add_lora method failed: Worker failed with error '{why}', {TRACE}")
+            self.adapters[name] = _lora(name, str(folder))
+        return web.Response(text="Success")
 
     async def _generate(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if (refusal := self._refuses(body)) is not None:
@@ -119,7 +150,7 @@ class VllmDouble:
                 await _write(answer, _error(400, str(error)))
                 await answer.write(b"data: [DONE]\n\n")
                 return answer
-        made = request_of(body, self.made.context - len(body["token_ids"]))
+        made = request_of(body, self.made.context - len(body["token_ids"]), self.adapters.get(body.get("model", "")))
         queue = engine.add(made)
         try:
             while True:
@@ -143,7 +174,7 @@ class VllmDouble:
 
     def _refuses(self, body: dict[str, Any]) -> web.Response | None:
         ids, params, context = body["token_ids"], body["sampling_params"], self.made.context
-        if body.get("model") not in (None, self.made.name):
+        if body.get("model") not in (None, self.made.name, *self.adapters):
             return _refusal(404, f"The model `{body['model']}` does not exist.")
         wrong = None
         if not ids:
@@ -157,6 +188,10 @@ class VllmDouble:
         elif not 0 < params.get("top_p", 1) <= 1:
             wrong = f"top_p must be in (0, 1], got {params['top_p']}."
         return None if wrong is None else _refusal(400, wrong)
+
+
+def _lora(name: str, path: str) -> Lora:
+    return Lora(name, path, zlib.crc32((Path(path) / "adapter_model.safetensors").read_bytes()))
 
 
 def _error(status: int, message: str) -> dict[str, Any]:

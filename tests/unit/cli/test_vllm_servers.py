@@ -157,6 +157,10 @@ def test_the_checkout_s_own_vllm_comes_first(tmp_path: Path, monkeypatch: pytest
             ["--engine", "vllm", "--engine-python", "/nowhere"],
             "--engine vllm: /nowhere does not exist: make vllm-install",
         ),
+        (
+            ["--engine", "vllm", "--", "--lora-modules", "a=b"],
+            "--lora-modules: kvfleet up gives vLLM its own, of each --lora",
+        ),
         (["--", "--enforce-eager"], "--enforce-eager: only with --engine vllm"),
         (["--engine-python", "x"], "--engine-python: only with --engine vllm"),
     ],

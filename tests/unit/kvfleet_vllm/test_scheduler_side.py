@@ -330,9 +330,16 @@ def test_where_vllm_would_fail_what_cannot_be_loaded_nothing_is_restored(worker:
     side.close()
 
 
-@pytest.mark.parametrize(
-    "special", [{"lora_request": object()}, {"mm_features": [1]}, {"prompt_embeds": 1}, {"request_id": "0_generate-x"}]
-)
+def test_an_adapters_blocks_move_as_their_chain_begins_with_a_root_of_its_own(
+    side: SchedulerSide, worker: Worker
+) -> None:
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
+    one.lora_request = object()
+    side.request_added(one)
+    assert side.restorable(one, 0) == 32
+
+
+@pytest.mark.parametrize("special", [{"mm_features": [1]}, {"prompt_embeds": 1}, {"request_id": "0_generate-x"}])
 def test_blocks_that_tokens_alone_do_not_name_stay(side: SchedulerSide, worker: Worker, special: Any) -> None:
     one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
     vars(one).update(special)

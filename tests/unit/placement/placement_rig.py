@@ -14,7 +14,7 @@ from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Answer, PlaceAsked, Tick, WorkerRegistered
 from kvfleet.placement.index.changes import TIERS, Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
-from kvfleet.placement.workers.prompts import HashedPrompts, address_space
+from kvfleet.placement.workers.prompts import HashedPrompts, address_spaces
 from kvproto.messages import (
     BookedBatch,
     Heartbeat,
@@ -114,7 +114,7 @@ class Rig:
         self.tell(Tick())
 
     def hashes(self, ids: Sequence[int], tenant: str = "public") -> Hashes:
-        return self.prompts.hashes(address_space(a_record("any")), tenant, an_ask(prompt_ids=tuple(ids)))
+        return self.prompts.hashes(address_spaces(a_record("any"))["demo"], tenant, an_ask(prompt_ids=tuple(ids)))
 
     def store(
         self,

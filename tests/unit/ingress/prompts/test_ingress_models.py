@@ -14,7 +14,7 @@ from kvfleet.ingress.fleet.report import IngressCounts, models_report, stats_rep
 from kvfleet.ingress.prompts.models import KEPT_UNNAMED, Models, OtherRegions
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers, Unavailable, WorkerLost
 from kvproto.fleet_view import FleetView
-from kvproto.messages import Bundle, Heartbeat, Rates, State, WorkerRecord
+from kvproto.messages import Adapter, Bundle, Heartbeat, Rates, State, WorkerRecord
 from kvproto.subjects import Subjects
 
 COUNTS = IngressCounts("i0", *[0] * 9)
@@ -101,6 +101,25 @@ async def test_a_new_hash_is_a_new_bundle_before_its_first_request(executor: Thr
     await models.stop()
 
 
+async def test_an_adapter_has_its_models_tokenizer_and_a_name_of_its_own(executor: ThreadPoolExecutor) -> None:
+    source = Source()
+    view = view_of(record("a"), replace(record("b"), adapters=(Adapter("red", "r1"),)))
+    models = models_of(source, view, executor)
+    red, base = await models.get("red"), await models.get("m")
+    assert (red.name, base.name, source.asked) == ("red", "m", ["b"])
+    assert (red.tokenizer, red.bundle) == (base.tokenizer, base.bundle)
+    listed = {one.id: (one.parent, one.max_model_len) for one in models_report(models.served()).data}
+    assert listed == {"m": (None, 0), "red": ("m", 0)}
+    assert models.default_name() == "m"
+    assert models.known("red") == "red"
+    assert workers_report(view, str)["b"].adapters == ["red"]
+    assert stats_report(view, COUNTS).models == ["m", "red"]
+    view.on_worker_record(record("b"), 2, 0.0)
+    with pytest.raises(ModelNotFound, match="'red'"):
+        await models.get("red")
+    assert (models.known("red"), models.remembered()) == (None, ["m"])
+
+
 async def test_models_nobody_serves(executor: ThreadPoolExecutor) -> None:
     view = view_of(record("a"), record("b", "starting", state=State.STARTING))
     models = models_of(Source(), view, executor)
@@ -121,7 +140,7 @@ def test_the_model_of_a_request_that_names_none(executor: ThreadPoolExecutor) ->
     view.on_worker_record(record("b", "n"), 1, 0.0)
     with pytest.raises(InvalidRequest, match="m, n"):
         models.default_name()
-    assert [one.model for one in models.served()] == ["m", "n"]
+    assert list(models.served()) == ["m", "n"]
 
 
 def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
@@ -132,7 +151,7 @@ def test_reports_of_an_empty_and_of_a_mixed_fleet() -> None:
     assert {worker: one.state for worker, one in workers_report(view, str).items()} == {"a": "ready", "b": "dead"}
     stats = stats_report(view, COUNTS)
     assert (stats.workers, stats.ready, stats.load["running"]) == (1, 1, 0)
-    assert models_report(view.models().values()).data[0].id == "m"
+    assert models_report(view.models()).data[0].id == "m"
 
 
 def test_rates_are_summed_and_those_by_tier_for_each_tier() -> None:

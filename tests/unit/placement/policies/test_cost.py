@@ -18,7 +18,7 @@ from kvfleet.placement.policies.cost import Cost
 from kvfleet.placement.policies.simple import KvLoad
 from kvfleet.placement.workers.fleet import Fleet, Ready
 from kvfleet.placement.workers.price_kernel import COPY, COST, FETCH, HARM, PREFILL, QUEUE, RESTORED, SLOT, STEP
-from kvfleet.placement.workers.prompts import NO_HASHES, address_space
+from kvfleet.placement.workers.prompts import NO_HASHES, address_spaces
 from kvfleet.placement.workers.workloads import Workloads
 from kvproto.hash_ring import HashRing
 from kvproto.messages import Load, Rates
@@ -257,7 +257,7 @@ def test_two_revisions_of_a_model_are_matched_each_by_its_own_hashes() -> None:
     rig.tell(WorkerRegistered(new))
     rig.beat("w9")
     ids = tokens(1, 800)
-    hashes = rig.prompts.hashes(address_space(new), "public", an_ask(prompt_ids=ids))
+    hashes = rig.prompts.hashes(address_spaces(new)[new.model], "public", an_ask(prompt_ids=ids))
     rig.core.indexer.on_changes("w9", Changes("e1", 1, (HolderChange(0, False, hashes),), 0), rig.now)
     assert rig.place("r", ids).worker == "w9"
     rig.store("w0", tokens(2, 800))

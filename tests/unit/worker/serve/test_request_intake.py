@@ -143,4 +143,4 @@ def test_frames_go_to_no_inbox_where_answers_are_read() -> None:
     ):
         asked = replace(REQUEST, inbox=inbox)
         with contextlib.nullcontext() if fine else pytest.raises(InvalidRequest, match="inbox"):
-            check_request(asked, model="demo", draining=False, unix_ms=0.0)
+            check_request(asked, draining=False, unix_ms=0.0)
