@@ -357,7 +357,8 @@ class VllmServer(VllmCalls):
             "model": self._model,
             "token_ids": list(ids),
             "stream": True,
-            "sampling_params": {"max_tokens": 1, "temperature": 0, "ignore_eos": True},
+            # vLLM compiles for the first log probability, in one step of up to 20 s: before the worker takes requests.
+            "sampling_params": {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "logprobs": 0},
             "cache_salt": salt_of_root(root),
             "priority": FIRST,
             "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": self.sockets.news}},
