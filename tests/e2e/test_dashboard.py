@@ -269,6 +269,24 @@ async def test_a_worker_dies_and_the_ingress_goes_away_and_comes_back(browser: B
     assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in browser.problems), browser.problems
 
 
+@pytest.mark.parametrize("file", ["figures.js", "dashboard.css"])
+async def test_a_part_of_the_page_that_does_not_come_is_asked_for_again(
+    browser: Browser, fleet: Fleet, file: str
+) -> None:
+    served = await fleet.serve()
+
+    def look() -> None:
+        browser.call("Network.enable")
+        browser.call("Network.setBlockedURLs", urls=[f"*/{file}"])
+        browser.open(f"{served.url}/")
+        browser.until_text("#status", "A part of this page did not come")
+        browser.call("Network.disable")
+        browser.until_text("#status", "Live")
+        assert browser.run("document.styleSheets.length") == 1
+
+    await asyncio.to_thread(look)
+
+
 async def test_keys_show_what_they_may(browser: Browser, fleet: Fleet) -> None:
     served = await fleet.serve(keys=KEYS)
     for name in ("alice", "bob"):
