@@ -98,7 +98,9 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Fleet]:
+async def fleet(nats_url: str, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    # On a busy machine too it is placement that places, not the ring, which the ledger knows nothing of.
+    monkeypatch.setattr("kvproto.streams.placing.PLACE_TIMEOUT_S", 5.0)
     fleet = Fleet(nats_url, fleet_buckets)
     await fleet.start()
     yield fleet
