@@ -156,6 +156,13 @@ class BucketWatch:
                 yield None
 
     async def stop(self) -> None:
+        jsi = self._watcher._sub._sub._jsi
+        for task in (
+            jsi._hbtask,
+            jsi._fctask,
+        ):  # else one that cannot unsubscribe now subscribes again when it is silent
+            if task is not None:
+                task.cancel()
         try:
             await self._watcher.stop()
         except (*_BUSY, asyncio.InvalidStateError, OSError):

@@ -117,6 +117,17 @@ async def test_a_watch_that_is_cancelled_or_fails_while_it_opens_leaves_no_subsc
     assert connection.subscriptions == 1
 
 
+async def test_a_watch_that_ends_in_an_outage_does_not_subscribe_again_later(
+    connection: Connection, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = await (await Bucket.open(connection, fleet_buckets.sessions_bucket)).watch()
+    looking = watch._watcher._sub._sub._jsi._hbtask  # whether it is silent
+    monkeypatch.setattr(connection.raw, "_send_unsubscribe", AsyncMock(side_effect=OSError))
+    await watch.stop()
+    await until(looking.done)
+    assert connection.subscriptions == 1
+
+
 async def test_a_watcher_sees_deletion_and_what_existed(connection: Connection, fleet_buckets: Subjects) -> None:
     bucket = await Bucket.open(connection, fleet_buckets.sessions_bucket)
     await bucket.update("a", b"1", 0)
