@@ -63,6 +63,7 @@ class Bucket:
     name: str
     _js: Any
     _kv: Any
+    _stopping: set[asyncio.Task[None]] = field(default_factory=set)  # of watches whose openers were cancelled
 
     @classmethod
     async def open(cls, connection: Connection, name: str) -> Bucket:
@@ -112,10 +113,23 @@ class Bucket:
 
     async def watch(self, pattern: str = ">") -> BucketWatch:
         """Every key's last value, then every change. Rebuild it after a reconnect (`Connection.on_reconnect`)."""
+        opening = asyncio.create_task(self._open_watch(pattern), name=f"open-watch-{self.name}")
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:  # the library would leave its subscription: it opens, and is stopped
+            stopping = asyncio.create_task(_stop_when_open(opening), name=f"stop-watch-{self.name}")
+            self._stopping.add(stopping)
+            stopping.add_done_callback(self._stopping.discard)
+            raise
+
+    async def _open_watch(self, pattern: str) -> BucketWatch:
+        watcher = None
         try:
             watcher = await self._kv.watch(pattern)
             sent = await watcher._sub.consumer_info()
         except (*_BUSY, asyncio.InvalidStateError) as error:  # the latter of a watch whose server took too long
+            if watcher is not None:
+                await BucketWatch(watcher, False).stop()
             raise Unavailable(f"cannot watch {self.name}: {type(error).__name__} {error}") from None
         return BucketWatch(watcher, not (sent.num_pending or sent.delivered.consumer_seq))
 
@@ -142,10 +156,22 @@ class BucketWatch:
                 yield None
 
     async def stop(self) -> None:
+        jsi = self._watcher._sub._sub._jsi
+        for task in (
+            jsi._hbtask,
+            jsi._fctask,
+        ):  # else one that cannot unsubscribe now subscribes again when it is silent
+            if task is not None:
+                task.cancel()
         try:
             await self._watcher.stop()
         except (*_BUSY, asyncio.InvalidStateError, OSError):
             pass  # the subscription is gone with its connection
+
+
+async def _stop_when_open(opening: asyncio.Task[BucketWatch]) -> None:
+    with contextlib.suppress(Unavailable):
+        await (await opening).stop()
 
 
 @dataclass(eq=False)

@@ -28,7 +28,15 @@ REFUSALS = ("no_responders", "no_workers", "unavailable", "draining", "limit_exc
 
 
 async def ask_client(client: Client, case: Case, behaviour: Behaviour, exchange: Exchange, now: Clock) -> None:
-    """Through the harness's own `Client`."""
+    """Through the harness's own `Client`. What is refused before any worker took it on is asked for again."""
+    end = now() + case.limit_s
+    while not await _ask_once(client, case, behaviour, exchange, now) and now() < end:
+        await asyncio.sleep(REFUSED_S)
+    exchange.done_at = now()
+
+
+async def _ask_once(client: Client, case: Case, behaviour: Behaviour, exchange: Exchange, now: Clock) -> bool:
+    """Whether it has ended; else it was refused."""
     generation = Generation(
         case.model,
         case.sampling_of(),
@@ -55,10 +63,13 @@ async def ask_client(client: Client, case: Case, behaviour: Behaviour, exchange:
                     break
                 await behaviour.pause()
     except KvfleetError as error:
+        if error.code in REFUSALS and not stream.attempts:
+            exchange.refusals.append((now(), error.code))
+            return False
         exchange.ends.append(End(now(), error.code, str(error), error.retryable))
     except TimeoutError:
         pass  # no end: the checker says so
-    exchange.done_at = now()
+    return True
 
 
 def _take(event: Any, exchange: Exchange, at: float) -> int:

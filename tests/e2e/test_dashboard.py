@@ -98,7 +98,9 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(nats_url: str, fleet_buckets: Subjects) -> AsyncIterator[Fleet]:
+async def fleet(nats_url: str, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    # On a busy machine too it is placement that places, not the ring, which the ledger knows nothing of.
+    monkeypatch.setattr("kvproto.streams.placing.PLACE_TIMEOUT_S", 5.0)
     fleet = Fleet(nats_url, fleet_buckets)
     await fleet.start()
     yield fleet
@@ -267,6 +269,24 @@ async def test_a_worker_dies_and_the_ingress_goes_away_and_comes_back(browser: B
     await asyncio.to_thread(see, "#status", "Live")
     assert await asyncio.to_thread(browser.run, KEY_FORM) == [False, False]
     assert all("ERR_CONNECTION" in one or "ERR_EMPTY" in one for one in browser.problems), browser.problems
+
+
+@pytest.mark.parametrize("file", ["figures.js", "dashboard.css"])
+async def test_a_part_of_the_page_that_does_not_come_is_asked_for_again(
+    browser: Browser, fleet: Fleet, file: str
+) -> None:
+    served = await fleet.serve()
+
+    def look() -> None:
+        browser.call("Network.enable")
+        browser.call("Network.setBlockedURLs", urls=[f"*/{file}"])
+        browser.open(f"{served.url}/")
+        browser.until_text("#status", "A part of this page did not come")
+        browser.call("Network.disable")
+        browser.until_text("#status", "Live")
+        assert browser.run("document.styleSheets.length") == 1
+
+    await asyncio.to_thread(look)
 
 
 async def test_keys_show_what_they_may(browser: Browser, fleet: Fleet) -> None:

@@ -132,7 +132,7 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def until(self, condition: Callable[[], Any]) -> Any:
-        return wait_until(condition, told=lambda: f"on the page:\n{self.text('body')}", pause_s=0.05)
+        return wait_until(condition, told=lambda: f"on the page:\n{self.text('body')}\n{self.problems}", pause_s=0.05)
 
     def until_text(self, selector: str, part: str) -> None:
         self.until(lambda: part in self.text(selector))

@@ -48,7 +48,7 @@ TOKENISE_S = 2e-6  # per character on top: a worker tokenises text before it acc
 DISCONNECTED_S = 0.1  # until the next look whether silence says anything
 CARRY_S = 10.0
 PARKED_S = 0.2
-LAST_CHANCE_S = 1.5  # of the last candidate; its loss is told within 4 s all the same
+LAST_CHANCE_S = 3.0  # of the last candidate; its loss is told within 4 s all the same
 UNHEARD_RETRY_S = 1.0  # if no refusal said when
 
 
@@ -323,4 +323,4 @@ class Forwarding:
 
     def _failure(self, forwarded: Forwarded, error: KvfleetError) -> Fail:
         self._failures += 1
-        return forwarded.fail(failed_frame(error, forwarded.request, max(forwarded.attempt, 0)))
+        return forwarded.fail(failed_frame(error, forwarded.request, forwarded.attempt + 1))

@@ -259,8 +259,9 @@ class RequestsInFlight:
             orphans.append((gone_at, cancel))
             del orphans[:-MAX_ORPHANS]
         error = WorkerLost(f"worker {lost.worker} was lost")
-        told = lost.fail(failed_frame(error, lost.request, lost.attempt))
-        return [cancel, *self.end(lost, failed=True), told]  # the producer's last: nothing should come after it
+        # As of a further attempt: what still comes of this one, from a worker that was cut off, is an older one's.
+        told = lost.fail(failed_frame(error, lost.request, lost.attempt + 1))
+        return [cancel, *self.end(lost, failed=True), told]
 
     def _forget_accepted(self, forwarded: Forwarded) -> None:
         for table in (self.watched, self.lost):

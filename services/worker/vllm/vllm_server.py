@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks, ForeignHash, salt_of_root
 from kvfleet.worker.vllm.kv_event_feed import Event, KvEventFeed
 from kvfleet.worker.vllm.server_facts import (
@@ -31,15 +29,16 @@ from kvfleet.worker.vllm.server_facts import (
     is_known,
     missing_flags,
 )
-from kvfleet.worker.vllm.token_routes import Answered, NextTokens, TokenRoutes
+from kvfleet.worker.vllm.token_routes import NextTokens, TokenRoutes
 from kvfleet.worker.vllm.vllm_adapters import VllmAdapters
 from kvfleet.worker.vllm.vllm_calls import VllmCalls
 from kvfleet.worker.vllm.vllm_engine import VllmEngine
 from kvfleet.worker.vllm.vllm_news import DrawFailures, Told, VllmNews, problem_of
+from kvfleet.worker.vllm.vllm_probe import VllmProbe
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet_vllm import wire
 from kvproto.block_hash import HASH_BYTES
-from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError, ModelNotFound, Unavailable
+from kvproto.errors import EngineFailure, KvfleetError, ModelNotFound, Unavailable
 from kvproto.messages import TierEvents
 from kvproto.tasks import VitalTasks, end
 
@@ -48,15 +47,12 @@ log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 TELL_EVERY_S = 10.0
 HEALTH_S = 5.0
-PROBE_S = 60.0  # the first request of a server may compile
-FIRST = -1000  # before all requests
 HELLO_S = 5.0
 WORKERS_S = 0.5
 POLL_S = 0.02
 EVENTS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)  # for the events of one probe after the other
 HANG_S = 30.0  # in a step
 SILENT_S = 3.0  # after which a step that nobody waits for is looked after
-STARTING = (502, 503, 504)  # what a proxy answers for a server that is not there yet
 MAX_ANEW = 3  # times that the events of one process may seem to begin anew
 
 
@@ -86,7 +82,6 @@ class VllmServer(VllmCalls):
     _hello: asyncio.Future[wire.EngineHello] | None = None
     _instance: str = ""
     _anew: int = 0  # of the feed's, when the server was checked
-    _model: str = ""
     _probe_root: bytes = b""
     _probe_seen: asyncio.Event = field(default_factory=asyncio.Event)
     _is_up: bool = False
@@ -97,6 +92,7 @@ class VllmServer(VllmCalls):
         path = Path(self.sockets.news)
         self.news = VllmNews(path, self._on_hello, self._on_told, self._went, self._on_worker, self._on_lost)
         self.adapters = VllmAdapters(self.routes)
+        self.probe = VllmProbe(self.routes, self.sockets.news)
         self._tasks = VitalTasks(self.on_fatal)
 
     async def open(self) -> None:
@@ -146,11 +142,11 @@ class VllmServer(VllmCalls):
     async def erase(self, hashes: Sequence[ForeignHash]) -> None:
         """Raises EngineFailure."""
         if not self.news.is_open:  # it comes back with a request
-            await self._probe([1], os.urandom(HASH_BYTES))
+            await self.probe.ask([1], os.urandom(HASH_BYTES))
         erasing = asyncio.ensure_future(self.news.erase(hashes))
         await asyncio.sleep(0)
         # An idle vLLM reads its connector's socket with a request.
-        await asyncio.gather(self._probe([1], os.urandom(HASH_BYTES)), erasing)
+        await asyncio.gather(self.probe.ask([1], os.urandom(HASH_BYTES)), erasing)
 
     async def abort(self, name: str) -> None:
         await self.routes.abort(name)
@@ -236,7 +232,7 @@ class VllmServer(VllmCalls):
             if age > SILENT_S and self._engine.is_idle:  # those who waited have left; is it slow, or does it hang?
                 limit_s = HANG_S / 2
                 async with asyncio.timeout(limit_s):
-                    await self._probe([1], os.urandom(HASH_BYTES))
+                    await self.probe.ask([1], os.urandom(HASH_BYTES))
                 self._engine.on_answer()
         except TimeoutError:
             return f"it has not answered for {limit_s:.0f} s"
@@ -268,7 +264,7 @@ class VllmServer(VllmCalls):
 
     async def _check(self) -> None:
         """Raises Unsuitable, or EngineFailure while it is not there yet."""
-        self._model, adapters = await self._served_names()
+        adapters = await self.probe.served()
         await self.routes.get("/health")
         hello = await self._greeting()
         if (problem := problem_of(hello)) is not None:
@@ -277,13 +273,13 @@ class VllmServer(VllmCalls):
         if not is_known(hello.vllm):
             log.warning("vLLM %s was never tried with this version of kvfleet", hello.vllm)
         flags = missing_flags(hello.facts)
-        if not await self._draws_as_ours() and all(SAMPLER not in flag for flag in flags):
+        if not await self.probe.draws_as_ours() and all(SAMPLER not in flag for flag in flags):
             flags.append(f"--logits-processors {SAMPLER} of this version")
         if flags:
             raise Unsuitable(f"vLLM at {self.routes.url} was started without: {', '.join(flags)}")
         workers = await self._workers(hello)
         try:
-            facts = ServerFacts.of(hello, self._model, workers)
+            facts = ServerFacts.of(hello, self.probe.model, workers)
         except Unsuitable as error:
             raise Unsuitable(f"vLLM at {self.routes.url}: {error}") from None
         wanted = self.wanted
@@ -297,30 +293,11 @@ class VllmServer(VllmCalls):
         self._facts, self._instance, self.engine_pid = facts, hello.instance, hello.pid
         self._anew = 0 if self._feed is None else self._feed.anew_total
 
-    async def _served_names(self) -> tuple[str, dict[str, str]]:
-        """The model's, and the paths of adapters by theirs. Raises Unsuitable for a server that is no vLLM,
-        EngineFailure where nothing listens."""
-        try:
-            orjson.loads(await self.routes.get("/version"))["version"]
-            listed = orjson.loads(await self.routes.get("/v1/models"))["data"]
-            served = [str(one["id"]) for one in listed if not one.get("parent")]
-            adapters = {str(one["id"]): str(one["root"]) for one in listed if one.get("parent")}
-        except Answered as error:
-            if error.status in STARTING:
-                raise
-            raise Unsuitable(f"the server at {self.routes.url} is no vLLM: {error}") from None
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            told = f"{type(error).__name__}: {error}"
-            raise Unsuitable(f"the server at {self.routes.url} is no vLLM, or a broken one: {told}") from None
-        if not served:
-            raise Unsuitable(f"vLLM at {self.routes.url} serves no model")
-        return served[0], adapters
-
     async def _greeting(self) -> wire.EngineHello:
         self._hello = asyncio.get_running_loop().create_future()
         self.news.hang_up()
         try:
-            await self._probe([1], os.urandom(HASH_BYTES))
+            await self.probe.ask([1], os.urandom(HASH_BYTES))
             return await asyncio.wait_for(self._hello, HELLO_S)
         except TimeoutError:
             raise Unsuitable(
@@ -342,16 +319,6 @@ class VllmServer(VllmCalls):
                 return [self.news.workers[rank] for rank in sorted(self.news.workers)]
         return []
 
-    async def _draws_as_ours(self) -> bool:
-        """Whether the sampler refuses what no sampler of ours takes."""
-        body = self._body([1], os.urandom(HASH_BYTES))
-        body["sampling_params"]["extra_args"] = {wire.KEY: {"version": -wire.VERSION}}
-        try:
-            await self._ask(body)
-        except InvalidRequest as error:
-            return f"this is {wire.VERSION}" in str(error)
-        return False
-
     async def _events_arrive(self, facts: ServerFacts, hello: wire.EngineHello) -> None:
         if self._feed is None:
             at = EventAddresses.of(facts.events, self.routes.url)
@@ -365,7 +332,7 @@ class VllmServer(VllmCalls):
         self._probe_seen.clear()
         for wait_s in EVENTS_S:  # vLLM may need a moment to connect, and drops what it has told before
             self._probe_root = os.urandom(HASH_BYTES)
-            await self._probe([1] * facts.block_size, self._probe_root)
+            await self.probe.ask([1] * facts.block_size, self._probe_root)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._probe_seen.wait(), wait_s)
                 return
@@ -373,33 +340,3 @@ class VllmServer(VllmCalls):
             f"KV events of vLLM at {self.routes.url} do not arrive at {self._feed.endpoint}: is it another server's, "
             "or another worker's?"
         )
-
-    def _body(self, ids: Sequence[int], root: bytes) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "token_ids": list(ids),
-            "stream": True,
-            "sampling_params": {"max_tokens": 1, "temperature": 0, "ignore_eos": True},
-            "cache_salt": salt_of_root(root),
-            "priority": FIRST,
-            "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": self.sockets.news}},
-        }
-
-    async def _probe(self, ids: Sequence[int], root: bytes) -> None:
-        """Raises EngineFailure; Unsuitable for a server that cannot be asked so."""
-        try:
-            await self._ask(self._body(ids, root))
-        except (InvalidRequest, ModelNotFound) as error:
-            raise Unsuitable(f"vLLM at {self.routes.url} does not take a request: {error}") from None
-
-    async def _ask(self, body: Mapping[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(PROBE_S):
-                async for _ in self.routes.generate(body):
-                    pass
-        except TimeoutError:
-            raise EngineFailure(f"a request of one token took longer than {PROBE_S:.0f} s") from None
-        except Answered as error:
-            if error.status in (403, 404):
-                raise Unsuitable(f"vLLM at {self.routes.url} was started without: --enable-scale-out") from None
-            raise

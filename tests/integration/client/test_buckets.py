@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from nats.js import JetStreamContext
 
 from kvproto import buckets, codec
-from kvproto.buckets import Bucket, BucketWatch, Entry, StaleRevision, ensure_buckets
+from kvproto.buckets import Bucket, BucketFollower, BucketWatch, Entry, StaleRevision, ensure_buckets
 from kvproto.connection import Connection
 from kvproto.errors import AuthenticationFailed, Unavailable
 from kvproto.ids import epoch
 from kvproto.members import Fenced, Lease
 from kvproto.messages import MemberRecord, Role, State
 from kvproto.subjects import Subjects
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -80,6 +82,50 @@ async def until_listed(watch: BucketWatch) -> AsyncIterator[Entry]:
         if entry is None:
             return
         yield entry
+
+
+async def test_a_watch_that_is_cancelled_or_fails_while_it_opens_leaves_no_subscription(
+    connection: Connection, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a follower that begins again after two reconnects in a row."""
+    ask, answered = JetStreamContext.PushSubscription.consumer_info, asyncio.Event()
+
+    async def slow(self: JetStreamContext.PushSubscription) -> Any:
+        await answered.wait()
+        return await ask(self)
+
+    async def read(watch: BucketWatch) -> None:
+        async for entry in watch.entries():
+            if entry is None:
+                follower.listed.set()
+
+    monkeypatch.setattr(JetStreamContext.PushSubscription, "consumer_info", slow)
+    follower = BucketFollower(connection, fleet_buckets.sessions_bucket, ">", "test", read)
+    await follower.begin()
+    await until(lambda: connection.subscriptions == 2)  # with that of all answers
+    await follower.begin()
+    await until(lambda: connection.subscriptions == 3)
+    answered.set()
+    await follower.listed.wait()
+    await until(lambda: connection.subscriptions == 2)
+    calls = iter((ask, AsyncMock(side_effect=TimeoutError)))
+    monkeypatch.setattr(JetStreamContext.PushSubscription, "consumer_info", lambda self: next(calls)(self))
+    with pytest.raises(Unavailable):
+        await (await Bucket.open(connection, fleet_buckets.sessions_bucket)).watch()
+    assert connection.subscriptions == 2
+    await follower.stop()
+    assert connection.subscriptions == 1
+
+
+async def test_a_watch_that_ends_in_an_outage_does_not_subscribe_again_later(
+    connection: Connection, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = await (await Bucket.open(connection, fleet_buckets.sessions_bucket)).watch()
+    looking = watch._watcher._sub._sub._jsi._hbtask  # whether it is silent
+    monkeypatch.setattr(connection.raw, "_send_unsubscribe", AsyncMock(side_effect=OSError))
+    await watch.stop()
+    await until(looking.done)
+    assert connection.subscriptions == 1
 
 
 async def test_a_watcher_sees_deletion_and_what_existed(connection: Connection, fleet_buckets: Subjects) -> None:

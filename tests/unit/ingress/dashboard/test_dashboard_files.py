@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[4]
 FOLDER = resources.files("kvfleet.ingress.dashboard")
 FILES = {name: data.decode() for name, data in read_files(FOLDER).items()}
 MODULES = {name: script for name, script in FILES.items() if suffix(name) == ".js"}
-FIRST, STYLE = "dashboard.js", "dashboard.css"
+FIRST, STYLE, BEFORE = "dashboard.js", "dashboard.css", "loading.js"
 PURE = {"figures.js", "rates.js", "turn.js"}
 IMPORT = re.compile(r"^import \{ ([^}]+) \} from '\./([a-z_]+\.js)';$", re.MULTILINE)
 EXPORT = re.compile(r"^export (?:async )?(?:function\*?|class|const) (\w+)", re.MULTILINE)
@@ -52,7 +52,7 @@ def test_each_module_is_reached_and_has_what_it_imports() -> None:
     needed = {name: set(imports(name)) for name in MODULES}
     order = list(TopologicalSorter(needed).static_order())  # raises for a circle
     assert set(order) == set(MODULES), "nothing that is not there"
-    assert set.union({FIRST}, *needed.values()) == set(MODULES), "nothing that is not used"
+    assert set.union({FIRST, BEFORE}, *needed.values()) == set(MODULES), "nothing that is not used"
     for name, script in MODULES.items():
         assert len(re.findall(r"\bimport\b(?!\.meta)", re.sub(r"//.*", "", script))) == len(imports(name)), name
         for module, names in imports(name).items():
@@ -83,8 +83,9 @@ def test_the_key_is_in_one_modules_hands() -> None:
 
 def test_the_page_asks_for_its_own_files_alone() -> None:
     page = FILES[INDEX]
-    assert set(re.findall(r'(?:src|href)="([^"]+)"', page)) == {f"dashboard/{name}" for name in (FIRST, STYLE)}
+    assert set(re.findall(r'(?:src|href)="([^"]+)"', page)) == {f"dashboard/{name}" for name in (BEFORE, FIRST, STYLE)}
     assert f'<script type="module" src="dashboard/{FIRST}"></script>' in page
+    assert page.index(f'<script src="dashboard/{BEFORE}"></script>') < page.index(STYLE) < page.index(FIRST)
     assert set(FILES) == {INDEX, STYLE, *MODULES}
     for name, text in FILES.items():
         for found in re.findall(r"(?:https?:)?//[a-z0-9.]+\.[a-z]+[^\s\"']*", text):
@@ -96,7 +97,7 @@ def test_the_page_asks_for_its_own_files_alone() -> None:
 def test_nothing_is_inline_and_nothing_makes_markup_of_text() -> None:
     page, script = FILES[INDEX], "".join(MODULES.values())
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", page)
-    assert re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL) == [""]
+    assert re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL) == ["", ""]
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser",
                 "createContextualFragment", "setHTML", "srcdoc", "localStorage", "document.cookie"):  # fmt: skip
         assert way not in script, way

@@ -327,7 +327,7 @@ class TestWatches:
             core.handle(WorkerRegistered(a_record("w1", epoch="e2")), 1.0)
         core.handle(self.watch(), 2.0)
         (fail,) = of(Fail, core.handle(Tick(), 2.0 + LOST_GRACE_S))
-        assert (fail.inbox, fail.failed.code, fail.failed.attempt) == (PRODUCER, "worker_lost", 2)
+        assert (fail.inbox, fail.failed.code, fail.failed.attempt) == (PRODUCER, "worker_lost", 3)
 
 
 class TestIntake:

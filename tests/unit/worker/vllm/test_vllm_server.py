@@ -19,6 +19,7 @@ from kvfleet_vllm.wire import VERSION
 from kvproto.errors import KvfleetError, Unavailable
 from kvproto.tasks import end
 from kvproto.testing.nats_process import free_port
+from tests.support.vllm_double import server as double_server
 from tests.support.vllm_double.event_publisher import EventPublisher
 from tests.support.vllm_double.server import VllmDouble, made
 from tests.support.vllm_rig import USUAL, server_at
@@ -123,6 +124,26 @@ async def test_one_flag_that_is_missing_is_named_alone(double: VllmDouble, tmp_p
     await double.start()
     text = await refusal(double.url, tmp_path)
     assert sum(flag in text for flag in FLAGS) == 1, text
+
+
+async def test_what_log_probabilities_need_is_compiled_before_it_counts_as_there(
+    double: VllmDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step that has any: requests would find that the worker hangs."""
+    scored: list[bool] = []
+    made_of = double_server.request_of
+
+    def request_of(body: dict[str, Any], *more: Any) -> Any:
+        scored.append("logprobs" in body["sampling_params"])
+        return made_of(body, *more)
+
+    monkeypatch.setattr(double_server, "request_of", request_of)
+    await double.start()
+    server = server_at(double.url, tmp_path, [])
+    await server.open()
+    await server.find()
+    await server.close()
+    assert any(scored)
 
 
 @pytest.mark.parametrize(
