@@ -29,7 +29,7 @@ from tests.support.up import Up
 KEYS = {"a": "sk-tenant-a", "b": "sk-tenant-b"}
 WORDS = ("king", "castle", "wind", "door", "night", "again", "who", "where", "light", "sword", "ship", "crown")
 UNIT = "chance that B after A is faster than B cold; 0.5 tells nothing"
-LENGTH = 300  # words
+LENGTH = 300  # words of a prompt
 CONTROL = 0.95
 BLOCK = 16
 
@@ -40,10 +40,10 @@ def auc(first: list[float], second: list[float]) -> float:
     return sum(pairs) / len(pairs)
 
 
-def prompts_of(chance: random.Random) -> tuple[str, str]:
+def prompts_of(chance: random.Random, length: int) -> tuple[str, str]:
     """One, and the same words in another order: as many tokens, nothing in common from the second block on."""
-    words = [chance.choice(WORDS) for _ in range(LENGTH)]
-    return " ".join(words), " ".join([words[0], *chance.sample(words[1:], LENGTH - 1)])
+    words = [chance.choice(WORDS) for _ in range(length)]
+    return " ".join(words), " ".join([words[0], *chance.sample(words[1:], length - 1)])
 
 
 def timed(http: httpx.Client, tenant: str, prompt: str) -> tuple[float, dict[str, Any]]:
@@ -78,9 +78,9 @@ def fed(http: httpx.Client) -> int:
     return seen
 
 
-def computed_for_b(http: httpx.Client, chance: random.Random) -> dict[str, int]:
+def computed_for_b(http: httpx.Client, chance: random.Random, length: int) -> dict[str, int]:
     """Of a prompt that A has warmed, and of another as long."""
-    shared, fresh = prompts_of(chance)
+    shared, fresh = prompts_of(chance, length)
     for _ in range(2):
         timed(http, "a", shared)
     counts = {}
@@ -91,13 +91,13 @@ def computed_for_b(http: httpx.Client, chance: random.Random) -> dict[str, int]:
     return counts
 
 
-def measure(http: httpx.Client, rounds: int) -> tuple[dict[str, list[float]], int]:
+def measure(http: httpx.Client, rounds: int, length: int) -> tuple[dict[str, list[float]], int]:
     """Times of each kind, and the most tokens that were cached for B."""
     chance = random.Random(7)
     times: dict[str, list[float]] = {"warm": [], "after_a": [], "cold": []}
     cached = 0
     for number in range(rounds):
-        shared, fresh = prompts_of(chance)
+        shared, fresh = prompts_of(chance, length)
         for _ in range(2):
             timed(http, "a", shared)
         order = [("warm", "a", shared), ("after_a", "b", shared), ("cold", "b", fresh)]
@@ -112,7 +112,7 @@ def measure(http: httpx.Client, rounds: int) -> tuple[dict[str, list[float]], in
     return times, cached
 
 
-def run(name: str, *flags: str, quick: bool, env: dict[str, str] | None = None) -> NoReturn:
+def run(name: str, *flags: str, quick: bool, length: int = LENGTH, env: dict[str, str] | None = None) -> NoReturn:
     """Of one worker that `kvfleet up` starts with these flags."""
     rounds = 15 if quick else 60
     keys = [
@@ -127,8 +127,8 @@ def run(name: str, *flags: str, quick: bool, env: dict[str, str] | None = None) 
         try:
             fleet.wait_ready(300)
             with httpx.Client(base_url=fleet.base, timeout=60, trust_env=False) as http:
-                counts = computed_for_b(http, random.Random(3))
-                times, cached = measure(http, rounds)
+                counts = computed_for_b(http, random.Random(3), length)
+                times, cached = measure(http, rounds, length)
         finally:
             fleet.stop()
     told, control = auc(times["after_a"], times["cold"]), auc(times["warm"], times["cold"])
