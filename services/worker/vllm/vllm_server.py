@@ -89,6 +89,7 @@ class VllmServer(VllmCalls):
     _probe_root: bytes = b""
     _probe_seen: asyncio.Event = field(default_factory=asyncio.Event)
     _is_up: bool = False
+    _is_tiered: bool = False  # vLLM's own host memory has blocks, too, of which it does not tell
     _suspect: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -140,6 +141,8 @@ class VllmServer(VllmCalls):
 
     async def erase(self, hashes: Sequence[ForeignHash]) -> None:
         """Raises EngineFailure."""
+        if not hashes and not self._is_tiered:
+            return
         erasing = asyncio.ensure_future(self.news.erase(hashes))
         await asyncio.sleep(0)
         # An idle vLLM reads its connector's socket with a request.
@@ -263,6 +266,7 @@ class VllmServer(VllmCalls):
             flags.append(f"--logits-processors {SAMPLER} of this version")
         if flags:
             raise Unsuitable(f"vLLM at {self.routes.url} was started without: {', '.join(flags)}")
+        self._is_tiered = bool(hello.facts.get("tier"))
         workers = await self._workers(hello)
         try:
             facts = ServerFacts.of(hello, self._model, workers)
@@ -314,6 +318,8 @@ class VllmServer(VllmCalls):
         """All of vLLM's workers, in the order of their ranks; none if some do not greet. They do with the first step
         that they make for this worker."""
         ranks = (hello.facts.get("tensor_parallel_size") or 1) * (hello.facts.get("pipeline_parallel_size") or 1)
+        if self._is_tiered:
+            ranks = 1  # the tier, which moves the blocks of all
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WORKERS_S):
                 while len(self.news.workers) < ranks:
