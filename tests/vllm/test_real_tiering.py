@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -28,7 +29,7 @@ from kvfleet.worker.vllm.vllm_server import VllmServer as VllmSide
 from kvfleet.worker.vllm.vllm_tiers import VllmTiers
 from kvproto.messages import Tier
 from tests.engines.rigs import EngineRig, Recorder, greedy
-from tests.support.vllm_server import CONNECTOR, ROOT, VllmServer
+from tests.support.vllm_server import ROOT, VllmServer
 from tests.support.waiting import until
 
 SIZE, BLOCK_BYTES = 32, 131_072
@@ -36,17 +37,16 @@ DEVICE, HOST, SLOTS = 40, 24, 256  # blocks
 PROMPT, DRAWN = 600, 40
 WHOLE = PROMPT // SIZE * SIZE
 
-TIERED = {
-    "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"connectors": [
-        {**CONNECTOR, "kv_connector_extra_config": {"tier": True}},
-        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec", "spec_module_path": "tests.vllm.cpu_tiering",
-            "cpu_bytes_to_use": HOST * BLOCK_BYTES, "offload_prompt_only": False,
-            "secondary_tiers": [{"type": "KvfleetTier", "module_path": "kvfleet_vllm.tier"}],
-        }},
-    ]},
-}  # fmt: skip
+
+def transfer_config() -> str:
+    """As docs/vllm.md has it, but for the copies of CPUs and a small host memory."""
+    (shown,) = re.findall(r"```json\n(.*?KvfleetTier.*?)```", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL)
+    config = json.loads(shown)
+    offloading = config["kv_connector_extra_config"]["connectors"][1]["kv_connector_extra_config"]
+    assert offloading["spec_name"] == "TieringOffloadingSpec"
+    offloading |= {"spec_name": "CpuTieringSpec", "spec_module_path": "tests.vllm.cpu_tiering"}
+    offloading["cpu_bytes_to_use"] = HOST * BLOCK_BYTES
+    return json.dumps(config)
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class TieredRig(EngineRig):
 
 @pytest.fixture(scope="module")
 def tiered_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    flags = ("--kv-transfer-config", json.dumps(TIERED), "--num-gpu-blocks-override", str(DEVICE))
+    flags = ("--kv-transfer-config", transfer_config(), "--num-gpu-blocks-override", str(DEVICE))
     server = VllmServer(
         tiny_llama, tmp_path_factory.mktemp("tiered"), *flags, "--max-model-len", "1024",
         without=("--kv-transfer-config",), env={"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"},
