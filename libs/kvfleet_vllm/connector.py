@@ -3,6 +3,8 @@ between vLLM's cache and that worker's shared memory.
 
 --kv-transfer-config '{"kv_connector": "KvfleetConnector", "kv_connector_module_path": "kvfleet_vllm.connector",
                        "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+
+With "kv_connector_extra_config": {"tier": true} it moves no blocks itself: vLLM's tiers do, see `tier`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorRole,
     SupportsHMA,
 )
 from vllm.version import __version__
@@ -24,6 +29,7 @@ from kvfleet_vllm.block_moves import BlockMoves
 from kvfleet_vllm.cache_format import cache_format, movable_tokens
 from kvfleet_vllm.engine_facts import engine_facts
 from kvfleet_vllm.scheduler_side import SchedulerSide
+from kvfleet_vllm.tier_side import SIDES, TierSide
 from kvfleet_vllm.wire import VERSION, EngineHello, WorkerHello
 from kvfleet_vllm.worker_side import WorkerSide
 
@@ -35,6 +41,13 @@ class _StepMoves(KVConnectorMetadata):  # type: ignore[misc]
         self.moves = moves
 
 
+@dataclass(frozen=True, slots=True)
+class _WorkerFormat(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What one of vLLM's workers tells the scheduler where tiers move the blocks: what those of its rank mean."""
+
+    meaning: bytes
+
+
 class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Hybrid models are served; their blocks are not moved."""
 
@@ -42,12 +55,22 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         instance, facts = uuid.uuid4().hex, engine_facts(vllm_config, kv_cache_config, _kind)
         self._tokens = movable_tokens(vllm_config, facts["kv_cache_groups"])
+        self._format: bytes | None = None  # of this worker, where tiers move its blocks
+
+        def hello() -> EngineHello:
+            return EngineHello(VERSION, instance, os.getpid(), __version__, facts)
+
         # Of the workers' connectors it is never asked, and has no connection.
-        self._scheduler = SchedulerSide(
-            lambda: EngineHello(VERSION, instance, os.getpid(), __version__, facts),
-            tokens=self._tokens,
-            recomputes=facts["kv_load_failure_policy"] == "recompute",
-        )
+        settings = vllm_config.kv_transfer_config
+        facts["tier"] = self._is_tiered = bool(settings.get_from_extra_config("tier", False))
+        if self._is_tiered and role == KVConnectorRole.SCHEDULER:
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            side = TierSide(hello, tokens=self._tokens, ranks=ranks)
+            self._scheduler: SchedulerSide = side
+            SIDES[settings.engine_id] = side
+        else:
+            recomputes = facts["kv_load_failure_policy"] == "recompute"
+            self._scheduler = SchedulerSide(hello, tokens=self._tokens, recomputes=recomputes)
         self._worker: WorkerSide | None = None
 
     @property
@@ -82,10 +105,20 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.request_finished(request.request_id)
         return False, None
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        if isinstance(self._scheduler, TierSide):
+            self._scheduler.formats = {rank: told.meaning for rank, told in metadata.items()}
+
     # In the workers.
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self._format is None else _WorkerFormat(self._format)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         blocks, meaning = self._blocks(kv_caches) if self._tokens else (None, b"")
+        if self._is_tiered:
+            self._format = meaning
+            return
         parallel, size = self._vllm_config.parallel_config, 0 if blocks is None else blocks.block_bytes
         hello = WorkerHello(VERSION, parallel.rank, parallel.tensor_parallel_size, meaning, size)
         self._worker = WorkerSide(lambda: hello, blocks)

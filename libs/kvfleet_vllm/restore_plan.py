@@ -9,7 +9,7 @@ fails is computed instead, from its first bad block on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvfleet_vllm.block_moves import LoadBlocks
@@ -66,6 +66,20 @@ class RestorePlan:
         self._loads.append(LoadBlocks(request, offer.name, into, offer.slots[had - offer.at : end - offer.at]))
         self._loading[request] = frozenset(into)
 
+    def offers(self, request: str, block: int) -> bool:
+        """Whether the request's block of this number can be had."""
+        offer = self._offers.get(request)
+        return offer is not None and 0 <= block - offer.at < len(offer.slots)
+
+    def take(self, request: str, into: Mapping[int, int]) -> LoadBlocks | None:
+        """Where vLLM's tiers load: the request's blocks of these numbers, each into the block that `into` names. None
+        if they are not to be had."""
+        if not into or not all(self.offers(request, number) for number in into):
+            return None
+        offer = self._offers.pop(request)
+        slots = tuple(offer.slots[number - offer.at] for number in into)
+        return LoadBlocks(request, offer.name, tuple(into.values()), slots)
+
     def ended(self, requests: Iterable[str], bad_blocks: Collection[int]) -> list[str]:
         """The loads of these ended in all workers; `bad_blocks` could not be loaded. Returns whose these are."""
         failed = [request for request, blocks in self._loading.items() if not blocks.isdisjoint(bad_blocks)]
@@ -76,6 +90,10 @@ class RestorePlan:
     def finished(self, request: str) -> None:
         """vLLM finished it, or aborted it. What loads already ends nevertheless."""
         self.own.pop(request, None)
+        self.give_up(request)
+
+    def give_up(self, request: str) -> None:
+        """It does not need what was offered, unless it loads that already."""
         offer = self._offers.pop(request, None)
         if offer is not None:
             self._given_up.append(offer.name)

@@ -7,7 +7,7 @@ A request's saved blocks are a chain without a gap: where the granted slots do n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,18 @@ class SavePlan:
                 if end < whole:
                     del self._chains[request]
         return saves
+
+    def follow(self, request: str, blocks: Mapping[int, int]) -> SaveBlocks | None:
+        """Where vLLM's tiers save: those of a request's `blocks`, by number, that continue what is saved of it."""
+        found: list[int] = []
+        if (chain := self._chains.get(request)) is None:
+            return None
+        while len(found) < len(self._granted) and chain.next + len(found) in blocks:
+            found.append(blocks[chain.next + len(found)])
+        return self._save(chain, tuple(found)) if found else None
+
+    def wants(self, request: str) -> bool:
+        return request in self._chains
 
     def _save(self, chain: _Chain, blocks: tuple[int, ...]) -> SaveBlocks:
         slots = tuple(self._granted.popleft() for _ in blocks)

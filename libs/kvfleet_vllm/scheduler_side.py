@@ -17,7 +17,7 @@ from kvfleet_vllm.restore_plan import RestorePlan
 from kvfleet_vllm.save_plan import SavePlan
 from kvfleet_vllm.sidecar_link import SidecarLink
 from kvfleet_vllm.step_news import StepNews, computed_tokens, is_choice, name_of
-from kvfleet_vllm.wire import BlocksErased, BlocksSaving, EngineHello, EraseBlocks, GrantSlots
+from kvfleet_vllm.wire import BlocksErased, BlocksSaving, EngineHello, EraseBlocks, GrantSlots, Message
 
 log = logging.getLogger(__name__)
 
@@ -100,12 +100,18 @@ class SchedulerSide:
 
     def _obey(self) -> None:
         self._follow_link()
-        for order in self._link.receive():
+        for order in self._orders():
             if isinstance(order, EraseBlocks):
-                self._link.send([BlocksErased(order.number, erase(self.pool, order.hashes))])
+                self._link.send([BlocksErased(order.number, self._erase(order.hashes))])
             elif isinstance(order, GrantSlots):
                 self._saves.grant(order.slots)
         self._follow_link()
+
+    def _orders(self) -> list[Message]:
+        return self._link.receive()
+
+    def _erase(self, hashes: Iterable[int | bytes]) -> int:
+        return erase(self.pool, hashes)
 
     def _follow_link(self) -> bool:
         """Whether the connection is the one it was. What an earlier one's worker has told is void."""

@@ -342,9 +342,8 @@ class VllmEngine(EnginePort):
             await self._evict(self.blocks.continuations(block))
 
     async def _evict(self, names: Sequence[ForeignHash]) -> None:
-        if names:
-            await self.server.erase(names)
-            self.on_changes(self.blocks.forget(names))  # vLLM tells so too, a little later
+        await self.server.erase(names)
+        self.on_changes(self.blocks.forget(names))  # vLLM tells so too, a little later
 
     async def _keep(self, sequence: VllmSequence) -> None:
         """Have vaults keep its chain. vLLM saves its last blocks a moment later."""

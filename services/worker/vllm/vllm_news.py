@@ -100,7 +100,7 @@ class VllmNews:
         if self._writer is None:
             raise EngineFailure("vLLM's connector is away")
         waiting = []
-        for at in range(0, len(hashes), ERASE_HASHES):
+        for at in range(0, len(hashes) or 1, ERASE_HASHES):
             number = next(self._numbers)
             self._erasing[number] = asyncio.get_running_loop().create_future()
             waiting.append(number)

@@ -85,6 +85,7 @@ class VllmServer(VllmCalls):
     _probe_root: bytes = b""
     _probe_seen: asyncio.Event = field(default_factory=asyncio.Event)
     _is_up: bool = False
+    _is_tiered: bool = False  # vLLM's own host memory has blocks, too, of which it does not tell
     _suspect: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -141,6 +142,8 @@ class VllmServer(VllmCalls):
 
     async def erase(self, hashes: Sequence[ForeignHash]) -> None:
         """Raises EngineFailure."""
+        if not hashes and not self._is_tiered:
+            return
         if not self.news.is_open:  # it comes back with a request
             await self.probe.ask([1], os.urandom(HASH_BYTES))
         erasing = asyncio.ensure_future(self.news.erase(hashes))
@@ -277,6 +280,7 @@ class VllmServer(VllmCalls):
             flags.append(f"--logits-processors {SAMPLER} of this version")
         if flags:
             raise Unsuitable(f"vLLM at {self.routes.url} was started without: {', '.join(flags)}")
+        self._is_tiered = bool(hello.facts.get("tier"))
         workers = await self._workers(hello)
         try:
             facts = ServerFacts.of(hello, self.probe.model, workers)
@@ -312,6 +316,8 @@ class VllmServer(VllmCalls):
         """All of vLLM's workers, in the order of their ranks; none if some do not greet. They do with the first step
         that they make for this worker."""
         ranks = (hello.facts.get("tensor_parallel_size") or 1) * (hello.facts.get("pipeline_parallel_size") or 1)
+        if self._is_tiered:
+            ranks = 1  # the tier, which moves the blocks of all
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WORKERS_S):
                 while len(self.news.workers) < ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from aiohttp import web
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.vllm import vllm_server
+from kvfleet.worker.vllm.foreign_blocks import ForeignHash
 from kvfleet.worker.vllm.vllm_server import Expected, VllmServer
-from kvfleet_vllm.wire import VERSION
+from kvfleet_vllm.wire import VERSION, WorkerHello, encode
 from kvproto.errors import KvfleetError, Unavailable
 from kvproto.tasks import end
 from kvproto.testing.nats_process import free_port
@@ -163,6 +164,34 @@ async def test_all_that_settings_say_otherwise_is_told_at_once(double: VllmDoubl
     await double.start()
     text = await refusal(double.url, tmp_path, Expected(24, "other", "bfloat16"))
     assert all(word in text for word in ("block_size", "served_model_name", "dtype"))
+
+
+@pytest.mark.parametrize("tier", [True, False])
+async def test_where_tiers_move_blocks_one_greets_for_all_ranks(
+    double: VllmDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: bool
+) -> None:
+    """And vLLM's host memory is emptied by orders that name nothing on the device."""
+    double.made.other_facts = {"tier": tier, "tensor_parallel_size": 2}
+    await double.start()
+    server = server_at(double.url, tmp_path, [])
+    await server.open()
+    _, writer = await asyncio.open_unix_connection(server.sockets.news)
+    try:
+        writer.write(encode([WorkerHello(VERSION, 0, 1, b"f" * 16, 256)]))
+        facts = await asyncio.wait_for(server.find(), 20)
+        assert (facts.moved is not None) == tier
+        answered, erase = [], server.news.erase
+
+        async def erased(hashes: Sequence[ForeignHash]) -> int:
+            answered.append(await erase(hashes))
+            return answered[-1]
+
+        monkeypatch.setattr(server.news, "erase", erased)
+        await server.erase([])
+        assert answered == [0] * tier
+    finally:
+        writer.close()
+        await server.close()
 
 
 async def test_another_http_server(tmp_path: Path) -> None:
