@@ -336,7 +336,7 @@ def test_an_adapters_blocks_move_as_their_chain_begins_with_a_root_of_its_own(
     one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
     one.lora_request = object()
     side.request_added(one)
-    assert side.restorable(one, 0) == 32
+    assert side.restorable(one, 0) == 64
 
 
 @pytest.mark.parametrize("special", [{"mm_features": [1]}, {"prompt_embeds": 1}, {"request_id": "0_generate-x"}])
