@@ -114,8 +114,9 @@ class TierSide(SchedulerSide):
 
     def moved(self) -> list[TierMove]:
         """Since the last time."""
-        self._listen()
-        for copy in [one for one in self._copies if one.seconds.done()]:
+        ended = [one for one in self._copies if one.seconds.done()]
+        self._listen()  # only now: the connection may have ended while they were copied
+        for copy in ended:
             self._copies.remove(copy)
             self._moved.append(self._ended(copy))
         moved, self._moved = self._moved, []

@@ -187,7 +187,7 @@ class TestVault:
             gate.set()
 
     def test_others_run_while_one_is_restored(self, make_rig: MakeRig) -> None:
-        rig = make_rig(remote=True, faults=Faults(stall=1.0), prefill_tokens_per_s=200.0)
+        rig = make_rig(remote=True, faults=Faults(stall=1.0), prefill_tokens_per_s=20.0)
         self.stored(rig)
         rig.add("b", PROMPT)
         rig.add("c", [1, 2, 3], 8)
