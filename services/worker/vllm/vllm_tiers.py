@@ -32,7 +32,7 @@ from kvfleet.worker.vllm.shared_slots import AskedChain, SharedSlots
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvfleet_vllm.wire import BlocksSaved, BlocksSaving
-from kvproto.block_hash import Root, chain, in_tier, own_root, pack_ids
+from kvproto.block_hash import Root, chain, in_tier, pack_ids
 from kvproto.dataplane.block import RUN_BLOCKS
 from kvproto.messages import HotChain, Tier, TierLoad
 
@@ -145,9 +145,9 @@ class VllmTiers(LookingTiers, StoreTiers):
         told: dict[str, Any] = {
             "store": {"path": str(self.store.memory.path), "slots": self.host.blocks, "block_tokens": size}
         }
-        self.reuse.ask(own_root(sequence.root), hashes)
+        self.reuse.ask(sequence.root, hashes)
         here = len(self.host.pool.chain_to(hashes))
-        if not self.reuse.is_rare(own_root(sequence.root)):
+        if not self.reuse.is_rare(sequence.root):
             told["save_from"] = here
         self.store.asked(name, asked, len(hashes) - here if "save_from" in told else 0)
         slots = held.chain + held.fetched

@@ -50,8 +50,8 @@ def test_what_is_not_understood_moves_nothing(more: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [None, {}, {"other": 1}, {"kvfleet": None}, {"kvfleet": {"version": 2, "socket": "/s"}},
-               {"kvfleet": {"version": 1}}, {"kvfleet": {"version": 1, "socket": 5}}],
+    "params", [None, {}, {"other": 1}, {"kvfleet": None}, {"kvfleet": {"version": VERSION + 1, "socket": "/s"}},
+               {"kvfleet": {"version": VERSION}}, {"kvfleet": {"version": VERSION, "socket": 5}}],
 )  # fmt: skip
 def test_other_parameters_name_no_worker(params: Any) -> None:
     assert params_of(params, 16) is None

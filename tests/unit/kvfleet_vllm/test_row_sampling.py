@@ -137,7 +137,7 @@ def test_a_worker_that_is_gone_costs_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": VERSION + 1}, f"version {VERSION + 1}"),
         ({"version": None}, "version None"),
         ({"seed": 5}, "seed"),
         ({"sampling": {"max_tokens": 5, "tempreature": 1.0}}, "tempreature"),
