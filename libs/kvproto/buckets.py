@@ -187,6 +187,7 @@ class BucketFollower:
     listed: asyncio.Event = field(default_factory=asyncio.Event)
     _watch: BucketWatch | None = None
     _following: asyncio.Task[None] | None = None
+    _former: set[asyncio.Task[None]] = field(default_factory=set)  # that have not ended yet
 
     async def start(self, timeout_s: float) -> None:
         """Returns when all present entries were read. Raises Unavailable, and has stopped then."""
@@ -200,18 +201,20 @@ class BucketFollower:
 
     async def begin(self) -> None:
         if self._following is not None:
-            self._following.cancel()
+            self._former.add(self._following)
+            self._following.add_done_callback(self._former.discard)
         self._following = asyncio.create_task(self._follow(), name=f"{self.what}-watch")
 
     async def stop(self) -> None:
         with contextlib.suppress(ValueError):
             self.connection.on_reconnect.remove(self.begin)
         if self._following is not None:
-            await end([self._following])
+            await end([self._following, *self._former])
         if self._watch is not None:
             await self._watch.stop()
 
     async def _follow(self) -> None:
+        await end(self._former)  # which one cancellation does not always do
         while True:
             try:
                 bucket = await Bucket.open(self.connection, self.bucket)

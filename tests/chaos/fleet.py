@@ -180,6 +180,12 @@ class Fleet:
                 raise AssertionError(f"not ready within {timeout_s:.0f} s: {', '.join(missing)}\n{words}")
             await asyncio.sleep(0.05)
 
+    def was_tried_again(self, request: str) -> bool:
+        """Whether an ingress tried a request of its own more than once, by what it logs. A further attempt may find at
+        a worker what the first one has computed there."""
+        logs = [self.members[place.name].log for place in self.layout.of_role(Role.INGRESS)]
+        return any(f"request {request}: attempt " in log.read_text(errors="replace") for log in logs)
+
     def _words_of(self, name: str) -> str:
         words = self.members[name].last_words()
         return words + (self.vllm[name].last_words() if self.members[name].place.has_vllm else "")

@@ -53,7 +53,8 @@ async def _held(fleet: Fleet, clients: dict[str, Client], subscriptions: dict[st
             )
         if client.connection.subscriptions > subscriptions[tenant]:
             more = client.connection.subscriptions - subscriptions[tenant]
-            out.append(Leak(f"client of {tenant}", f"{more} subscriptions more than before"))
+            subjects = sorted(one.subject for one in client.connection.raw._subs.values())
+            out.append(Leak(f"client of {tenant}", f"{more} subscriptions more than before: {', '.join(subjects)}"))
     tasks = [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("stream-")]
     if tasks:
         out.append(Leak("clients", f"tasks {tasks}"))

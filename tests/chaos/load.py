@@ -10,13 +10,11 @@ import itertools
 import os
 import random
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from kvproto.client import Client
 from kvproto.connection import Connection
-from kvproto.errors import Unavailable
 from kvproto.subjects import PRODUCER_INBOX, inbox_prefix
 from tests.chaos.asking import BareProducer, ask_client
 from tests.chaos.behaviour import PLAIN, Behaviour
@@ -140,17 +138,13 @@ class Load:
                 found.append(exchange)
             if all(len(exchange.ends) == 1 and exchange.ends[0].code == "finished" for exchange in found):
                 self.history.counts["canaries"] = self.history.counts.get("canaries", 0) + 1
-                if (found[1].cached_tokens or 0) > OWN_TOKENS and not await self._was_begun_again(found[1].request):
-                    self.history.crossed.append(f"{found[1].cached_tokens} tokens of {first}'s prompt for {second}")
+                request = found[1].request
+                if (found[1].cached_tokens or 0) > OWN_TOKENS and not self._fleet.was_tried_again(request):
+                    tokens = f"{found[1].cached_tokens} tokens of {first}'s prompt for {second}"
+                    self.history.crossed.append(f"{tokens}, request {request}")
                 if found[0].text_of(0) != found[1].text_of(0):
                     self.history.crossed.append(f"{first} and {second} asked the same and got different answers")
             await self._think(CANARY_S)
-
-    async def _was_begun_again(self, request: str) -> bool:
-        """A further attempt may find at a worker what its own first one has computed there."""
-        with suppress(Unavailable):
-            return any(one.attempt for one in await self._fleet.observer.explain(request))
-        return False
 
     async def _think(self, seconds: float) -> None:
         try:

@@ -21,6 +21,7 @@ from tests.support.vllm_server import ENGINE, VllmServer
 
 PERIOD_S = 0.1
 # So few blocks that some are evicted, and sequences preempted; they hold one that fills the context.
+NICENESS = 15  # a server starts all the time, and would leave none of two cores to those whose silence is a fault
 FLAGS = ("--max-model-len", "2048", "--num-gpu-blocks-override", "96")
 
 
@@ -28,7 +29,7 @@ class Vllm:
     """One server. `starts` counts its lives; `asked`: it was told to end, and has not yet."""
 
     def __init__(self, folder: Path) -> None:
-        self._server = VllmServer(DEMO_FOLDER, folder, *FLAGS, name=REAL)
+        self._server = VllmServer(DEMO_FOLDER, folder, *FLAGS, name=REAL, niceness=NICENESS)
         self._answers = False
         self._stopped = False
         self.asked = False

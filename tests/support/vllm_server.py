@@ -71,6 +71,7 @@ class VllmServer:
         without: Collection[str] = (),
         name: str = "tiny",
         env: dict[str, str] | None = None,
+        niceness: int = 0,
     ):
         port, events, replay = free_ports(3)
         self.name = name
@@ -83,8 +84,9 @@ class VllmServer:
         }  # fmt: skip
         usual = NEEDED | {"--kv-events-config": json.dumps(told)}
         self._command = [
-            vllm_python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-            "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+            "nice", "-n", str(niceness), vllm_python(), "-P", "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port),
+            "--dtype", "float32",
             "--max-model-len", "2048", "--block-size", "32", "--enforce-eager",
             *(word for flag, value in usual.items() if flag not in without for word in (flag, value) if word), *flags,
         ]  # fmt: skip

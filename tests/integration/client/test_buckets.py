@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import AsyncMock
@@ -115,6 +116,41 @@ async def test_a_watch_that_is_cancelled_or_fails_while_it_opens_leaves_no_subsc
     assert connection.subscriptions == 1
     await follower.stop()
     assert not connection.subscriptions
+
+
+async def test_a_follower_whose_cancellation_was_swallowed_does_not_go_on_beside_the_next(
+    connection: Connection, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, going_on = asyncio.Event(), asyncio.Event()
+    open_bucket = Bucket.open
+
+    async def swallow_one(connection: Connection, name: str) -> Bucket:
+        if not opening.is_set():
+            opening.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(LIMIT_S)
+            going_on.set()
+        return await open_bucket(connection, name)
+
+    async def read(watch: BucketWatch) -> None:
+        async for entry in watch.entries():
+            if entry is None:
+                follower.listed.set()
+
+    monkeypatch.setattr(Bucket, "open", swallow_one)
+    follower = BucketFollower(connection, fleet_buckets.sessions_bucket, ">", "test", read)
+    await follower.begin()
+    await opening.wait()
+    await follower.begin()
+    await going_on.wait()
+    await until(lambda: len(_followers()) == connection.subscriptions == 1)
+    await follower.stop()
+    assert not _followers()
+    await until(lambda: not connection.subscriptions)  # a watch that was being opened is stopped once it is open
+
+
+def _followers() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "test-watch"]
 
 
 async def test_a_watch_that_ends_in_an_outage_does_not_subscribe_again_later(
