@@ -1,9 +1,11 @@
 """Runs a command, and ends it and all that it started when told to, or when whoever started this is gone.
 
-    python session_guard.py COMMAND...
+    python session_guard.py NICENESS COMMAND...
 
 The command leads a process group in this one's session. SIGTERM here ends it in good order: SIGTERM for the command,
 and SIGKILL for what is left of its group after `TERM_S`. The exit status is the command's.
+
+Where the kernel shares processors among sessions first, it is the session that is nice.
 """
 
 from __future__ import annotations
@@ -14,14 +16,19 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 TERM_S = 15.0
 LEFT_S = 2.0  # for what outlives the command by design, as multiprocessing's resource tracker, which then tidies up
 PAUSE_S = 0.1
 
 
-def main(command: list[str]) -> int:
+def main(niceness: int, command: list[str]) -> int:
     parent, told = os.getppid(), False
+    if niceness:
+        os.nice(niceness)
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness))
 
     def tell(*_: object) -> None:
         nonlocal told
@@ -44,4 +51,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

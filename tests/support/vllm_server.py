@@ -19,6 +19,7 @@ from kvproto.testing.nats_process import free_ports
 from tests.support.up import command_of
 
 ROOT = Path(__file__).parents[2]
+GUARD = Path(__file__).with_name("session_guard.py")
 READY_S = 270.0  # importing torch in three processes has taken 257 s on a crowded machine
 STOP_S = 30.0
 SERVER, ENGINE, WORKER = "server", "VLLM::EngineCore", "VLLM::Worker"
@@ -84,12 +85,12 @@ class VllmServer:
         }  # fmt: skip
         usual = NEEDED | {"--kv-events-config": json.dumps(told)}
         self._command = [
-            "nice", "-n", str(niceness), vllm_python(), "-P", "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(model), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port),
-            "--dtype", "float32",
+            vllm_python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+            "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
             "--max-model-len", "2048", "--block-size", "32", "--enforce-eager",
             *(word for flag, value in usual.items() if flag not in without for word in (flag, value) if word), *flags,
         ]  # fmt: skip
+        self._niceness = niceness
         self._env = {**os.environ, **ENV, "PYTHONPATH": str(ROOT / "libs"), **(env or {})}
         self.start()
 
@@ -97,7 +98,12 @@ class VllmServer:
         """Again, after it has ended."""
         with self._log.open("ab") as output:
             self._guard = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("session_guard.py")), *self._command],
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("session_guard.py")),
+                    str(self._niceness),
+                    *self._command,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
