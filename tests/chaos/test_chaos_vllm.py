@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.process import ROOT
 from tests.chaos.schedule import Kind
-from tests.support.vllm_server import vllm_python
+from tests.support.vllm_server import GUARD, vllm_python
 from tests.support.waiting import wait_until
 
 KINDS = (Kind.VLLM_ENGINE_KILL, Kind.VLLM_STOP, Kind.KILL, Kind.DRAIN, Kind.NATS_DRAIN)
@@ -40,7 +40,7 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("chaos")
     command = [sys.executable, "-m", "tests.chaos.run", "--engine", "vllm", "--minutes", "0.3", "--seed", "5"]
     command += ["--faults", str(len(KINDS)), "--report", str(folder), *(f"--kind={kind}" for kind in KINDS)]
-    guard = [sys.executable, str(ROOT / "tests" / "support" / "session_guard.py"), "0"]
+    guard = [sys.executable, str(GUARD), "0"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*guard, *command], cwd=ROOT, stderr=log, start_new_session=True)
     yield Run(process, folder)

@@ -98,12 +98,7 @@ class VllmServer:
         """Again, after it has ended."""
         with self._log.open("ab") as output:
             self._guard = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(Path(__file__).with_name("session_guard.py")),
-                    str(self._niceness),
-                    *self._command,
-                ],
+                [sys.executable, str(GUARD), str(self._niceness), *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
