@@ -12,7 +12,7 @@ from numba import njit
 from torch import Tensor
 
 from kvcpu.vector import conversion
-from kvcpu.vector.products import MOST_ROWS, pair_dots, pair_weigh, weigh
+from kvcpu.vector.products import MOST_ROWS, pair_dots, pair_weigh, tiled, weigh
 from kvcpu.vector.rows import row_exp_halves
 
 TOKENS = 16
@@ -45,6 +45,23 @@ def test_weighed_sums(rows: int, count: int) -> None:
     wanted[:rows, :32] += weights[:rows, :count].double() @ values[:count, :32].double()
     values[count:] = float("nan")
     add_weighed(rows, weights.data_ptr(), values.data_ptr(), 4 * 48, count, sums.data_ptr(), values.data_ptr())
+    assert (sums - wanted).abs().max() < 1e-5
+
+
+multiply = tiled((2, 4), (1, 4))
+
+
+@njit  # type: ignore[untyped-decorator]
+def add_scaled(factor: int, row: int, sums: int, columns: int) -> None:
+    multiply(1, columns, factor, 4, row, 4, 1, sums, 4)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4, 5])
+def test_a_product_with_all_but_the_columns_known_when_it_is_compiled(columns: int) -> None:
+    """LLVM made nothing of it: it took the offset of the first column, 0, for a null pointer."""
+    factor, row, sums = normal(1), normal(columns * TOKENS), normal(columns * TOKENS, seed=5)
+    wanted = sums + factor * row
+    add_scaled(factor.data_ptr(), row.data_ptr(), sums.data_ptr(), columns)
     assert (sums - wanted).abs().max() < 1e-5
 
 
