@@ -185,9 +185,9 @@ def instruction(*kinds, returns=types.void):
 
             def lowered(context, builder, _, values):
                 arguments = [one if told is None else told for one, told in zip(values, literal, strict=True)]
-                # LLVM may take an offset for the base of a sum. Where that is 0, a null pointer, it would drop what uses
-                # the sum as an address: whole loops vanished. llvmlite's own `add` does not know this attribute.
-                set.add(builder.function.attributes, "null_pointer_is_valid")
+                # LLVM may take an offset for the base of a sum. Where it is 0, a null pointer, what uses the sum as an
+                # address would be dropped: whole loops vanished. (llvmlite knows no such name: `add` refuses it.)
+                builder.function.attributes.update({"null_pointer_is_valid"})
                 result = emit(Emitter(builder), *arguments)
                 return context.get_dummy_value() if returns is types.void else result
 
