@@ -6,16 +6,21 @@ of vLLM.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from kvfleet_vllm.block_moves import SharedStore
 
+log = logging.getLogger(__name__)
+
+STAGED_BYTES = 64 << 20  # gathered on a GPU at once: the bus is crossed once for a block, not once for each layer of it
 WORD = torch.int64  # copied as words: torch splits a copy of more elements than 2^15 among threads, which is slower
 
 
@@ -41,10 +46,30 @@ class LayerBlocks:
 
     def copy(self, blocks: Sequence[int], slots: Sequence[int], store: SlotStore, *, save: bool) -> None:
         """From these blocks into these slots, or back. On a GPU it is queued on the current stream."""
+        if self.device.type == "cuda":
+            at_once = max(1, STAGED_BYTES // self.block_bytes)
+            for at in range(0, len(blocks), at_once):
+                self._copy_staged(blocks[at : at + at_once], slots[at : at + at_once], store, save)
+            return
         for block, slot in zip(blocks, slots, strict=True):
             for layer, outside in zip(self.layers, store.words[slot].unbind(), strict=True):
                 into, out_of = (outside, layer[block]) if save else (layer[block], outside)
+                into.copy_(out_of)
+
+    def _copy_staged(self, blocks: Sequence[int], slots: Sequence[int], store: SlotStore, save: bool) -> None:
+        chosen = torch.tensor(blocks).pin_memory().to(self.device, non_blocking=True)  # waits for nothing
+        outside = [store.words[slot] for slot in slots]
+        staged = torch.empty((len(blocks), *outside[0].shape), dtype=self.word, device=self.device)
+        if save:
+            for at, layer in enumerate(self.layers):
+                torch.index_select(layer, 0, chosen, out=staged[:, at])
+            for into, out_of in zip(outside, staged.unbind(), strict=True):
                 into.copy_(out_of, non_blocking=True)
+        else:
+            for into, out_of in zip(staged.unbind(), outside, strict=True):
+                into.copy_(out_of, non_blocking=True)
+            for at, layer in enumerate(self.layers):
+                layer.index_copy_(0, chosen, staged[:, at])
 
 
 class SlotStore:
@@ -64,7 +89,7 @@ class SlotStore:
             os.posix_fallocate(self._file, 0, self._size)
         memory = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
         if blocks.device.type == "cuda":
-            _pin(self, memory)
+            _pin(self, memory, blocks.device)
         parts = memory.view(store.slots, ranks, len(blocks.layers), blocks.part_bytes)
         self.words = parts[:, rank].view(blocks.word)
 
@@ -87,8 +112,12 @@ def _bytes(name: str, tensor: Tensor, blocks: int) -> Tensor:
         raise ValueError(f"a block of {name}, {tuple(tensor.shape)} with {tensor.stride()}, has gaps") from error
 
 
-def _pin(owner: object, memory: Tensor) -> None:
+def _pin(owner: object, memory: Tensor, device: torch.device) -> None:
     """For the GPU to copy from and to it without the host's help, as long as `owner` lives."""
     runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(address, memory.numel(), 0)) == 0:
+    if (error := int(runtime.cudaHostRegister(address, memory.numel(), 0))) == 0:
         weakref.finalize(owner, runtime.cudaHostUnregister, address)
+        return
+    log.warning("the shared memory cannot be pinned (CUDA error %d): copies will be slow", error)
+    with suppress(RuntimeError):  # CUDA keeps the error for whoever asks next, which would be a step of vLLM's
+        torch.ones(1, device=device)

@@ -55,6 +55,7 @@ class WorkerSide:
         self._wanted: SharedStore | None = None
         self._store: SlotStore | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self._stream: Any = None  # of CUDA, for loads: one, as memory that was used on a stream is kept for it
         self._loads: list[_Load] = []
         self._saves: list[_Save] = []
         self._bad: set[int] = set()
@@ -131,8 +132,9 @@ class WorkerSide:
             self._thread = ThreadPoolExecutor(1, "kvfleet-loads")
         before = None
         if self._blocks.device.type == "cuda":  # steps that are queued may still save or write these blocks
+            self._stream = self._stream or torch.cuda.Stream(self._blocks.device)  # type: ignore[no-untyped-call]
             before = torch.cuda.current_stream(self._blocks.device).record_event()
-        return self._thread.submit(_read, order, self._store, self._blocks, before)
+        return self._thread.submit(_read, order, self._store, self._blocks, self._stream, before)
 
     def _end(self, load: _Load) -> None:
         error = load.read.exception()
@@ -166,14 +168,13 @@ class WorkerSide:
         self._link.close(why)
 
 
-def _read(order: LoadBlocks, store: SlotStore, blocks: LayerBlocks, before: Any) -> tuple[int, float]:
+def _read(order: LoadBlocks, store: SlotStore, blocks: LayerBlocks, stream: Any, before: Any) -> tuple[int, float]:
     """On the load thread: how many of the blocks have been filled, and in how many seconds."""
     store.check(order.slots)
     began = time.perf_counter()
-    if before is None:
+    if stream is None:
         blocks.copy(order.blocks, order.slots, store, save=False)
     else:
-        stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
         stream.wait_event(before)
         with torch.cuda.stream(stream):
             blocks.copy(order.blocks, order.slots, store, save=False)

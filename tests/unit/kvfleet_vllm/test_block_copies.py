@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvfleet_vllm import block_copies
 from kvfleet_vllm.block_copies import LayerBlocks, SlotStore
 from kvfleet_vllm.block_moves import SharedStore
+from tests.support.devices import DEVICES, finish
 
 BLOCKS = 6
 
@@ -21,10 +25,19 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> T
     return made.view(dtype).view(shape)
 
 
-def caches(*shape: int, layers: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+def caches(
+    *shape: int, layers: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+) -> dict[str, Tensor]:
     """Parts of one storage, as vLLM has them."""
-    whole = numbers(layers, *shape, dtype=dtype, seed=seed)
+    whole = numbers(layers, *shape, dtype=dtype, seed=seed).to(device)
     return {f"layer.{at}": whole[at] for at in reversed(range(layers))}
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """In memory, which a GPU can pin."""
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 def shared(path: Path, size: int) -> str:
@@ -32,6 +45,7 @@ def shared(path: Path, size: int) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
@@ -44,15 +58,18 @@ def shared(path: Path, size: int) -> str:
         ((BLOCKS, 6), torch.float8_e4m3fn),
     ],
 )
-def test_there_and_back(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> None:
-    ours = [caches(*shape, dtype=dtype, seed=rank) for rank in range(ranks)]
+def test_there_and_back(
+    shared_folder: Path, shape: tuple[int, ...], dtype: torch.dtype, ranks: int, device: str
+) -> None:
+    ours = [caches(*shape, dtype=dtype, seed=rank, device=device) for rank in range(ranks)]
     blocks = [LayerBlocks(cache, BLOCKS) for cache in ours]
     size = sum(cache["layer.0"].nbytes * 3 for cache in ours) // BLOCKS  # of a slot
     assert ranks * blocks[0].block_bytes == size
-    path = shared(tmp_path / "s", 20 * size)
+    path = shared(shared_folder / "s", 20 * size)
     slots = [17, 3, 9]
     for rank, one in enumerate(blocks):
         one.copy([4, 1, 2], slots, SlotStore(SharedStore(path, 20), one, rank, ranks), save=True)
+        finish(device)
 
     # As the interface says it, byte by byte.
     data = Path(path).read_bytes()
@@ -64,11 +81,12 @@ def test_there_and_back(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dty
                 assert data[start : start + len(part)] == bytes(part.tolist())
                 start += len(part)
 
-    theirs = [caches(*shape, dtype=dtype, seed=50 + rank) for rank in range(ranks)]
+    theirs = [caches(*shape, dtype=dtype, seed=50 + rank, device=device) for rank in range(ranks)]
     before = [{name: tensor.clone() for name, tensor in cache.items()} for cache in theirs]
     for rank, cache in enumerate(theirs):
         into = LayerBlocks(cache, BLOCKS)
         into.copy([0, 5, 3], slots, SlotStore(SharedStore(path, 20), into, rank, ranks), save=False)
+        finish(device)
         for name, tensor in cache.items():
             got, had, want = (
                 one.reshape(BLOCKS, -1).view(torch.uint8) for one in (tensor, before[rank][name], ours[rank][name])
@@ -76,6 +94,25 @@ def test_there_and_back(tmp_path: Path, shape: tuple[int, ...], dtype: torch.dty
             assert torch.equal(got[[0, 5, 3]], want[[4, 1, 2]])
             assert torch.equal(got[[1, 2, 4]], had[[1, 2, 4]])
     assert Path(path).read_bytes() == data
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("staged", [1, 3000])
+def test_on_a_gpu_in_several_rounds_and_whether_it_can_pin_the_memory_or_not(
+    tmp_path: Path, shared_folder: Path, staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure to pin stays in CUDA until somebody asks for it, who must not be vLLM."""
+    monkeypatch.setattr(block_copies, "STAGED_BYTES", staged)
+    ours, theirs = (caches(BLOCKS, 4, 8, seed=seed, device="cuda") for seed in (0, 1))
+    for folder in (shared_folder, tmp_path):
+        blocks, into = LayerBlocks(ours, BLOCKS), LayerBlocks(theirs, BLOCKS)
+        store = SlotStore(SharedStore(shared(folder / "s", 9 * blocks.block_bytes), 9), blocks, 0, 1)
+        assert store.words.is_pinned() or folder == tmp_path
+        blocks.copy(range(BLOCKS), [8, 1, 5, 0, 2, 7], store, save=True)
+        into.copy([3, 4, 5, 0, 1, 2], [8, 1, 5, 0, 2, 7], store, save=False)
+        for name in ours:
+            assert torch.equal(theirs[name][[3, 4, 5, 0, 1, 2]].view(torch.uint8), ours[name].view(torch.uint8))
+            theirs[name].zero_()
 
 
 def test_dimensions_may_be_in_another_order_and_layers_inside_a_block(tmp_path: Path) -> None:

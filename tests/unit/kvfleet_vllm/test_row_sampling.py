@@ -17,6 +17,7 @@ from kvfleet_vllm.wire import VERSION
 from kvproto.messages import Sampling
 from kvsampling.draw import Draw
 from kvsampling.sampler import sample
+from tests.support.devices import DEVICES
 
 VOCAB = 600
 PROMPT = [5, 6, 7, 5]
@@ -59,22 +60,23 @@ def expected(wants: Sampling, choice: int = 0) -> list[int]:
     return outputs
 
 
-def generate(wants: Sampling, before: list[int], choice: int = 0) -> list[int]:
+def generate(wants: Sampling, before: list[int], choice: int = 0, device: str = "cpu") -> list[int]:
     outputs: list[int] = []
     row = SampledRow.of(asked(wants, choice=choice), [*PROMPT, *before], outputs)
     for index in range(len(before), 20):
-        batch = torch.cat([torch.zeros(1, VOCAB), logits(index)])
+        batch = torch.cat([torch.zeros(1, VOCAB), logits(index)]).to(device)
         choose(batch, {1: row})
         assert not batch[0].any()
         outputs.append(int(batch[1].argmax()))
     return outputs
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("wants", ASKED)
 @pytest.mark.parametrize("cut", [0, 1, 7, 19])
-def test_a_row_draws_as_the_own_engine_wherever_it_began(wants: Sampling, cut: int) -> None:
+def test_a_row_draws_as_the_own_engine_wherever_it_began(wants: Sampling, cut: int, device: str) -> None:
     whole = expected(wants)
-    assert generate(wants, whole[:cut]) == whole[cut:]
+    assert generate(wants, whole[:cut], device=device) == whole[cut:]
 
 
 @pytest.mark.parametrize("wants", ASKED)

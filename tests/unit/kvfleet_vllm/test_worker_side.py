@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvfleet_vllm.block_copies import LayerBlocks
 from kvfleet_vllm.block_moves import BlockMoves, LoadBlocks, SaveBlocks, SharedStore
 from kvfleet_vllm.wire import VERSION, BlocksRead, BlocksSaved, Decoder, Message, WorkerHello
 from kvfleet_vllm.worker_side import WorkerSide
+from tests.support.devices import DEVICES
 
 BLOCKS, SLOTS = 8, 12
 HELLO = WorkerHello(VERSION, 0, 1, b"f" * 16, 2 * 64)
@@ -72,18 +74,19 @@ class Sidecar:
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    one = Sidecar(tmp_path)
-    yield one
+def sidecar() -> Iterator[Sidecar]:
+    with TemporaryDirectory(dir="/dev/shm") as folder:  # in memory, which a GPU can pin
+        one = Sidecar(Path(folder))
+        yield one
     one.listener.close()
     if one.link is not None:
         one.link.close()
 
 
-def layers(seed: int) -> dict[str, torch.Tensor]:
+def layers(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """A block has 64 bytes in each of two layers."""
     made = torch.randint(0, 1 << 30, (2, BLOCKS, 16), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
-    return {"a": made[0], "b": made[1]}
+    return dict(zip("ab", made.to(device).unbind(), strict=True))
 
 
 def side_of(cache: dict[str, torch.Tensor]) -> WorkerSide:
@@ -108,21 +111,56 @@ SAVE = SaveBlocks("r", 0, (3, 5), (7, 1))
 LOAD = LoadBlocks("generate-tokens-r-0", "r", (4, 6), (7, 1))
 
 
-def test_saved_in_one_vllm_and_loaded_in_another(side: WorkerSide, sidecar: Sidecar) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_saved_in_one_vllm_and_loaded_in_another(sidecar: Sidecar, device: str) -> None:
+    source, other = layers(0, device), layers(1, device)
+    side, two = side_of(source), side_of(other)
     moves = sidecar.moves(saves=(SAVE,))
     side.start(moves)
     side.save(moves)
+    assert side.finished(idle=True) == set()
     assert sidecar.heard() == [HELLO, BlocksSaved("r", (7, 1))]
-    assert side.finished(idle=False) == set()
-    other, source = layers(1), layers(0)
-    two = side_of(other)
     two.start(sidecar.moves(LOAD))
     assert ends(two) == {"generate-tokens-r-0"}
     assert two.take_bad_blocks() == set()
     assert sidecar.heard() == [HELLO, BlocksRead("r", 2, 0.0)]
     for name in "ab":
         assert torch.equal(other[name][[4, 6]], source[name][[3, 5]])
-        assert torch.equal(other[name][[0, 1, 2, 3, 5, 7]], layers(1)[name][[0, 1, 2, 3, 5, 7]])
+        assert torch.equal(other[name][[0, 1, 2, 3, 5, 7]], layers(1, device)[name][[0, 1, 2, 3, 5, 7]])
+    side.close()
+    two.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_on_a_gpu_saves_and_loads_wait_for_the_steps_that_are_queued(sidecar: Sidecar) -> None:
+    """A step of a second writes the blocks that are saved, another reads those that a load will overwrite."""
+    source, other = layers(0, "cuda"), layers(1, "cuda")
+    side, two = side_of(source), side_of(other)
+    moves = sidecar.moves(saves=(SAVE,))
+    torch.zeros(BLOCKS, 16, dtype=torch.int32, device="cuda").add_(1).zero_().clone()
+    for one in (side, two):  # the first time loads kernels and allocates, which waits for the device
+        one.start(moves)
+        one.save(moves)
+        one.finished(idle=True)
+    torch.cuda._sleep(2_000_000_000)  # cycles
+    for name in "ab":
+        source[name].add_(1)
+    side.save(moves)
+    for name in "ab":
+        source[name].zero_()  # queued after the save
+    assert side.finished(idle=False) == set()
+    assert [save.told for save in side._saves] == [BlocksSaved("r", (7, 1))]
+    assert side.finished(idle=True) == set()
+    assert not side._saves
+    torch.cuda._sleep(2_000_000_000)
+    before = {name: other[name].clone() for name in "ab"}
+    two.start(sidecar.moves(LOAD))
+    assert two.finished(idle=False) == set()
+    assert ends(two) == {LOAD.request}
+    for name in "ab":
+        assert torch.equal(before[name], layers(1, "cuda")[name])
+        assert torch.equal(other[name][[4, 6]], layers(0, "cuda")[name][[3, 5]] + 1)
+    side.close()
     two.close()
 
 

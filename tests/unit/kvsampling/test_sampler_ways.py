@@ -30,6 +30,7 @@ from kvsampling import cpu, portable
 from kvsampling.draw import Draw
 from kvsampling.portable import DrawSettings, weight_bits
 from kvsampling.sampler import sample, warm_up
+from tests.support.devices import DEVICES
 
 LIMITS = [
     {},
@@ -52,6 +53,7 @@ def random_logits(rows: int, vocab: int, seed: int, spread: float = 3.0) -> Tens
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(relaxed, max_examples=150)
 @given(
     st.sampled_from([2, 11, 255, 256, 257, 1500, 5000]),
@@ -72,7 +74,9 @@ def random_logits(rows: int, vocab: int, seed: int, spread: float = 3.0) -> Tens
         max_size=6,
     ),
 )
-def test_both_ways_draw_the_same(vocab: int, seed: int, spread: float, form: str, asked: list[Sampling]) -> None:
+def test_both_ways_draw_the_same(
+    device: str, vocab: int, seed: int, spread: float, form: str, asked: list[Sampling]
+) -> None:
     logits = random_logits(len(asked), vocab, seed, spread)
     if form == "rounded":  # many equal ones
         logits = logits.bfloat16().float()
@@ -83,10 +87,11 @@ def test_both_ways_draw_the_same(vocab: int, seed: int, spread: float, form: str
     if form == "far apart":
         logits = logits.sign() * torch.exp2(logits.abs().clamp(max=100.0))
     wanted = DrawSettings.of([Draw(one, 0, at) for at, one in enumerate(asked)], vocab)
-    assert cpu.draw(logits, wanted) == portable.draw(logits, wanted)
-    assert cpu.greedy(logits) == portable.greedy(logits)
+    there = logits.to(device)
+    assert cpu.draw(logits, wanted) == portable.draw(there, wanted)
+    assert cpu.greedy(logits) == portable.greedy(there)
     count = min(vocab, 40)
-    for one, other in zip(cpu.masses_and_best(logits, count), portable.masses_and_best(logits, count), strict=True):
+    for one, other in zip(cpu.masses_and_best(logits, count), portable.masses_and_best(there, count), strict=True):
         assert np.array_equal(one, other)
 
 
