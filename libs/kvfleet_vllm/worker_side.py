@@ -74,10 +74,10 @@ class WorkerSide:
         for save in moves.saves:
             try:
                 self._store.check(save.slots)
-            except (OSError, ValueError) as error:
+                self._blocks.copy(save.blocks, save.slots, self._store, save=True)
+            except (OSError, ValueError, torch.OutOfMemoryError) as error:
                 self._give_up(str(error))
                 return
-            self._blocks.copy(save.blocks, save.slots, self._store, save=True)
         told = [BlocksSaved(save.request, save.slots) for save in moves.saves]
         if self._blocks.device.type == "cuda":
             event = torch.cuda.current_stream(self._blocks.device).record_event()

@@ -233,6 +233,21 @@ def test_a_file_that_is_cut_is_not_saved_to(side: WorkerSide, sidecar: Sidecar) 
     assert sidecar.link.recv(1) == b""
 
 
+def test_a_gpu_without_room_for_a_save_ends_the_connection_and_no_step(
+    side: WorkerSide, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(LayerBlocks, "copy", no_room)
+    moves = sidecar.moves(saves=(SAVE,))
+    side.start(moves)
+    side.save(moves)
+    assert sidecar.heard() == [HELLO]
+    assert sidecar.link is not None
+    assert sidecar.link.recv(1) == b""
+
+
 @pytest.mark.parametrize("slots", [(7, SLOTS), (7, -1)])
 def test_slots_that_do_not_exist(side: WorkerSide, sidecar: Sidecar, slots: tuple[int, ...]) -> None:
     before = Path(sidecar.store.path).read_bytes()
