@@ -119,5 +119,5 @@ def _pin(owner: object, memory: Tensor, device: torch.device) -> None:
         weakref.finalize(owner, runtime.cudaHostUnregister, address)
         return
     log.warning("the shared memory cannot be pinned (CUDA error %d): copies will be slow", error)
-    with suppress(RuntimeError):  # CUDA keeps the error for whoever asks next, which would be a step of vLLM's
+    with suppress(RuntimeError):  # CUDA keeps the error for the next one who asks, a step of vLLM's
         torch.ones(1, device=device)
