@@ -163,7 +163,9 @@ class WorkerSide:
         self._link.send(messages)
 
     def _give_up(self, why: str) -> None:
-        """The end of the connection tells that nothing more is moved."""
+        """The end of the connection tells that nothing more is moved, so what is queued is done before."""
+        if self._blocks is not None and self._blocks.device.type == "cuda":
+            torch.cuda.current_stream(self._blocks.device).synchronize()
         self._store = None
         self._link.close(why)
 
@@ -177,6 +179,8 @@ def _read(order: LoadBlocks, store: SlotStore, blocks: LayerBlocks, stream: Any,
     else:
         stream.wait_event(before)
         with torch.cuda.stream(stream):
-            blocks.copy(order.blocks, order.slots, store, save=False)
-        stream.synchronize()
+            try:
+                blocks.copy(order.blocks, order.slots, store, save=False)
+            finally:
+                stream.synchronize()  # what a load that failed has queued must not overwrite what is computed instead
     return len(order.blocks), time.perf_counter() - began

@@ -164,6 +164,29 @@ def test_on_a_gpu_saves_and_loads_wait_for_the_steps_that_are_queued(sidecar: Si
     two.close()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+def test_on_a_gpu_what_fails_ends_when_all_that_it_has_queued_is_done(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots are another's after the connection, blocks are computed instead of loaded."""
+    side, queued = side_of(layers(0, "cuda")), torch.cuda.Event()
+
+    def fail(*_: object, **__: object) -> None:
+        torch.cuda._sleep(1_000_000_000)
+        queued.record()
+        raise torch.OutOfMemoryError("no room for the second round")
+
+    monkeypatch.setattr(LayerBlocks, "copy", fail)
+    moves = sidecar.moves(saves=(SAVE,))
+    side.start(moves)
+    side.save(moves)
+    assert queued.query()
+    side.start(sidecar.moves(LOAD, connection=2))
+    assert ends(side) == {LOAD.request}
+    assert queued.query()
+    side.close()
+
+
 def test_what_was_given_up_is_told(side: WorkerSide, sidecar: Sidecar) -> None:
     side.start(sidecar.moves(given_up=("r", "s")))
     assert sidecar.heard() == [HELLO, BlocksRead("r", 0, 0.0), BlocksRead("s", 0, 0.0)]
