@@ -60,8 +60,6 @@ async def saved(base: str, worker: str, blocks: int) -> None:
 async def measure(fleet: Fleet, rounds: int) -> dict[str, list[float]]:
     chance, taken = Random(1), {way: list[float]() for way in WAYS}
     async with await Client.open(fleet.nats_url) as client:
-        for worker in ("w0", "w1"):  # what a prompt takes is measured, before a long one seems to hang
-            await first(client, worker, [chance.randrange(VOCAB) for _ in range(HISTORY // 10)], chance)
         for number in range(-2, rounds):  # one of each worker to warm up
             here, there = ("w0", "w1") if number % 2 == 0 else ("w1", "w0")
             history = [chance.randrange(VOCAB) for _ in range(HISTORY)]

@@ -70,7 +70,7 @@ class SchedulerSide:
             self._saves.stop(request)
 
     def request_finished(self, request: str) -> None:
-        self._news.finished(request)
+        self._news.finished(request, self._clock())
         self._restores.finished(request)
         self._saves.stop(request)
 

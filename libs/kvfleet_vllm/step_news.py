@@ -30,17 +30,18 @@ class StepNews:
         self._prefilling: dict[str, int] = {}  # tokens still to be computed before the next new one
         self._preempted: list[str] = []  # not told yet
         self._previous: float | None = None  # when the last step was scheduled, if there was work ever since
+        self._last_s = 0.0  # what the step took that ended the work
 
     def added(self, request: Any, own: bool) -> None:
         self._live[request.request_id] = request
         if own:
             self._own[request.request_id] = name_of(request.request_id)
 
-    def finished(self, request: str) -> None:
+    def finished(self, request: str, now: float) -> None:
         for of_requests in (self._live, self._own, self._prefilling):
             of_requests.pop(request, None)
-        if not self._live:
-            self._previous = None
+        if not self._live and self._previous is not None:
+            self._last_s, self._previous = now - self._previous, None
 
     def step(self, output: Any, now: float, cached: Mapping[str, int]) -> list[Message]:
         """News of the step that `output` (vLLM's SchedulerOutput) describes, scheduled at `now` (monotonic seconds).
@@ -72,7 +73,8 @@ class StepNews:
             self._prefilling[request] = left - took
             if took == left:
                 del self._prefilling[request]
-        seconds = 0.0 if self._previous is None else now - self._previous
+        seconds = self._last_s if self._previous is None else now - self._previous
+        self._last_s = 0.0
         preempted, self._preempted, self._previous = tuple(self._preempted), [], now
         return EngineStep(seconds, len(scheduled), output.total_num_scheduled_tokens, prefill, preempted)
 

@@ -135,7 +135,7 @@ class TierSide(SchedulerSide):
         self._restores.give_up(request.request_id)
 
     def request_finished(self, request: str) -> None:
-        self._news.finished(request)
+        self._news.finished(request, self._clock())
         self._restores.finished(request)
 
     def step(self, output: Any) -> BlockMoves:

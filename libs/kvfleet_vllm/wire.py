@@ -53,8 +53,8 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """vLLM scheduled `tokens` tokens of `sequences` sequences at once, of all requests. `seconds` went by since the
-    step before was scheduled; 0.0 if vLLM had nothing to do in between. `prefill_tokens` of the tokens stood in a
+    """vLLM scheduled `tokens` tokens of `sequences` sequences at once, of all requests. The step before took
+    `seconds`; 0.0 if that is not known, as of one after which vLLM waited. `prefill_tokens` of the tokens stood in a
     prompt, or are outputs computed again after a preemption. Only the worker's own requests are in `preempted`."""
 
     seconds: float

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvfleet.worker.schedule.step_pacer import TELLING
 from kvfleet.worker.vllm.foreign_blocks import ForeignBlocks, ForeignHash, salt_of_root
 from kvfleet.worker.vllm.kv_event_feed import Event, KvEventFeed
 from kvfleet.worker.vllm.server_facts import (
@@ -77,6 +78,7 @@ class VllmServer(VllmCalls):
     engine_pid: int = 0
     _engine: VllmEngine | None = None
     _early: list[TierEvents] = field(default_factory=list)  # changes before there is an engine
+    _early_step: wire.EngineStep | None = None  # the newest
     _feed: KvEventFeed | None = None
     _facts: ServerFacts | None = None
     _hello: asyncio.Future[wire.EngineHello] | None = None
@@ -126,6 +128,8 @@ class VllmServer(VllmCalls):
     def watch(self, engine: VllmEngine) -> None:
         self._engine, self._is_up = engine, True
         engine.on_changes(self._early)
+        if self._early_step is not None:
+            engine.on_step(self._early_step)
         engine.came()
         self._tasks.spawn(self._watch(), "vllm-watch")
 
@@ -178,8 +182,9 @@ class VllmServer(VllmCalls):
 
     def _on_told(self, told: Told) -> None:
         if self._engine is None:
-            return
-        if isinstance(told, wire.Scheduled):
+            if isinstance(told, wire.EngineStep):
+                self._early_step = told
+        elif isinstance(told, wire.Scheduled):
             self._engine.on_scheduled(told)
         elif isinstance(told, wire.EngineStep):
             self._engine.on_step(told)
@@ -336,9 +341,11 @@ class VllmServer(VllmCalls):
         elif hello.instance != self._instance:
             self._feed.restarted()
         self._probe_seen.clear()
+        # So long that the worker knows what a prompt's tokens cost, before a long one could seem to hang.
+        blocks = min(-(-TELLING // facts.block_size), max(facts.context_length // facts.block_size - 1, 1))
         for wait_s in EVENTS_S:  # vLLM may need a moment to connect, and drops what it has told before
             self._probe_root = os.urandom(HASH_BYTES)
-            await self.probe.ask([1] * facts.block_size, self._probe_root)
+            await self.probe.ask([1] * blocks * facts.block_size, self._probe_root)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._probe_seen.wait(), wait_s)
                 return

@@ -115,11 +115,15 @@ def test_time_without_work_is_not_counted() -> None:
     add(news, "a", 10)
     add(news, "b", 10)
     news.step(step({"a": 10, "b": 10}, new={"a": 0, "b": 0}), 1.0, {})
-    news.finished(vllm_id("a"))
+    news.finished(vllm_id("a"), 1.5)
     assert news.step(step({"b": 1}, running={"b": 10}), 2.0, {}) == [EngineStep(1.0, 1, 1, 0, ())]
-    news.finished(vllm_id("b"))
+    news.finished(vllm_id("b"), 2.25)
     add(news, "c", 10)
-    assert news.step(step({"c": 10}, new={"c": 0}), 9.0, {})[0] == EngineStep(0.0, 1, 10, 10, ())
+    assert news.step(step({"c": 10}, new={"c": 0}), 9.0, {})[0] == EngineStep(0.25, 1, 10, 10, ())
+    assert news.step(step({}), 9.5, {}) == []  # it waits for something
+    news.finished(vllm_id("c"), 20.0)
+    add(news, "d", 10)
+    assert news.step(step({"d": 10}, new={"d": 0}), 30.0, {})[0] == EngineStep(0.0, 1, 10, 10, ())
 
 
 def test_nothing_is_kept_of_finished_requests() -> None:
@@ -128,7 +132,7 @@ def test_nothing_is_kept_of_finished_requests() -> None:
         add(news, name, 10)
     news.step(step({"a": 10, "b": 4}, new={"a": 0, "b": 0}), 1.0, {})
     for name in ("a", "b", "never-seen"):
-        news.finished(vllm_id(name))
+        news.finished(vllm_id(name), 2.0)
     assert not news._live
     assert not news._own
     assert not news._prefilling

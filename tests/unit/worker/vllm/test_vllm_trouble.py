@@ -13,6 +13,7 @@ from kvfleet.worker.vllm import vllm_engine, vllm_server
 from kvproto.block_hash import digest_term
 from kvproto.errors import EngineFailure, Unavailable
 from kvproto.messages import FinishReason, Tier
+from kvproto.streams.silence import UNMEASURED_S
 from kvproto.testing.nats_process import free_port
 from tests.engines.rigs import greedy, key_of, sampled
 from tests.support.vllm_double.event_publisher import EventPublisher
@@ -110,6 +111,12 @@ async def test_one_that_hangs_is_away_until_it_steps_again(rig: VllmRig, monkeyp
     again = await rig.run(rig.spec("again", prompt, greedy(4)))
     assert again.cached_tokens == 96
     await until(lambda: not rig.double.engine.scheduler.has_work)
+
+
+async def test_what_a_prompt_may_take_is_known_from_the_first_request_on(rig: VllmRig) -> None:
+    """A long one is no hang."""
+    await rig.run(rig.spec("r", rig.prompt(100), greedy(1)))
+    assert 0 < rig.engine.step_rates.patience_s < UNMEASURED_S
 
 
 async def test_one_whose_connector_hangs_up_keeps_its_blocks(rig: VllmRig) -> None:
