@@ -50,6 +50,7 @@ class ChainLocation:
     peer: str = ""
     handed_over: bool = False
     far: bool = False  # the peer is in another region
+    look_s: float | None = None  # that sources have to answer; None: as usual
     traceparent: str = ""  # of a traced request, for calls to vaults and peers
 
 

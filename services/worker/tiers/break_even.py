@@ -26,12 +26,12 @@ SURE = 1.5  # times the predicted seconds of a restore, before it counts as quic
 HANDLING_S = 0.002  # of a restore, beside the transfer
 LOOK_WORTH_S = 0.02  # of computing: less is not worth a question
 ANSWER_LIMIT_S = 0.03
+LOOK_SHARE = 0.01  # of the seconds of computing, that a question may take where that is longer
+ANSWER_SLACK_S = 0.2  # beyond a look that is given longer than usual
 HANDED_LOOK_S = 2.0  # long, as a busy source may have to be connected to first; one that refuses ends the look sooner
-HANDED_ANSWER_S = 2.2
 HANDED_BLOCK_S = 0.25  # of computing, that each block of what was handed over counts as more
 HANDED_SPEED = LinkSpeed(0.01, 1e9)  # of a peer, or vaults, that were never measured
 FAR_LOOK_S = 1.0  # a peer in another region may have to be connected to, and measured, first
-FAR_ANSWER_S = 1.2
 FAR_WORTH_S = 0.3  # of computing: less is not worth a question to another region
 
 ComputeSeconds = Callable[[int, int], float]  # to compute blocks from the first number to the second
@@ -87,7 +87,7 @@ def price_of_computing(location: ChainLocation | None, compute_s: ComputeSeconds
 
 
 def answer_limit_s(location: ChainLocation) -> float:
-    return FAR_ANSWER_S if location.far else HANDED_ANSWER_S if location.handed_over else ANSWER_LIMIT_S
+    return ANSWER_LIMIT_S if location.look_s is None else location.look_s + ANSWER_SLACK_S
 
 
 def host_offers(host: HostTier, bytes_per_s: float, sequence: EngineSequence, start: int, usable: int) -> list[Offer]:

@@ -26,7 +26,7 @@ from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvfleet.worker.vllm.vllm_tiers import VllmTiers
 from kvfleet_vllm.wire import BlocksRead, BlocksSaved, BlocksSaving, EngineStep
 from kvproto.block_hash import chain, in_tier
-from kvproto.messages import Sampling, Tier, TierEvents
+from kvproto.messages import GenerateRequest, Sampling, Tier, TierEvents
 from kvservice.event_log import EventLog
 from tests.support.waiting import LIMIT_S
 
@@ -397,3 +397,11 @@ async def test_what_is_never_asked_for_again_is_not_saved_until_some_is(rig: Rig
     assert not all([await ask(number) for number in range(1, 12)])
     assert await ask(0, b"o" * 16)
     assert await ask(11), "a tenth of all is not next to nothing"
+
+
+@pytest.mark.parametrize(("tokens", "look_s"), [(2000, None), (20_000, 0.2), (200_000, 1.0)])
+async def test_a_question_may_take_a_share_of_what_it_may_save(rig: Rig, tokens: int, look_s: float | None) -> None:
+    request = GenerateRequest("r", 0, "demo", Sampling(9), "_ing.x.b", prompt_ids=(1,))
+    location = rig.tiers.locate(request, ROOT, tuple(range(tokens)), {}, "")(0)
+    assert location is not None
+    assert location.look_s == (None if look_s is None else pytest.approx(look_s))
