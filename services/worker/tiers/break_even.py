@@ -86,6 +86,12 @@ def price_of_computing(location: ChainLocation | None, compute_s: ComputeSeconds
     return lambda start, end: compute_s(start, end) + HANDED_BLOCK_S * max(0, end - start)
 
 
+def look_limit_s(compute_s: float, usual_s: float) -> float | None:
+    """That a question may take which may save `compute_s`; None: as usual."""
+    share_s = min(LOOK_SHARE * compute_s, FAR_LOOK_S)
+    return share_s if share_s > usual_s else None
+
+
 def answer_limit_s(location: ChainLocation) -> float:
     return ANSWER_LIMIT_S if location.look_s is None else location.look_s + ANSWER_SLACK_S
 

@@ -16,7 +16,7 @@ from functools import cache
 from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, names_of
 from kvfleet.worker.port.engine_port import Hashed, TierPort
 from kvfleet.worker.port.sequence_spec import Locate
-from kvfleet.worker.tiers.break_even import FAR_LOOK_S, HANDED_LOOK_S, LOOK_SHARE, LOOK_WORTH_S
+from kvfleet.worker.tiers.break_even import FAR_LOOK_S, HANDED_LOOK_S, LOOK_WORTH_S, look_limit_s
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.transfers import LOOK_LIMIT_S
 from kvproto.block_hash import HASH_BYTES, ForkedRoot, Root, chain
@@ -84,17 +84,13 @@ class LookingTiers(TierPort):
             remote.introduce(source, request.source_addresses)
         elif is_far:
             is_far, source = False, ""
-        limit_s = FAR_LOOK_S if is_far else HANDED_LOOK_S if request.handed_over else self._worth_s(len(known))
+        rate = self.prefill_tokens_per_s
+        usual_s = look_limit_s(len(known) / rate if rate else 0.0, LOOK_LIMIT_S)
+        limit_s = FAR_LOOK_S if is_far else HANDED_LOOK_S if request.handed_over else usual_s
         finding = remote.look(
             names, exact=request.exact, peer=source, on_ready=self.wake, limit_s=limit_s, traceparent=traceparent
         )
         return ChainLocation(names, finding, source, request.handed_over, is_far, limit_s, traceparent)
-
-    def _worth_s(self, tokens: int) -> float | None:
-        """How long to wait for what would save computing them; None: as usual."""
-        rate = self.prefill_tokens_per_s
-        share_s = LOOK_SHARE * tokens / rate if rate else 0.0
-        return min(share_s, FAR_LOOK_S) if share_s > LOOK_LIMIT_S else None
 
     def _is_vouched_for(self, request: GenerateRequest) -> bool:
         """Whether the sender of a source in another region has the fleet's key."""

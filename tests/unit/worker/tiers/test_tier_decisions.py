@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.tiers.break_even import HANDLING_S, SURE, Offer, RestoredPart, cheapest, is_worth_going_on
+from kvfleet.worker.tiers.break_even import (
+    HANDLING_S,
+    SURE,
+    Offer,
+    RestoredPart,
+    cheapest,
+    is_worth_going_on,
+    look_limit_s,
+)
 from kvfleet.worker.tiers.host import Copier, CopyJob
 from kvfleet.worker.tiers.link_speed import LEAST_BYTES, CopySpeed, LinkSpeed
 from kvfleet.worker.tiers.offloader import FEWEST_BLOCKS, ReuseWatch
@@ -142,6 +150,10 @@ class TestBreakEven:
         assert not is_worth_going_on(missing=10, arrived=10, elapsed_s=0.06, block_s=0.01)
         assert not is_worth_going_on(missing=10, arrived=0, elapsed_s=0.001, block_s=0.01)
         assert not is_worth_going_on(missing=0, arrived=10, elapsed_s=0.001, block_s=0.01)
+
+    @pytest.mark.parametrize(("compute_s", "limit_s"), [(0.0, None), (2.0, None), (20.0, 0.2), (200.0, 1.0)])
+    def test_a_question_may_take_a_share_of_what_it_may_save(self, compute_s: float, limit_s: float | None) -> None:
+        assert look_limit_s(compute_s, usual_s=0.02) == limit_s
 
 
 class TestSpeed:

@@ -399,9 +399,8 @@ async def test_what_is_never_asked_for_again_is_not_saved_until_some_is(rig: Rig
     assert await ask(11), "a tenth of all is not next to nothing"
 
 
-@pytest.mark.parametrize(("tokens", "look_s"), [(2000, None), (20_000, 0.2), (200_000, 1.0)])
-async def test_a_question_may_take_a_share_of_what_it_may_save(rig: Rig, tokens: int, look_s: float | None) -> None:
+async def test_a_question_may_take_a_share_of_what_it_may_save(rig: Rig) -> None:
     request = GenerateRequest("r", 0, "demo", Sampling(9), "_ing.x.b", prompt_ids=(1,))
-    location = rig.tiers.locate(request, ROOT, tuple(range(tokens)), {}, "")(0)
+    location = rig.tiers.locate(request, ROOT, tuple(range(20_000)), {}, "")(0)
     assert location is not None
-    assert location.look_s == (None if look_s is None else pytest.approx(look_s))
+    assert location.look_s == pytest.approx(0.2)
