@@ -97,7 +97,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 BENCHMARKS := start engine_throughput engine_vs_vllm engine_vs_llamacpp decode_step prefill single_stream ttft_reuse \
-              itl_under_prefill cancel_to_free attention_bandwidth live_256 kv_int8 overhead ingress_rate ring_balance \
+              constrained itl_under_prefill cancel_to_free attention_bandwidth live_256 kv_int8 overhead ingress_rate ring_balance \
               find_matches index_events placement_vs_dynamo placement_decisions placement_overload placement_scale \
               token_fan_in trace_hits trace_shapes shared_prompt low_load churn herd overload \
               data_plane codec restore_ttft capacity never_worse zero_reuse offload_itl gpu_copies \

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -26,6 +26,7 @@ from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted, StepRes
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.messages import ChoiceFinished, Sampling, Tokens
 from tests.support.id_detokenizer import IdDetokenizer
 
@@ -123,6 +124,7 @@ class Ours:
         token_budget: int = STEP_TOKENS,
         itl_target_s: float = 0.0,
         blocks: int | None = None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         disable_progress_bar()
         torch.set_num_threads(threads)
@@ -134,13 +136,14 @@ class Ours:
         self.vocab_size = loaded.vocab_size
         pool = BlockPool(blocks, BLOCK)
         scheduler = Scheduler(pool, token_budget=token_budget, slots=sequences, itl_target_s=itl_target_s)
-        self.engine = Engine(self.runner, pool, scheduler, IdDetokenizer())
+        self.engine = Engine(self.runner, pool, scheduler, detokenizer or IdDetokenizer())
+        self.sampling = Sampling(1, temperature=0.0, ignore_eos=True)
         self._names = count()
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
-        """Submit one prompt, to be decoded greedily past any end token; returns its name."""
+        """Submit one prompt, to be decoded past any end token; returns its name."""
         name = str(next(self._names))
-        sampling = Sampling(max_tokens, temperature=0.0, ignore_eos=True)
+        sampling = replace(self.sampling, max_tokens=max_tokens)
         self.engine.add(SequenceSpec(name, 0, tuple(prompt), sampling, ROOT))
         return name
 

@@ -43,8 +43,9 @@ def seeded(name: str, seed: int) -> dict[str, Any]:
 
 def ours(name: str, seed: int) -> dict[str, Any]:
     asked = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed, "max_tokens": 4096}
-    row = {"version": VERSION, "request": name, "choice": 0, "prompt": PROMPT, "dropped": [], "stop_ids": []}
-    return {"temperature": 0, "extra_args": {KEY: row | {"sampling": asked, "failures": "/nonexistent"}}}
+    row = {"version": VERSION, "request": name, "choice": 0, "prompt": PROMPT, "dropped": []}
+    row |= {"stop_ids": [], "grammar": None, "failures": "/nonexistent"}
+    return {"temperature": 0, "extra_args": {KEY: row | {"sampling": asked}}}
 
 
 WAYS: dict[str, Sampling] = {"ours": ours, "own": own, "own_seeded": seeded}

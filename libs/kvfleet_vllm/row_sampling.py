@@ -14,6 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -22,15 +23,17 @@ from torch import Tensor
 
 from kvfleet_vllm.wire import KEY, VERSION
 from kvproto.errors import KvfleetError
-from kvproto.messages import Sampling
+from kvproto.messages import Grammar, GrammarForm, Sampling
 from kvsampling.draw import Draw
+from kvsampling.grammar import Grammars, Matcher
 from kvsampling.sampler import sample
 
 log = logging.getLogger(__name__)
 
-_ASKED = frozenset(("version", "request", "choice", "prompt", "dropped", "stop_ids", "sampling", "failures"))
+_ASKED = frozenset(("version", "request", "choice", "prompt", "dropped", "stop_ids", "sampling", "failures", "grammar"))
 _SAMPLING = frozenset(field.name for field in fields(Sampling))
 TELL_S = 0.5  # a worker that does not read must not hold up vLLM's step for longer
+_GRAMMARS: dict[str, Grammars] = {}  # by the file that says of what tokenizer
 CHOSEN = torch.finfo(torch.float32).max
 
 
@@ -47,6 +50,7 @@ class SampledRow:
     before: Sequence[int]
     outputs: Sequence[int]
     failures: str
+    matcher: Matcher | None = None
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], ids: Sequence[int], outputs: Sequence[int]) -> SampledRow:
@@ -63,16 +67,33 @@ class SampledRow:
             ids[prompt:],
             outputs,
             asked["failures"],
+            matcher_of(asked["grammar"]),
         )
+
+    def prepare(self) -> None:
+        """Begin what `draw` needs, beside the forward pass."""
+        if self.matcher is not None and min(self.outputs[-1:], default=0) >= 0:  # else vLLM does not know them yet
+            self.matcher.prepare([*self.before, *self.outputs])
 
     def draw(self) -> Draw:
         wants, index = self.sampling, len(self.before) + len(self.outputs)
         banned = self.stop_ids if index < wants.min_tokens else ()
         prompt: Sequence[int] = ()
         outputs: Sequence[int] = ()
+        if self.matcher is not None:
+            outputs = [*self.before, *self.outputs]
         if wants.presence_penalty or wants.frequency_penalty or wants.repetition_penalty != 1:
             prompt, outputs = self.prompt, [*self.before, *self.outputs]
-        return Draw(wants, self.choice, index, prompt, outputs, banned)
+        return Draw(wants, self.choice, index, prompt, outputs, banned, self.matcher)
+
+
+def matcher_of(said: Mapping[str, Any] | None) -> Matcher | None:
+    """Of the worker's `grammar`. It tried it before, so that this is quick."""
+    if said is None:
+        return None
+    if (grammars := _GRAMMARS.get(said["tokenizer"])) is None:
+        grammars = _GRAMMARS[said["tokenizer"]] = Grammars.of_json(Path(said["tokenizer"]).read_text())
+    return Matcher(grammars, Grammar(GrammarForm(said["form"]), said["text"], said["said"]))
 
 
 def sampling_of(asked: Mapping[str, Any]) -> Sampling:

@@ -34,8 +34,12 @@ class Sampler(LogitsProcessor):  # type: ignore[misc]
         return False  # so that it runs for greedy requests too
 
     def update_state(self, update: Any) -> None:
-        if update is None:
-            return
+        if update is not None:
+            self._follow(update)
+        for row in self._rows.values():
+            row.prepare()
+
+    def _follow(self, update: Any) -> None:
         for row in update.removed:
             self._rows.pop(row, None)
         for row, params, prompt, outputs in update.added:

@@ -1,7 +1,8 @@
 """Rows of the batch of vLLM's second model runner, which keeps its requests in slots. Knows nothing of vLLM.
 
 That runner hands a processor no lists of ids. They lie on the device, a row for each slot, and its last token may be
-still on its way there when the host schedules the next: only a request with penalties has its ids fetched.
+still on its way there when the host schedules the next: only a request with penalties or a grammar has its ids
+fetched.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SlotSampling:
         for at, (slot, length, prompt, fill) in enumerate(zip(slots, lengths, prompts, fills, strict=True)):
             one = self._slots.get(slot)
             if one is not None and length >= fill:  # else it is a part of a prompt, whose token vLLM drops
-                ids = self.ids(slot, length) if one.has_penalties else range(length)  # then only their count matters
+                ids = self.ids(slot, length) if one.reads_ids else range(length)  # then only their count matters
                 rows[at] = one.see(ids, prompt)
         choose(logits, rows)
 
@@ -48,14 +49,14 @@ class _Slot:
     row: SampledRow
     prompt: int  # of the worker, in tokens, which may end before vLLM's
     dropped: Sequence[int]  # of the prompt's beginning, which vLLM has not got
-    has_penalties: bool
+    reads_ids: bool
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> _Slot:
         row = SampledRow.of(asked, (), ())
         wants = row.sampling
         penalties = wants.presence_penalty or wants.frequency_penalty or wants.repetition_penalty != 1
-        return cls(row, asked["prompt"], asked["dropped"], bool(penalties))
+        return cls(row, asked["prompt"], asked["dropped"], bool(penalties or row.matcher))
 
     def see(self, ids: Sequence[int], prompt: int) -> SampledRow:
         """`ids` are vLLM's prompt, of `prompt` tokens, and its outputs."""

@@ -24,7 +24,7 @@ from typing import Any
 import msgpack
 
 KEY = "kvfleet"  # in a request's kv_transfer_params
-VERSION = 2
+VERSION = 3
 MAX_FRAME = 1 << 20  # bytes after the length
 ERASE_HASHES = 4096  # at most in one EraseBlocks: it must fit into a socket's buffer while an idle vLLM reads nothing
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from kvproto import messages as m
-from kvproto.errors import CodecError, VersionMismatch
+from kvproto.errors import CodecError, Unavailable, VersionMismatch
 from kvproto.schema import read_map, schema_of, to_map, type_error
 
 VERSION = 1
@@ -80,6 +80,14 @@ def common_version(versions: tuple[int, ...]) -> int:
     if version < max(MIN_VERSION, low):
         raise VersionMismatch(f"the member speaks {low} to {high}, this process {MIN_VERSION} to {VERSION}")
     return version
+
+
+def version_of_offer(worker: m.WorkerRecord, request: m.GenerateRequest) -> int:
+    """The version to write a request to a worker in. Raises VersionMismatch, and Unavailable for a worker that would
+    ignore a part of it."""
+    if request.sampling.grammar is not None and not worker.grammars:
+        raise Unavailable(f"worker {worker.id} follows no grammars", field=request.sampling.grammar.said)
+    return common_version(worker.versions)
 
 
 def supported_versions() -> tuple[int, int]:

@@ -169,6 +169,8 @@ def _compile(hint: Any) -> tuple[_Read, _Write | None]:
         return lambda value, path: read_map(kind, value, path), lambda value, packed: to_map(value, packed=packed)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return enum_reader(hint), lambda value, packed: value.value
+    if hint is Any:
+        return lambda value, path: value, None
     if hint in (int, float, str, bytes, bool):
         return _scalar(hint, bounds), None
     raise TypeError(f"the codec cannot carry {hint!r}")

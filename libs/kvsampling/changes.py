@@ -1,4 +1,4 @@
-"""Changes of logits before a token is drawn: penalties, biases, banned tokens, in the order that
+"""Changes of logits before a token is drawn: penalties, biases, banned tokens, grammars, in the order that
 `kvproto.messages.Sampling` states. All rows change at once, computed in float64 and stored as float32."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvproto.errors import InvalidRequest
 from kvsampling.draw import Draw
+from kvsampling.grammar import Mask
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -32,6 +33,7 @@ class LogitChanges:
     biased: Ints
     biases: Floats
     banned: Ints
+    allowed: Mask | None
 
     @classmethod
     def of(cls, draw: Draw, vocab: int) -> LogitChanges:
@@ -46,7 +48,9 @@ class LogitChanges:
         biases = np.array(list(asked.logit_bias.values()), dtype=np.float64)
         if not (np.abs(biases) <= LARGEST_BIAS).all():
             raise InvalidRequest(f"a bias is beyond +-{LARGEST_BIAS:.0e}", field="logit_bias")
-        banned = np.array(draw.banned, dtype=np.int64)
+        allowed = None if draw.matcher is None else draw.matcher.mask(draw.output_ids)
+        is_over = draw.matcher is not None and draw.matcher.is_over
+        banned = np.array(() if is_over else draw.banned, dtype=np.int64)
         return cls(
             seen=seen,
             repetition_penalty=asked.repetition_penalty,
@@ -55,12 +59,13 @@ class LogitChanges:
             biased=_ids(list(asked.logit_bias), vocab, "logit_bias"),
             biases=biases,
             banned=banned[(banned >= 0) & (banned < vocab)],
+            allowed=allowed,
         )
 
 
 def wants_changes(draw: Draw) -> bool:
     asked = draw.sampling
-    return bool(asked.repetition_penalty != 1 or _counts(draw) or asked.logit_bias or draw.banned)
+    return bool(asked.repetition_penalty != 1 or _counts(draw) or asked.logit_bias or draw.banned or draw.matcher)
 
 
 def apply(logits: Tensor, changes: Sequence[LogitChanges]) -> None:
@@ -70,6 +75,9 @@ def apply(logits: Tensor, changes: Sequence[LogitChanges]) -> None:
     _change(logits, [one.generated for one in changes], [one.lowered for one in changes], torch.sub)
     _change(logits, [one.biased for one in changes], [one.biases for one in changes], torch.add)
     _change(logits, [one.banned for one in changes], [-math.inf] * len(changes), lambda _, minus: minus)
+    for row, one in enumerate(changes):
+        if one.allowed is not None:
+            logits[row].masked_fill_(torch.from_numpy(~one.allowed).to(logits.device), -math.inf)
 
 
 def _change(

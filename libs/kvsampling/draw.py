@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvproto.errors import KvfleetError
 from kvproto.messages import Sampling, TokenLogprobs
+
+if TYPE_CHECKING:
+    from kvsampling.grammar import Matcher
 
 
 @dataclass(slots=True)
 class Draw:
     """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone. `prompt_ids` and
-    `output_ids` are for penalties, else empty; `output_ids` is the sequence's own, which grows.
+    `output_ids` are for penalties and a grammar, else empty; `output_ids` is the sequence's own, which grows.
 
     It never changes; freezing it would cost three times as much.
     """
@@ -23,6 +27,7 @@ class Draw:
     prompt_ids: Items[int] = ()
     output_ids: Items[int] = ()
     banned: Items[int] = ()
+    matcher: Matcher | None = None  # follows `output_ids`
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 from prometheus_client.registry import Collector
@@ -98,6 +99,7 @@ def worker_record(
         attaches=True,
         engine=settings.engine,
         adapters=adapters,
+        grammars=find_spec("llguidance") is not None,
     )
 
 

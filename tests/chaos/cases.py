@@ -6,11 +6,12 @@ request may vary is varied here: prompts that share prefixes, lengths, sampling,
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvproto.messages import ProducerRequest, Sampling
+from kvproto.messages import Grammar, GrammarForm, ProducerRequest, Sampling
 from tests.chaos.history import Transport
 from tests.chaos.layout import FAKE, REAL, TENANTS
 
@@ -136,6 +137,8 @@ class Case:
     def http_body(self, turn: int, *, stream: bool, session: str = "") -> dict[str, Any]:
         """As HTTP clients say it, each route in its own words."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.sampling}
+        if (grammar := body.pop("grammar", None)) is not None:
+            body["structured_outputs"] = {grammar.form.removeprefix("json_").replace("schema", "json"): grammar.text}
         if self.priority:
             body["priority"] = self.priority
         if self.transport is Transport.GENERATE:
@@ -154,6 +157,11 @@ def _text(chance: random.Random, words: int) -> str:
 
 _BOOK = _text(random.Random(0), 400)
 
+_GUEST = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "of": {"enum": ["sea", "rain", "night"]}},
+    "required": ["name", "age", "of"],
+}
 _WAYS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -166,6 +174,8 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"logprobs": 2},
     {"n": 2, "stop": ["and"], "temperature": 0.8, "seed": 5, "logprobs": 1},
     {"min_tokens": 20, "ignore_eos": False, "temperature": 1.0, "seed": 6},
+    {"grammar": Grammar(GrammarForm.JSON_SCHEMA, json.dumps(_GUEST)), "temperature": 1.0, "seed": 7},
+    {"grammar": Grammar(GrammarForm.REGEX, "([a-z]{1,9} ){4,40}[.]"), "n": 2, "temperature": 0.9, "seed": 8},
 )
 
 

@@ -89,6 +89,16 @@ MESSAGES: dict[str, Any] = {
         prompt="x", n=2, min_p=0.5, presence_penalty=1.0, frequency_penalty=1.5, repetition_penalty=0.5,
         logit_bias={0: 1.0}, logprobs=0, min_tokens=1, context_overflow=m.Overflow.SLIDING,
     ),
+    "generate_request_of_a_grammar": m.GenerateRequest(
+        **KEY, model="m", inbox="_ing.i1.b", prompt_ids=(1,),
+        sampling=m.Sampling(8, grammar=m.Grammar(m.GrammarForm.JSON_SCHEMA, '{"enum":["ü"]}', "guided_json")),
+    ),
+    "producer_request_of_a_format": m.ProducerRequest(
+        prompt="x", grammar=m.Grammar(m.GrammarForm.REGEX, "[ab]+"),
+        response_format=m.ResponseFormat(
+            m.FormatType.JSON_SCHEMA, m.JsonSchema("n", {"type": "object", "required": ["a"]}, "of a", strict=True)
+        ),
+    ),
     "resend_request_choices": m.ResendRequest(**KEY, from_index=17, inbox="_ing.i1.b", from_indices=(17, 0, 2**40)),
     "continuation": m.Continuation((1, 2), 5, m.FinishReason.LENGTH),
     "cancel_request": m.CancelRequest("a" * 26, 1),
@@ -122,6 +132,7 @@ MESSAGES: dict[str, Any] = {
         block_bytes=393_216,
         public_prefixes=(m.PublicPrefix(32, HASHES[1]), m.PublicPrefix(48, HASHES[2])),
     ),
+    "worker_record_of_grammars": replace(RECORD, grammars=True),
     "worker_record_engine": replace(RECORD, engine="vllm", engine_pid=4712),
     "heartbeat_restore_rates": replace(
         HEARTBEAT, rates=m.Rates(1234.5, 17.25, 270.0, {"host": 8e9, "vault": 1.5e8})

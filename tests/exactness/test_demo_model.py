@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from llguidance import LLMatcher, LLTokenizer
 from tiny_models import TOLERANCE, Rig
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 import kvfleet.worker
 from kvfleet.worker.model.loader import load_model
+from kvfleet.worker.text.detokenizer import Detokenizer
+from kvproto.messages import Grammar, GrammarForm
 
 FOLDER = Path(kvfleet.worker.__file__).parent / "model" / "demo_model"
 
@@ -51,4 +57,38 @@ def test_many_speakers_at_once_in_a_small_pool(demo: Any, tokenizer: Tokenizer) 
     rig.run()
     assert max(rig.differences().values()) < TOLERANCE
     assert rig.check_greedy() == 0
+    assert rig.engine.load().preemptions_total > 0
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[A-Z][a-z]{2,8}( [a-z]{1,9}){3,9}[.!]", r"(\d{1,3}\.){3}\d{1,3}", r"(thou|you|é+){2,5}"]
+)
+def test_greedy_with_a_grammar_equals_generate(tokenizer: Tokenizer, pattern: str) -> None:
+    """Transformers asks another matcher what may come next. In a small pool the engine's sequences begin anew."""
+    demo = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    ends = demo.generation_config.eos_token_id
+    words = LLTokenizer(tokenizer.to_str(), eos_token=ends)
+
+    def allowed(_: int, ids: torch.Tensor) -> list[int]:
+        matcher = LLMatcher(words, LLMatcher.grammar_from_regex(pattern))
+        assert matcher.consume_tokens(ids[len(prompt) :].tolist())
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return [int(token) for token in bits.nonzero()[0]]
+
+    rig = Rig(demo, blocks=15, budget=40, block_size=8, detokenizer=Detokenizer(tokenizer))
+    grammar, turns, expected = Grammar(GrammarForm.REGEX, pattern), [], []
+    for name in ("ROMEO", "JULIET", "HAMLET", "NURSE", "KING RICHARD III"):
+        prompt = tokenizer.encode(f"<|system|>You are {name}.<|end|><|user|>Speak!<|end|><|assistant|>").ids
+        ids = torch.tensor([prompt])
+        out = demo.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=40,
+            prefix_allowed_tokens_fn=allowed,
+        )
+        expected.append([token for token in out[0, len(prompt) :].tolist() if token not in ends])
+        turns.append(rig.add(name, prompt, 40, grammar=grammar))
+    rig.run()
+    assert [turn.outputs for turn in turns] == expected
     assert rig.engine.load().preemptions_total > 0

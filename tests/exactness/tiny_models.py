@@ -26,6 +26,7 @@ from kvfleet.worker.port.outputs import SequenceStarted, StepResult
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.schedule.step_plan import Slice
+from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.messages import ChoiceFinished, Sampling, Tokens
 from kvsampling.draw import Drawn
 from kvsampling.sampler import sample
@@ -108,6 +109,7 @@ class Rig:
         budget: int = 512,
         slots: int = 64,
         quantized: bool = False,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         self.model = model
         backend = backend or ReferenceBackend()
@@ -119,7 +121,7 @@ class Rig:
         self.runner = NotingRunner(loaded, backend, blocks, block_size)
         self.pool = BlockPool(blocks, block_size)
         self.scheduler = Scheduler(self.pool, token_budget=budget, slots=slots)
-        self.engine = Engine(self.runner, self.pool, self.scheduler, IdDetokenizer())
+        self.engine = Engine(self.runner, self.pool, self.scheduler, detokenizer or IdDetokenizer())
         self.turns: dict[str, Turn] = {}
         self.logits: dict[str, dict[int, Tensor]] = {}
         self.fed = 0

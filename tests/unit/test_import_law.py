@@ -57,7 +57,7 @@ THIRD_PARTY = {
     "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys", "cryptography",
                   "setproctitle", "opentelemetry"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
-    "kvsampling": {"torch", "numpy"},
+    "kvsampling": {"torch", "numpy", "llguidance"},
     "kvfleet_vllm": {"torch", "vllm", "msgpack"},
     "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_core", "pydantic_settings", "prometheus_client", "jwt", "httpx"},

@@ -61,6 +61,7 @@ class WorkerRecord:
     engine: Name = "own"  # or `vllm`: a server beside the worker
     engine_pid: Count = 0  # of that server's engine on the worker's host, which changes when it restarts; 0: none
     adapters: Annotated[tuple[Adapter, ...], MaxLength(256)] = ()  # of `model`, loaded and ready whenever it is
+    grammars: bool = False  # it follows `Sampling.grammar`, which others would ignore
 
     @property
     def models(self) -> dict[str, str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from kvproto.messages.vocabulary import (
     Addresses,
     Count,
     Encoding,
     FinishReason,
+    FormatType,
+    GrammarForm,
     Ids,
     LogitBias,
     MaxLength,
@@ -23,6 +25,33 @@ from kvproto.messages.vocabulary import (
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output's text must be, to its end. `said`: the field that the asker gave it in, for refusals."""
+
+    form: GrammarForm
+    text: Annotated[str, MaxLength(1_048_576)] = ""
+    said: Name = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """All is kept to whether it is `strict` or not."""
+
+    name: Name
+    schema: dict[str, Any] | None = None
+    description: Text | None = None
+    strict: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """As OpenAI's clients say what the output must be; see `kvproto.response_format`."""
+
+    type: FormatType
+    json_schema: JsonSchema | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters. A token's random number depends on (seed, choice, generated index) alone.
 
@@ -30,7 +59,8 @@ class Sampling:
     replayed sequence draws the same tokens; a worker reads none as 0. Stop tokens are neither emitted nor counted.
 
     Logits change in this order: `repetition_penalty` (prompt and output, as in transformers), `frequency_penalty` and
-    `presence_penalty` (output only, as in OpenAI's API), `logit_bias`, no stop tokens before `min_tokens`; then
+    `presence_penalty` (output only, as in OpenAI's API), `logit_bias`, no stop tokens before `min_tokens`, nothing that
+    `grammar` does not allow next (its end comes first: it is no matter how many tokens there are); then
     temperature, `top_k`, `top_p` and `min_p` (least probability, as a share of the most probable token's). `logprobs`
     asks for each token's log probability before all of that, and those of so many alternatives.
     """
@@ -54,6 +84,7 @@ class Sampling:
     )
     min_tokens: Count = 0
     overflow: Overflow = Overflow.ERROR
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +205,8 @@ class ProducerRequest:
     min_tokens: Count = 0
     context_overflow: Overflow = Overflow.ERROR
     exact: bool = False
+    grammar: Grammar | None = None
+    response_format: ResponseFormat | None = None  # instead of a grammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,22 @@ class Overflow(StrEnum):
     SLIDING = "sliding"  # whenever the context is full, its older half is dropped
 
 
+class GrammarForm(StrEnum):
+    """How a grammar's text says what the output may be."""
+
+    JSON_OBJECT = "json_object"  # any; no text
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON array of strings
+    LARK = "lark"
+
+
+class FormatType(StrEnum):
+    TEXT = "text"
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+
+
 class AdminCommand(StrEnum):
     DRAIN = "drain"
     STATS = "stats"

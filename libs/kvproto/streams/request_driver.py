@@ -156,7 +156,7 @@ class RequestDriver:
         elif placement.source:
             body = replace(body, **source_of(placement))
         view = self.members.view.workers.get(placement.worker) if stream.trusts_versions else None
-        data = codec.encode(body, codec.common_version(view.record.versions) if view else None)
+        data = codec.encode(body, codec.version_of_offer(view.record, body) if view else None)
         if len(data) > self.connection.max_payload:
             raise PayloadTooLarge(
                 f"{len(data)} bytes on the wire, NATS takes at most {self.connection.max_payload}", field="prompt"

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from kvfleet.ingress.requests.asks import ANYWHERE, MAX_CHOICES, Count, PlacementAsk, SamplingAsk
 from kvfleet.ingress.requests.fields import Body, BodyForm, Flag, Made, Whole
+from kvfleet.ingress.requests.grammars import GrammarAsk
 from kvproto.errors import InvalidRequest
 
 MAX_MODEL_CHARS = 256
@@ -110,6 +111,7 @@ OnlyPrompt = BeforeValidator(
 class _OpenAiAsk:
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     sampling: SamplingAsk
+    grammars: GrammarAsk
     stream: Flag = False
     stream_options: StreamOptions | None = None
     placement: PlacementAsk = ANYWHERE
@@ -159,8 +161,7 @@ _OTHERS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "echo"), (False,)),
     "length_penalty": (1.0,),
     "bad_words": ([],),
-    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "structured_outputs"), _NEVER),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _NEVER),
+    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs"), _NEVER),
 }
 CHAT = BodyForm(
     ChatAsk,
@@ -168,7 +169,6 @@ CHAT = BodyForm(
         **_OTHERS,
         **dict.fromkeys(("tools", "functions", "documents"), ([],)),
         **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-        "response_format": ({"type": "text"},),
         "best_of": (1,),
         "modalities": (["text"],),
         **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), _NEVER),
@@ -188,12 +188,12 @@ def read_chat(body: Body) -> ChatAsk:
     ask = CHAT.read(body)
     if ask.top_logprobs and not ask.logprobs:
         raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
-    sampling = ask.sampling
+    sampling = replace(ask.sampling, grammar=ask.grammars.grammar)
     if ask.logprobs:  # 0: the token's own alone
         sampling = replace(sampling, logprobs=ask.top_logprobs)
     if ask.max_completion_tokens is not None:
         sampling = replace(sampling, max_tokens=ask.max_completion_tokens, max_tokens_field="max_completion_tokens")
-    return ask if sampling is ask.sampling else replace(ask, sampling=sampling)
+    return replace(ask, sampling=sampling)
 
 
 def read_completion(body: Body) -> CompletionAsk:
@@ -202,7 +202,7 @@ def read_completion(body: Body) -> CompletionAsk:
     n = ask.sampling.n
     if ask.best_of not in (None, 1, n):
         raise InvalidRequest(f"only n, {n}, is supported by this server, got {ask.best_of}", field="best_of")
-    return ask if ask.logprobs is None else replace(ask, sampling=replace(ask.sampling, logprobs=ask.logprobs))
+    return replace(ask, sampling=replace(ask.sampling, logprobs=ask.logprobs, grammar=ask.grammars.grammar))
 
 
 def check_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
@@ -222,6 +222,7 @@ class GenerateAsk:
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     sampling: SamplingAsk
+    grammars: GrammarAsk
     seq_id: SeqId | None = None
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None
     model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None  # comes before `model`
@@ -244,5 +245,6 @@ def read_generate(body: Body) -> GenerateAsk:
         top_p=said.top_p if said.top_p is not None else 1.0,
         top_k=said.top_k or 0,
         logprobs=ask.logprobs,
+        grammar=ask.grammars.grammar,
     )
     return replace(ask, model=ask.model_name or ask.model or None, sampling=sampling)

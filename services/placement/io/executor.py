@@ -156,7 +156,7 @@ class Executor:
         """In the version that the worker reads. Raises Unavailable (ask another worker) or PayloadTooLarge."""
         view = self.members.view.workers.get(worker)
         try:
-            version = codec.common_version(view.record.versions if view else ())
+            version = codec.version_of_offer(view.record, request) if view else codec.common_version(())
         except VersionMismatch as error:
             raise Unavailable(f"worker {worker}: {error}") from None
         data = codec.encode(request, version)

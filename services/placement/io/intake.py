@@ -15,6 +15,7 @@ from kvproto import codec, subjects
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError
 from kvproto.ids import is_token, model_token
 from kvproto.messages import Capsule, Encoding, Frame, PlaceRequest, ProducerRequest, Watches
+from kvproto.response_format import grammar_of
 from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, WORKER_INBOX
 
 WORKER_CONNECTION = "worker-"  # workers name their connections worker-<id>
@@ -67,6 +68,10 @@ def read_generate(
             raise InvalidRequest("must not be empty", field="prompt")
         if ask.model is not None:
             _check_model(ask.model, token)
+        if ask.response_format is not None:
+            if ask.grammar is not None:
+                raise InvalidRequest("give either grammar or response_format, not both", field="grammar")
+            ask = replace(ask, grammar=grammar_of(ask.response_format))
     except KvfleetError as error:
         return Fail(reply, failed_frame(error, request), encoding)
     seed = ask.seed

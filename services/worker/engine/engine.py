@@ -33,6 +33,7 @@ from kvfleet.worker.tiers.tiers import Tiers, Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import ChoiceFinished, FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
 from kvsampling.draw import Drawn
+from kvsampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ class Engine:
         scheduler.on_preempt = tiers.offloader.save
         self._verifier = Verifier(runner, tiers)
         self.counters = EngineCounters()
-        self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs)
+        self.grammars = Grammars(lambda: detokenizer.to_json(), runner.vocab_size, runner.eos_ids)
+        self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs, self.grammars)
         self.kv = KvHoldings(runner, tiers)
         self._audit = PoolAudit(pool)
         self._clock = clock

@@ -22,9 +22,10 @@ from kvfleet.worker.port.capacity import Attempt
 from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
 from kvfleet.worker.port.outputs import SequenceFailed, StepResult
 from kvfleet.worker.port.sequence_spec import SequenceSpec
+from kvfleet.worker.text.grammar_guard import GrammarGuard
 from kvproto.block_hash import Root
 from kvproto.errors import EngineFailure, KvfleetError
-from kvproto.messages import Inspection, Tier
+from kvproto.messages import Grammar, Inspection, Tier
 from kvservice.distribution import Distribution
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class EngineThread(EnginePort):
         runner = self.engine.runner
         self.facts = EngineFacts(self.engine.pool.num_blocks, runner.bytes_per_block, runner.memory.kv_format)
         self.measured = self.engine.load(), self.engine.rates()
+        self._guard = GrammarGuard(self.engine.grammars)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -77,10 +79,15 @@ class EngineThread(EnginePort):
         """End after the current step and join. Running sequences and calls fail as EngineFailure. From any thread."""
         self._stopping = True
         self._wake.set()
+        self._guard.stop()
         if self._thread.is_alive():
             self._thread.join()
         elif self._over is None:  # it was never started
             self._end(EngineFailure(_STOPPED))
+
+    async def learn(self, grammar: Grammar, tenant: str) -> None:
+        await self._guard.check(grammar, tenant)
+        await asyncio.to_thread(self.engine.grammars.compile, grammar)  # no step waits for it
 
     def submit(self, spec: SequenceSpec) -> None:
         """A sequence that the engine refuses comes back as SequenceFailed."""

@@ -16,6 +16,7 @@ from kvfleet.worker.schedule.sequence import Sequence, SequenceState
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.errors import InvalidRequest, OutOfMemory
+from kvsampling.grammar import Grammars, Matcher
 
 
 @dataclass(eq=False)
@@ -24,6 +25,7 @@ class LiveSequences:
     scheduler: Scheduler
     detokenizer: Detokenizer
     costs: TenantCosts
+    grammars: Grammars
     _arrivals: Iterator[int] = field(default_factory=count)
     _choices: dict[Attempt, list[Sequence]] = field(default_factory=dict)  # live ones of each attempt
     _counted: set[Attempt] = field(default_factory=set)  # attempts with a started choice
@@ -55,6 +57,7 @@ class LiveSequences:
             text=text_of(spec, self.detokenizer),
             siblings=siblings,
             account=self.costs.of(spec.tenant),
+            matcher=None if sampling.grammar is None else Matcher(self.grammars, sampling.grammar),
         )
         if spec.trace is not None:
             spec.trace.enqueued = now

@@ -145,7 +145,9 @@ class FakeRunner:
         token = favourite = self._hashed(seen)
         if sampling.temperature > 0:
             token = self._hashed(seen ^ ((sampling.seed or 0) * _TOKEN + draw.choice * _POSITION + draw.index * _INDEX))
-        if draw.banned or sampling.logit_bias:
+        if draw.matcher is not None:
+            token = self._of_grammar(token, draw)
+        elif draw.banned or sampling.logit_bias:
             token = self._allowed(token, draw)
         return token if sampling.logprobs is None else self._scored(token, favourite, sampling.logprobs)
 
@@ -163,6 +165,13 @@ class FakeRunner:
                 break
         candidates = [plain, *(one for one in bias if one not in draw.banned)]
         return max(candidates, key=lambda one: self._logprob(one, token) + bias.get(one, 0.0))
+
+    def _of_grammar(self, token: int, draw: Draw) -> int:
+        """The one of those that it allows; each is as probable."""
+        assert draw.matcher is not None
+        allowed = draw.matcher.mask(draw.output_ids).nonzero()[0].tolist()
+        chosen = [one for one in allowed if one not in draw.banned] or allowed
+        return int(chosen[token % len(chosen)])
 
     def _scored(self, token: int, favourite: int, top: int) -> Scored:
         ranked = [(favourite + rank) % self.vocab_size for rank in range(min(top, self.vocab_size))]

@@ -48,6 +48,9 @@ class TorchRunner:
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
         batch = RaggedBatch.of(slices, self.block_size)
         self.pool.reach(int(batch.slots.max()) // self.block_size)
+        for draw in batch.draws:
+            if draw.matcher is not None:
+                draw.matcher.prepare(draw.output_ids)
         try:
             with torch.inference_mode():
                 drawn = iter(sample(self.logits(batch, batch.rows), batch.draws))

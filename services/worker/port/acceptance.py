@@ -14,7 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def stop_ids_of(spec: SequenceSpec, eos_ids: Iterable[int]) -> frozenset[int]:
-    return frozenset(() if spec.sampling.ignore_eos else eos_ids).union(spec.sampling.stop_ids)
+    """A grammar's end is the output's, whatever else is wanted."""
+    goes_on = spec.sampling.ignore_eos and spec.sampling.grammar is None
+    return frozenset(() if goes_on else eos_ids).union(spec.sampling.stop_ids)
 
 
 def text_of(spec: SequenceSpec, detokenizer: Detokenizer) -> TextStream:

@@ -18,7 +18,7 @@ from kvfleet.worker.port.capacity import Attempt
 from kvfleet.worker.port.engine_counters import EngineCounters
 from kvfleet.worker.port.sequence_spec import Locate, SequenceSpec
 from kvproto.block_hash import Root
-from kvproto.messages import Adapter, GenerateRequest, HotChain, Inspection, Load, Rates, Tier
+from kvproto.messages import Adapter, GenerateRequest, Grammar, HotChain, Inspection, Load, Rates, Tier
 from kvservice.distribution import Distribution
 
 Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # a request's chains, by the output of a choice so far
@@ -47,6 +47,10 @@ class EnginePort(Protocol):
     @property
     def step_age_s(self) -> float:
         """How long the present step has taken so far."""
+        ...
+
+    def learn(self, grammar: Grammar, tenant: str) -> Awaitable[None]:
+        """Before a sequence that has one is submitted. Raises InvalidRequest that says why no output can follow it."""
         ...
 
     def submit(self, spec: SequenceSpec) -> None: ...

@@ -283,9 +283,8 @@ class Scheduler:
 def _draw(sequence: Sequence) -> Draw:
     spec, index = sequence.spec, sequence.num_outputs
     banned = sequence.banned if index < spec.sampling.min_tokens else ()
-    if sequence.prompt_seen is None or sequence.penalised is None:
-        return Draw(spec.sampling, spec.choice, index, (), (), banned)
-    return Draw(spec.sampling, spec.choice, index, sequence.prompt_seen, sequence.penalised, banned)
+    prompt, outputs = sequence.prompt_seen or (), sequence.outputs or ()
+    return Draw(spec.sampling, spec.choice, index, prompt, outputs, banned, sequence.matcher)
 
 
 def _may_push_out(one: Sequence, other: Sequence, now: float) -> bool:

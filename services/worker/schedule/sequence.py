@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Sequence as Items
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from kvfleet.worker.blocks.content_index import common_prefix
 from kvfleet.worker.port.sequence_spec import Key, SequenceSpec
@@ -24,6 +25,9 @@ from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.text_stream import TextStream
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
 from kvproto.messages import FinishReason, Tier
+
+if TYPE_CHECKING:
+    from kvsampling.grammar import Matcher
 
 AGE_S = 20.0  # of waiting are worth a level of priority
 
@@ -52,6 +56,7 @@ class Sequence:
     text: TextStream
     siblings: list[Sequence]  # all live choices of this attempt, this one too
     account: TenantAccount
+    matcher: Matcher | None = None  # of a grammar
     arrival: int = field(init=False)
     enqueued: float = field(init=False)
     share: TenantShare = field(init=False)  # while it waits or runs
@@ -63,9 +68,9 @@ class Sequence:
     ids: list[int] = field(init=False)
     root: Root = field(init=False)
     hashes: list[bytes] = field(init=False)
-    # Only for penalties; arrays, which a sampler reads without a Python object per token.
+    # Only for penalties and grammars; arrays, which a sampler reads without a Python object per token.
     prompt_seen: array[int] | None = None
-    penalised: array[int] | None = None
+    outputs: array[int] | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     filled: int = 0
@@ -91,7 +96,9 @@ class Sequence:
         self.num_prompt = prompt - first
         wants = spec.sampling
         if wants.presence_penalty or wants.frequency_penalty or wants.repetition_penalty != 1.0:
-            self.prompt_seen, self.penalised = array("q", spec.prompt_ids[first:]), array("q", spec.output_ids)
+            self.prompt_seen = array("q", spec.prompt_ids[first:])
+        if self.prompt_seen is not None or self.matcher is not None:
+            self.outputs = array("q", spec.output_ids)
         self.ids = [*spec.prompt_ids, *spec.output_ids][self.start :]
         # What no longer begins with the public prefix must not be chained under its root, which all tenants share.
         self.root = spec.root.own if self.start and isinstance(spec.root, ForkedRoot) else spec.root
@@ -128,8 +135,8 @@ class Sequence:
     def append(self, token: int, block_size: int) -> None:
         self.ids.append(token)
         self.num_outputs += 1
-        if self.penalised is not None:
-            self.penalised.append(token)
+        if self.outputs is not None:
+            self.outputs.append(token)
         if len(self.ids) % block_size == 0:
             self.hashes.append(child(parent_of(self.root, self.hashes, len(self.hashes)), self.ids[-block_size:]))
 

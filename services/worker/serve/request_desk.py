@@ -88,8 +88,8 @@ class RequestDesk:
             if asked.key in self._preparing:
                 return
             meeting = self.parts.tiers.meet(request.source)
-            known = len(request.prompt_ids) + _generated(request)
-            if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting is not None:
+            known, grammar = len(request.prompt_ids) + _generated(request), request.sampling.grammar
+            if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting or grammar:
                 self._preparing.add(asked.key)  # so that a cancel finds it
                 self.spawn(self._prepare_aside(asked, meeting), "preparing")
                 return
@@ -101,12 +101,14 @@ class RequestDesk:
             self._refuse(message.reply, request, error)
 
     async def _prepare_aside(self, asked: Asked, meeting: Awaitable[None] | None) -> None:
-        """Tokenise and hash a long prompt on a thread: leases and streams do not wait for it."""
+        """Tokenise and hash a long prompt, compile a grammar, aside: leases and streams do not wait for it."""
         request = asked.request
         on_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
         try:
             if meeting is not None:
                 await meeting
+            if request.sampling.grammar is not None:
+                await self._engine.learn(request.sampling.grammar, asked.tenant)
             ids = request.prompt_ids or tuple(await on_thread(self.parts.encode_prompt, request.prompt or ""))
             root = self.parts.models.root(request.model, asked.tenant, ids)
             hashed: Hashed = {}

@@ -24,6 +24,10 @@ class Detokenizer:
         added = tokenizer.get_added_tokens_decoder().items()
         self.special = frozenset(token for token, one in added if one.special)
 
+    def to_json(self) -> str:
+        """The tokenizer, as its file has it."""
+        return str(self._tokenizer.to_str())
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text

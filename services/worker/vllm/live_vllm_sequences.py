@@ -19,6 +19,7 @@ from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvproto.block_hash import chain
 from kvproto.errors import InvalidRequest, OutOfMemory
 from kvproto.messages import Load, TierLoad
+from kvsampling.grammar import Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,12 @@ class LiveVllmSequences:
     blocks: ForeignBlocks
     detokenizer: Detokenizer
     counters: EngineCounters
+    grammars: Grammars = field(init=False)
     _arrivals: Iterator[int] = field(default_factory=count)
     _choices: dict[Attempt, list[VllmSequence]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.grammars = Grammars(lambda: self.detokenizer.to_json(), self.model.vocab_size, self.model.eos_ids)
 
     def __iter__(self) -> Iterator[VllmSequence]:
         return iter([*flat.from_iterable(self._choices.values())])

@@ -23,7 +23,8 @@ from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
 from kvfleet.worker.port.giving_way import giving_way
 from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted
 from kvfleet.worker.port.sequence_spec import SequenceSpec
-from kvfleet.worker.vllm.foreign_blocks import ForeignHash
+from kvfleet.worker.text.grammar_guard import GrammarGuard
+from kvfleet.worker.vllm.chain_evictions import SETTLE_S, ChainEvictions
 from kvfleet.worker.vllm.live_vllm_sequences import LiveVllmSequences
 from kvfleet.worker.vllm.no_tiers import StoreTiers
 from kvfleet.worker.vllm.result_queue import ResultQueue
@@ -35,15 +36,13 @@ from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvfleet_vllm.wire import EngineStep, Scheduled
 from kvproto.block_hash import Root, chain
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, InvalidRequest, KvfleetError
-from kvproto.messages import ChoiceFinished, FinishReason, Inspection, Load, Rates, Tier, TierEvents, Tokens
+from kvproto.messages import ChoiceFinished, FinishReason, Grammar, Inspection, Load, Rates, Tier, TierEvents, Tokens
 from kvproto.tasks import end
 from kvservice.distribution import Distribution
 
 log = logging.getLogger(__name__)
 
 NEWS_S = 2.0  # for the news that a sequence was scheduled, once its first token is here
-EVENTS_S = (0.01, 0.02, 0.05)  # until it usually has told so
-SETTLE_S = 0.3  # until vLLM has told of the last blocks of a sequence that ended
 
 
 @dataclass(eq=False)
@@ -65,11 +64,13 @@ class VllmEngine(EnginePort):
     _asked: dict[str, VllmSequence] = field(default_factory=dict)  # by the name that vLLM has
     _numbers: count[int] = field(default_factory=count)
     _aside: set[asyncio.Task[Any]] = field(default_factory=set)
-    _forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.model, self.blocks, self.counters = self.live.model, self.live.blocks, self.live.counters
         self.kv = VllmHoldings(self.blocks, self.tiers)
+        told = self.on_changes, self._later, self.erase
+        self._evictions = ChainEvictions(self.blocks, self.server, self.step_rates, *told)
+        self._guard = GrammarGuard(self.live.grammars)
 
     # What it is asked.
 
@@ -91,6 +92,10 @@ class VllmEngine(EnginePort):
     def is_idle(self) -> bool:
         """Nothing is asked of vLLM."""
         return not self._asked
+
+    async def learn(self, grammar: Grammar, tenant: str) -> None:
+        await self._guard.check(grammar, tenant)
+        await asyncio.to_thread(self.server.sockets.tell_tokenizer, self.live.grammars.to_json)
 
     def submit(self, spec: SequenceSpec) -> None:
         try:
@@ -151,13 +156,12 @@ class VllmEngine(EnginePort):
         return self.results.answer(self.kv.holdings())
 
     async def inspect(self, root: Root, ids: Sequence[int]) -> Inspection:
-        if self._forgetting:
-            await asyncio.wait(self._forgetting)
+        await self._evictions.settled()
         return await self.results.answer(self.kv.inspect(root, ids))
 
     async def erase(self, root: Root, ids: Sequence[int], keep: int) -> int:
         names, gone = self.kv.erasable(root, ids, keep)
-        await self._evict(names)
+        await self._evictions.evict(names)
         return gone
 
     async def read_kv(self, root: Root, ids: Sequence[int], layer: int) -> tuple[Any, Any]:
@@ -168,7 +172,7 @@ class VllmEngine(EnginePort):
         for sequence in self.live:
             if block in chain(sequence.root, sequence.ids, self.blocks.block_size):
                 self._fail(sequence, EngineFailure("a block that was restored for it is wrong"))
-        self._forget_later(self._drop(block))
+        self._evictions.discard(block)
 
     # What its server tells.
 
@@ -218,6 +222,7 @@ class VllmEngine(EnginePort):
 
     async def stop(self) -> None:
         self.results.is_over = True
+        self._guard.stop()
         self.went("the worker ends")
         self.results.flush()
         await end([*self._aside])
@@ -326,24 +331,9 @@ class VllmEngine(EnginePort):
         told = sequence.text.next_index if told is None else min(told, sequence.text.next_index)
         known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
         if self.is_ready and known < sequence.length:
-            self._forget_later(self._forget(sequence.root, sequence.ids, known))
+            self._evictions.forget(sequence.root, sequence.ids, known)
         request, attempt, choice = sequence.key
         self.results.tell(SequenceFailed(request, attempt, error, choice))
-
-    async def _forget(self, root: bytes, ids: Sequence[int], known: int) -> None:
-        """No erase could name what follows the `known` tokens. vLLM tells of its last blocks a moment later."""
-        await asyncio.sleep(SETTLE_S + 2 * self.step_rates.rates.step_s)
-        await self.erase(root, ids, known)
-
-    async def _drop(self, block: bytes) -> None:
-        """At once, and again, as vLLM tells of its last blocks a moment later."""
-        for wait_s in (0.0, *EVENTS_S, SETTLE_S + 2 * self.step_rates.rates.step_s):
-            await asyncio.sleep(wait_s)
-            await self._evict(self.blocks.continuations(block))
-
-    async def _evict(self, names: Sequence[ForeignHash]) -> None:
-        await self.server.erase(names)
-        self.on_changes(self.blocks.forget(names))  # vLLM tells so too, a little later
 
     async def _keep(self, sequence: VllmSequence) -> None:
         """Have vaults keep its chain. vLLM saves its last blocks a moment later."""
@@ -382,11 +372,6 @@ class VllmEngine(EnginePort):
         began = time.monotonic()
         await self.server.abort(name)
         self.cancel_to_free.observe(time.monotonic() - began)
-
-    def _forget_later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._later(work)
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def quietly() -> None:

@@ -11,8 +11,10 @@ is the draw, so that a sequence goes on anywhere as it would have here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvfleet.worker.port.sequence_spec import Key, SequenceSpec
@@ -36,6 +38,21 @@ class Sockets(NamedTuple):
 
     news: str
     failures: str
+
+    @property
+    def tokenizer(self) -> str:
+        """A file, which the sampler reads for grammars."""
+        return f"{self.news}.tokenizer"
+
+    def tell_tokenizer(self, said: Callable[[], str]) -> None:
+        """From any thread."""
+        if not (path := Path(self.tokenizer)).exists():
+            made = path.with_suffix(f".{threading.get_ident()}")
+            made.write_text(said())
+            made.replace(path)
+
+    def close(self) -> None:
+        Path(self.tokenizer).unlink(missing_ok=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -147,8 +164,9 @@ class VllmSequence:
     def _wants_draw(self) -> bool:
         """Whether it takes more than the most probable token."""
         asked = self.spec.sampling
-        changes = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty != 1, asked.logit_bias)
-        return bool(asked.temperature or any(changes) or (self.stop_ids and len(self.outputs) < asked.min_tokens))
+        penalties = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty != 1)
+        may_not_stop = self.stop_ids and len(self.outputs) < asked.min_tokens
+        return any((asked.grammar, asked.temperature, *penalties, asked.logit_bias, may_not_stop))
 
     def _draw(self, sockets: Sockets) -> Mapping[str, Any]:
         asked, prompt = self.spec.sampling, len(self.spec.prompt_ids)
@@ -164,4 +182,10 @@ class VllmSequence:
             "stop_ids": sorted(self.stop_ids),
             "sampling": {"max_tokens": asked.max_tokens, "logit_bias": bias} | changed,
             "failures": sockets.failures,
+            "grammar": self._grammar(sockets),
         }
+
+    def _grammar(self, sockets: Sockets) -> Mapping[str, Any] | None:
+        if (grammar := self.spec.sampling.grammar) is None:
+            return None
+        return {"form": grammar.form.value, "text": grammar.text, "said": grammar.said, "tokenizer": sockets.tokenizer}

@@ -108,6 +108,7 @@ class VllmServer(VllmCalls):
         await end(list(self._tasks.running))
         await self.news.close()
         await self.routes.close()
+        self.sockets.close()
         self._failures.close()
 
     async def find(self) -> ServerFacts:

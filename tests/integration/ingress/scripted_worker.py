@@ -128,6 +128,7 @@ class ScriptedWorker:
             address="tcp://127.0.0.1:1",
             host="testhost",
             pid=4242,
+            grammars=True,
             engine="vllm",
             engine_pid=4243,
             versions=codec.supported_versions(),

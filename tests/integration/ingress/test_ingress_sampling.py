@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from scripted_worker import CONTEXT, DEMO, HELLO_IDS, ScriptedWorker
 from tokenizers import Tokenizer
 
-from kvproto.messages import Overflow
+from kvproto.messages import Grammar, GrammarForm, Overflow
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Speak."}]}
 SPOKEN = ["Hello!", "llo!", "lo!"]  # each choice begins one token later
@@ -188,3 +188,15 @@ async def test_a_session_keeps_what_a_turn_left_out(served: Served, worker: Scri
     assert kept["tokens"] > CONTEXT
     refused = await served.http.post("/generate", json={"prompt": "x", "seq_id": "s"})
     assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+# ---------------------------------------------------------------------------------------------- structured output
+
+
+async def test_a_schema_reaches_the_worker(served: Served, worker: ScriptedWorker) -> None:
+    async with client_of(served) as client:
+        await client.chat.completions.create(
+            **CHAT, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["a"]}}}
+        )
+    grammar = Grammar(GrammarForm.JSON_SCHEMA, '{"enum":["a"]}', "response_format.json_schema.schema")
+    assert worker.requests[0][1].sampling.grammar == grammar

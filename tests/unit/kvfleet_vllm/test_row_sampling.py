@@ -33,7 +33,7 @@ def asked(
     return {
         "version": VERSION, "request": "r", "choice": choice, "prompt": prompt, "dropped": list(dropped),
         "stop_ids": list(STOPS),
-        "sampling": fields, "failures": failures,
+        "sampling": fields, "failures": failures, "grammar": None,
     }  # fmt: skip
 
 

@@ -63,6 +63,8 @@ def values(hint: Any, bounds: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
         return st.booleans()
     if hint is bytes:
         return st.binary(max_size=40)
+    if hint is Any:
+        return st.recursive(st.none() | st.booleans() | st.text(max_size=8), st.lists)
     assert hint is str, hint
     return text
 

@@ -16,7 +16,7 @@ from kvfleet.placement.io.intake import is_inbox, read_answer, read_disconnect, 
 from kvproto import codec
 from kvproto.errors import CodecError
 from kvproto.ids import model_token
-from kvproto.messages import Accepted, Encoding
+from kvproto.messages import Accepted, Encoding, Grammar, GrammarForm
 
 PLACE = "kvf.place.acme.demo"
 GENERATE = "kvf.generate.acme.demo"
@@ -29,7 +29,7 @@ def generate(data: bytes, *, as_json: bool = True, subject: str = GENERATE) -> G
 def refused(body: dict[str, Any]) -> Fail:
     read = generate(json.dumps(body).encode())
     assert isinstance(read, Fail)
-    assert read.failed.code in ("invalid_request", "malformed_message")
+    assert read.failed.code in ("invalid_request", "malformed_message", "unknown_enum_value")
     assert not read.failed.retryable
     return read
 
@@ -99,6 +99,14 @@ class TestGenerate:
         assert (one.encoding, two.encoding) == (Encoding.JSON, Encoding.MSGPACK)
         assert (one.tenant, one.model_token, one.request, one.seed) == ("acme", "demo", "mine", 4)
 
+    def test_a_response_format_is_a_grammar(self) -> None:
+        said = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["ü"]}}}
+        body = {"prompt": "x", "response_format": said}
+        for read in (generate(json.dumps(body).encode()), generate(msgpack.packb(body), as_json=False)):
+            assert isinstance(read, GenerateAsked)
+            grammar = Grammar(GrammarForm.JSON_SCHEMA, '{"enum":["ü"]}', "response_format.json_schema.schema")
+            assert read.ask.grammar == grammar
+
     def test_id_and_seed_are_given_where_absent(self) -> None:
         read = generate(b'{"prompt": "x"}')
         assert isinstance(read, GenerateAsked)
@@ -108,6 +116,13 @@ class TestGenerate:
         ("body", "field"),
         [
             ({}, "prompt"),
+            ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type"),
+            ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+            (
+                {"prompt": "x", "response_format": {"type": "json_object"}, "grammar": {"form": "json_object"}},
+                "grammar",
+            ),
+            ({"prompt": "x", "grammar": {"form": "json", "text": "{}"}}, "grammar.form"),
             ({"prompt": ""}, "prompt"),
             ({"prompt_ids": []}, "prompt"),
             ({"prompt": "x", "prompt_ids": [1]}, "prompt"),
