@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 CLIENT_LEFT = 499
-FOR_ALL = ("/", "/dashboard/{file}", "/livez", "/readyz", "/openapi.json")  # for any host and site
+FOR_ALL = ("/", "/dashboard/{file}", "/livez", "/readyz", "/ping", "/version", "/openapi.json")  # for any host and site
 EXPOSED = ["x-request-id", "x-trace-id", "retry-after", "x-should-retry"]
 EXPOSED += [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
 
@@ -45,6 +45,10 @@ def create_app(ingress: Ingress) -> ASGIApp:
             route("POST", "/v1/chat/completions", flow.chat_completions, "chat_completions"),
             route("POST", "/v1/completions", flow.completions, "completions"),
             route("POST", "/generate", flow.generate, "generate"),
+            route("POST", "/tokenize", ingress.texts.tokenize, "tokenize"),
+            route("POST", "/detokenize", ingress.texts.detokenize, "detokenize"),
+            route("GET", "/version", routes.version, "version"),
+            route("GET", "/ping", routes.readyz, "health"),
             route("GET", "/v1/models", routes.models, "models"),
             route("GET", "/v1/models/{model:path}", routes.model, "models"),
             route("GET", "/stats", routes.stats, "stats"),

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.fleet.routes import FleetRoutes
+from kvfleet.ingress.fleet.text_routes import TextRoutes
 from kvfleet.ingress.http.web_guard import WebGuard
 from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.shared_usage import SharedUsage
@@ -138,6 +139,7 @@ class Ingress:
         parts = IngressParts(client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs)
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
         self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
+        self.texts = TextRoutes(parts, prompts)
         self.routes = FleetRoutes(parts, self.session_blocks, self.regions)
         registry.register(LiveCollector((*self._readings(), *readings)))
 

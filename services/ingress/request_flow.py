@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvfleet.ingress.answers.native_events import NativeForm
@@ -29,6 +29,7 @@ from kvfleet.ingress.limits.admission import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.limits.callers import default_max_tokens
 from kvfleet.ingress.limits.limiter import RunUsage
 from kvfleet.ingress.parts import IngressParts
+from kvfleet.ingress.prompts.message_format import format_of_message
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
@@ -90,15 +91,19 @@ class RequestFlow:
             session = await self.parts.index.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
-        prompt = await self.prompts.chat(model, tenant, ask.messages, history, must_fit=must_fit)
+        written = format_of_message(ask, model)
+        prompt = await self.prompts.chat(model, tenant, ask.messages, history, ask.template_values, must_fit=must_fit)
         self.parts.metrics.tally.spliced_tokens_total += prompt.spliced
         sampling = self._sampling(call, model, len(prompt.ids), "messages")
+        if written is not None:
+            sampling = written.bind(sampling, prompt.text)
         conversation = session.key if session is not None else conversation_of(ask.messages)
         kept = None
         if session is not None and self.parts.index.sessions.fits(len(prompt.ids) + sampling.max_tokens):
             kept = SessionTurn(self.parts.index, tenant, session, model.name, call.name.request, prompt.ids, None)
         turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
-        form = _openai_form(call, model, sampling, prompt.ids)
+        reader = partial(written.reader, prompt.text) if written is not None else None
+        form = replace(_openai_form(call, model, sampling, prompt.ids), reader=reader)
         return self._job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:

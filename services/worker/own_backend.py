@@ -52,6 +52,7 @@ class OwnBackend(Backend):
             dtype=settings.dtype,
             block_size=settings.block_size,
             public_prefixes=read_public_prefixes(settings.public_prefixes_file),
+            tool_format=settings.tool_format or "",
         )
         return Served(self._bundle, settings.slots)
 

@@ -17,6 +17,9 @@ class WorkerSettings(DataPlaneSettings):
     engine_url: str = Field("http://127.0.0.1:8000", description="of that vLLM server")
     model: str = Field("demo", description="demo, a Hugging Face folder, or a hub id")
     served_model_name: str | None = Field(None, description="name that clients use; default: the model's own")
+    tool_format: Literal["hermes", "llama", "mistral", "pythonic", "deepseek", "harmony"] | None = Field(
+        None, description="how the model writes tool calls; default: as its chat template says"
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights from config.json")
     runner: Literal["torch", "fake"] = Field(
         "torch", description="fake: a deterministic model without torch, for tests"

@@ -68,7 +68,12 @@ def _slots(settings: WorkerSettings, nbytes: int) -> int:
 def bundle_of(settings: WorkerSettings, folder: Path, facts: ServerFacts) -> Bundle:
     """Raises InvalidRequest for another model than vLLM's."""
     bundle = read_bundle(
-        folder, facts.name, load_format=settings.load_format, dtype=settings.dtype, block_size=settings.block_size
+        folder,
+        facts.name,
+        load_format=settings.load_format,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        tool_format=settings.tool_format or "",
     )
     theirs = Path(facts.model) / "config.json"
     if theirs.is_file() and json.loads(theirs.read_text()) != json.loads((folder / "config.json").read_text()):

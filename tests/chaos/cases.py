@@ -146,6 +146,8 @@ class Case:
         if self.transport is Transport.CHAT:
             if (top := body.pop("logprobs", None)) is not None:
                 body |= {"logprobs": True, "top_logprobs": top}
+            if "tool_choice" in body:
+                body["tools"] = [{"type": "function", "function": {"name": "invite", "parameters": _GUEST}}]
             messages = [{"role": "system", "content": _BOOK[:300]}, {"role": "user", "content": self.turns[0]}]
             return {**body, "messages": messages, "stream": stream}
         return {**body, "prompt": list(self.ids) or self.turns[0], "stream": stream}
@@ -206,6 +208,8 @@ def catalogue(seed: int, wanted: Wanted) -> tuple[Case, ...]:
             way = ways[at % len(ways)]
             if way.get("n", 1) > 1 and transport is Transport.GENERATE:
                 way = {key: value for key, value in way.items() if key != "n"}
+            if transport is Transport.CHAT and not way.keys() & {"stop", "grammar"}:
+                way = {**way, "tool_choice": "required" if at % 2 else "auto"}
             sampling = {"temperature": 0.0, "ignore_eos": "stop" not in way, **way}
             ids: tuple[int, ...] = ()
             turns: tuple[str, ...] = ()

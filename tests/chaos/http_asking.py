@@ -187,7 +187,7 @@ class _Caller:
         if self._transport is Transport.GENERATE:
             raise AssertionError("/generate always streams")
         for choice in value["choices"]:
-            text = choice["message"]["content"] if self._transport is Transport.CHAT else choice["text"]
+            text = _said(choice["message"]) if self._transport is Transport.CHAT else choice["text"]
             exchange.pieces.append(Piece(at, choice["index"], text))
             exchange.reasons[choice["index"]] = choice["finish_reason"]
             self._logprobs(choice)
@@ -218,7 +218,7 @@ class _Caller:
             return
         exchange.request = value["id"].partition("-")[2]
         for choice in value["choices"]:
-            text = choice["delta"].get("content") if self._transport is Transport.CHAT else choice["text"]
+            text = _said(choice["delta"]) if self._transport is Transport.CHAT else choice["text"]
             if text:
                 exchange.pieces.append(Piece(at, choice["index"], text))
             self._logprobs(choice)
@@ -243,3 +243,9 @@ class _Caller:
             self.exchange.ends.append(End(at))
         else:
             self.exchange.ends.append(End(at, "done_without_finish", "[DONE] came before the answer's last chunk"))
+
+
+def _said(message: dict[str, Any]) -> str:
+    """Of a message or a part of it: its text, and its calls."""
+    calls = (call["function"] for call in message.get("tool_calls", ()))
+    return (message.get("content") or "") + "".join(one.get("name", "") + one["arguments"] for one in calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import jsonschema
+import pytest
 from rigs import EngineRig, sampled
 
 from kvproto.messages import FinishReason, Grammar, GrammarForm
@@ -14,9 +15,11 @@ AT_ONCE = 8
 MOST = 950  # tokens
 
 
-async def test_each_output_is_of_its_schema(rig: EngineRig) -> None:
+async def test_each_output_is_of_its_schema(rig: EngineRig, request: pytest.FixtureRequest) -> None:
     named = list(schemas().items())
     assert len(named) >= 200
+    if "real vllm" in request.node.nodeid:  # the matcher is the same, and the server slow
+        named = named[::10]
     for at in range(0, len(named), AT_ONCE):
         some = named[at : at + AT_ONCE]
         specs = []

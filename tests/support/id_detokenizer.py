@@ -11,6 +11,10 @@ class IdDetokenizer(Detokenizer):
     def __init__(self) -> None:
         pass
 
+    @property
+    def whole(self) -> Detokenizer:  # type: ignore[override]
+        return self
+
     def stream(self, prompt_ids: Sequence[int]) -> DetokenizerStream:
         return IdStream()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 400
 MIN_LINES = 30  # of a file that one other uses
-PLUG_INS = {"eviction", "policies"}  # rooms that have a file for each kind
+PLUG_INS = {"formats", "eviction", "policies"}  # rooms that have a file for each kind
 MAX_PARAMETERS = 8
 FILES = [path for top in ("services", "libs") for path in (ROOT / top).rglob("*.py")]
 

@@ -19,7 +19,7 @@ import pytest
 from tests.unit.floors import ABOVE, FLOORS, PAGE, drawn
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"kvproto", "kvservice", "kvcpu", "kvsampling", "kvfleet_vllm"}
+LIBRARIES = {"kvproto", "kvservice", "kvcpu", "kvsampling", "kvchat", "kvfleet_vllm"}
 SERVICES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
 
 IMPURE = {
@@ -190,6 +190,7 @@ def test_floors() -> None:
         "kvservice": {"kvproto", "kvservice"},
         "kvcpu": {"kvservice", "kvcpu"},
         "kvsampling": {"kvproto", "kvcpu", "kvsampling"},
+        "kvchat": {"kvproto", "kvchat"},
         "kvfleet_vllm": {"kvproto", "kvsampling", "kvfleet_vllm"},
         "kvfleet": set[str](),
     }

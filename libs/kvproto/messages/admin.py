@@ -86,4 +86,5 @@ class Bundle:
     model_revision: Name = ""
     block_size: Count = 16
     special_tokens: dict[str, str] = field(default_factory=dict)
+    tool_format: Name = ""  # how it writes tool calls; "": as its template says
     public_prefixes: tuple[Tokens32, ...] = ()  # shared by all tenants: whole blocks of registered system prompts

@@ -85,6 +85,7 @@ class Sampling:
     min_tokens: Count = 0
     overflow: Overflow = Overflow.ERROR
     grammar: Grammar | None = None
+    skip_special_tokens: bool = True  # else they are part of the text, spelled out
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ class ProducerRequest:
     exact: bool = False
     grammar: Grammar | None = None
     response_format: ResponseFormat | None = None  # instead of a grammar
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

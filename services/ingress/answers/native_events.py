@@ -118,7 +118,7 @@ class NativeEvents:
             number += 1
             out.append(form % (number, dumps(piece), token))
 
-    def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
+    def choice_finished(self, ended: ChoiceFinished, said: ChoiceTranscript, out: list[bytes]) -> None:
         """A session has one continuation: never called."""
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:

@@ -4,10 +4,12 @@ Pure. Clients ignore the additional `kvfleet` object."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kvfleet.ingress.answers.tool_calls import CallAnswer, CallDelta
 from kvfleet.ingress.http.answer_types import Described, Natural
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import EVENT_ID
@@ -73,11 +75,16 @@ class CachedTokens(Described):
     cached_tokens: Natural
 
 
+class ReasoningTokens(Described):
+    reasoning_tokens: Natural
+
+
 class Usage(Described):
     prompt_tokens: Natural
     completion_tokens: Natural  # of all choices
     total_tokens: Natural
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class FleetNote(Described):
@@ -87,17 +94,22 @@ class FleetNote(Described):
     queue_s: float | None
 
 
+Reason = FinishReason | Literal["tool_calls"]
+
+
 class AnswerMessage(Described):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[CallAnswer] = field(default_factory=list)
+    reasoning_content: str | None = None
 
 
 class ChatChoice(Described):
     index: Natural
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: Reason
 
 
 class CompletionChoice(Described):
@@ -145,13 +157,15 @@ class EndNote(FleetNote):
 class ChatDelta(Described):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[CallDelta] = field(default_factory=list)
 
 
 class ChatChunkChoice(Described):
     index: Natural
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: Reason | None
 
 
 class CompletionChunkChoice(Described):
@@ -175,9 +189,10 @@ class CompletionChunk(_Named):
     usage: Usage | None = None
 
 
-def usage_of(finished: Finished, transcript: Transcript) -> Usage:
+def usage_of(finished: Finished, transcript: Transcript, reasoning: int = 0) -> Usage:
     prompt, generated = finished.prompt_tokens, finished.output_tokens
-    return Usage(prompt, generated, prompt + generated, CachedTokens(cached_tokens(transcript)))
+    cached = CachedTokens(cached_tokens(transcript))
+    return Usage(prompt, generated, prompt + generated, cached, ReasoningTokens(reasoning))
 
 
 def cached_tokens(transcript: Transcript) -> int:

@@ -4,12 +4,14 @@ probabilities each token's chunk is made anew."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
+from kvchat.parts import Thought
+from kvchat.source import MessageReader
 from kvfleet.ingress.answers.openai_answers import (
     AnswerMessage,
     ChatAnswer,
@@ -18,12 +20,14 @@ from kvfleet.ingress.answers.openai_answers import (
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
+    Reason,
     Usage,
     chat_logprobs,
     completion_logprobs,
     fleet_note,
     usage_of,
 )
+from kvfleet.ingress.answers.tool_calls import delta_of
 from kvfleet.ingress.http.error_bodies import error_body
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
@@ -52,6 +56,7 @@ class OpenAiForm:
     spelling: TokenSpelling | None = None
     prompt_digest: str = ""  # of event ids
     include_usage: bool = False
+    reader: Callable[[], MessageReader] | None = None  # of a message with calls, or reasoning
     size = 0  # all of it is small
 
     def writer(self, at: Position = START, *, id_lines: bool = False) -> OpenAiEvents:
@@ -64,7 +69,7 @@ class OpenAiForm:
         assert finished is not None
         kind = ChatAnswer if self.chat else CompletionAnswer
         choices: list[Any] = [self._choice(index, said) for index, said in enumerate(transcript.choices)]
-        usage, note = usage_of(finished, transcript), fleet_note(self.request, finished, transcript)
+        usage, note = self.usage(finished, transcript), fleet_note(self.request, finished, transcript)
         return orjson.dumps(kind(**self.as_map(chunk=False), choices=choices, usage=usage, kvfleet=note))
 
     def _choice(self, index: int, said: ChoiceTranscript) -> ChatChoice | CompletionChoice:
@@ -72,9 +77,33 @@ class OpenAiForm:
         spelling = self.spelling if said.is_scored else None
         if self.chat:
             scores = None if spelling is None else chat_logprobs(spelling, said.ids, said.logprobs)
-            return ChatChoice(index, AnswerMessage("assistant", said.text, None), scores, said.reason)
+            message, reason = self._read(index, said)
+            return ChatChoice(index, cast("AnswerMessage", message), scores, reason)
         lists = None if spelling is None else completion_logprobs(spelling, said.ids, said.pieces, said.logprobs)
         return CompletionChoice(index, said.text, lists, said.reason)
+
+    def _read(self, index: int, said: ChoiceTranscript) -> tuple[dict[str, Any], Reason]:
+        """The message, and why it ended."""
+        assert said.reason is not None
+        message = {"role": "assistant", "content": said.text, "refusal": None}
+        if self.reader is None:
+            return message, said.reason
+        reader = self.reader()
+        told = delta_of(reader.feed(said.text) + reader.end(), self.request, index)
+        calls = [{key: value for key, value in one.items() if key != "index"} for one in told.get("tool_calls", ())]
+        told |= {"content": told.get("content", None if calls else "")} | ({"tool_calls": calls} if calls else {})
+        return message | told, reason_of(reader, said.reason)
+
+    def usage(self, finished: Finished, transcript: Transcript) -> Usage:
+        reasoning = 0
+        for said in transcript.choices:
+            if self.reader is None:
+                break
+            reader = self.reader()
+            for piece in said.pieces:
+                thought = any(isinstance(part, Thought) for part in reader.feed(piece))
+                reasoning += thought or reader.is_thinking
+        return usage_of(finished, transcript, reasoning)
 
     def as_map(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
@@ -88,6 +117,10 @@ class OpenAiForm:
         }
 
 
+def reason_of(reader: MessageReader, reason: FinishReason) -> Reason:
+    return "tool_calls" if reader.calls and reason is FinishReason.STOP else reason
+
+
 class OpenAiEvents:
     """Writer for one reader. Each choice ends in a chunk with its `finish_reason`; the last one names the worker."""
 
@@ -99,6 +132,7 @@ class OpenAiEvents:
         self._around = [self._template(choice) for choice in range(form.choices)]
         self._running = form.choices - len(self.ids.ended)
         self._last: ChoiceFinished | None = None  # of several choices the one that ended last
+        self._readers: dict[int, MessageReader] = {}  # of each choice that had tokens
         self._offsets: dict[int, int] = {}  # characters of each choice that has had scored tokens
 
     def _template(self, choice: int) -> tuple[bytes, bytes, bytes]:
@@ -111,9 +145,7 @@ class OpenAiEvents:
     def _text(self, text: str) -> Any:
         return {"content": text} if self._form.chat else text
 
-    def _choice(
-        self, index: int, delta: Any, logprobs: Any = None, finish: FinishReason | None = None
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, delta: Any, logprobs: Any = None, finish: Reason | None = None) -> dict[str, Any]:
         name = "delta" if self._form.chat else "text"
         return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": finish}
 
@@ -136,8 +168,8 @@ class OpenAiEvents:
     def tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
     ) -> None:
-        if self._form.spelling is not None and said.is_scored:
-            self._scored_tokens(choice, said, begin, self._form.spelling, out)
+        if self._form.reader is not None or (self._form.spelling is not None and said.is_scored):
+            self._tokens_apart(choice, said, begin, out)
             return
         before, middle, after = self._around[choice]
         id_before, id_after = self.ids.around(choice)
@@ -153,42 +185,64 @@ class OpenAiEvents:
                     out += (line, place)
                 out += (before, dumps(piece), middle, place, after)
 
-    def _scored_tokens(
-        self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling, out: list[bytes]
-    ) -> None:
-        """A chunk each, also for a token whose text is held back."""
+    def _tokens_apart(self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes]) -> None:
+        """A chunk each; with log probabilities also for a token whose text is held back."""
         before, after = self.ids.around(choice)
+        spelling = self._form.spelling if said.is_scored else None
+        reader = self._reader(choice, said, begin)
         offset = self._offsets.get(choice)
         if offset is None:
             offset = sum(map(len, said.pieces[:begin]))
         for at in range(begin, len(said.ids)):
-            token, piece, scores = said.ids[at], said.pieces[at], said.logprobs[at]
-            logprobs: ChatLogprobs | CompletionLogprobs
-            if self._form.chat:
-                logprobs = chat_logprobs(spelling, (token,), (scores,))
-            else:
-                logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
+            piece = said.pieces[at]
+            logprobs: ChatLogprobs | CompletionLogprobs | None = None
+            if spelling is not None and self._form.chat:
+                logprobs = chat_logprobs(spelling, said.ids[at : at + 1], said.logprobs[at : at + 1])
+            elif spelling is not None:
+                one = slice(at, at + 1)
+                logprobs = completion_logprobs(spelling, said.ids[one], (piece,), said.logprobs[one], offset)
             offset += len(piece)
-            event_id = before + b"%d" % (at + 1) + after
-            out.append(self._event(event_id, self._choice(choice, self._text(piece), logprobs)))
+            delta = self._text(piece)
+            if reader is not None:
+                delta = delta_of(reader.feed(piece), self._form.request, choice)
+            if delta or logprobs is not None:
+                event_id = before + b"%d" % (at + 1) + after
+                out.append(self._event(event_id, self._choice(choice, delta, logprobs)))
         self._offsets[choice] = offset
 
-    def choice_finished(self, ended: ChoiceFinished, out: list[bytes]) -> None:
+    def _reader(self, choice: int, said: ChoiceTranscript, begin: int) -> MessageReader | None:
+        """It has read what the client has."""
+        if self._form.reader is None:
+            return None
+        if choice not in self._readers:
+            self._readers[choice] = self._form.reader()
+            self._readers[choice].feed("".join(said.pieces[:begin]))
+        return self._readers[choice]
+
+    def _end(self, choice: int, said: ChoiceTranscript, reason: FinishReason) -> dict[str, Any]:
+        """With what a reader held back."""
+        reader = self._reader(choice, said, len(said.ids))
+        if reader is None:
+            return self._choice(choice, {} if self._form.chat else "", finish=reason)
+        delta = delta_of(reader.end(), self._form.request, choice)
+        return self._choice(choice, delta, finish=reason_of(reader, reason))
+
+    def choice_finished(self, ended: ChoiceFinished, said: ChoiceTranscript, out: list[bytes]) -> None:
         self._running -= 1
         if self._running:
             self.ids.ended.add(ended.choice)
-            delta = {} if self._form.chat else ""
-            out.append(self._event(self.ids.here(), self._choice(ended.choice, delta, finish=ended.reason)))
+            out.append(self._event(self.ids.here(), self._end(ended.choice, said, ended.reason)))
         else:
             self._last = ended  # its chunk ends the answer
 
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None:
         fleet = asdict(fleet_note(self._form.request, finished, transcript))
         index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
-        delta = {} if self._form.chat else ""
-        out.append(self._event(self.ids.next_end(), self._choice(index, delta, finish=reason), fleet=fleet))
+        last = self._end(index, transcript.choices[index], reason)
+        out.append(self._event(self.ids.next_end(), last, fleet=fleet))
         if self._form.include_usage:
-            out.append(self._event(self.ids.next_end(), usage=usage_of(finished, transcript), fleet=fleet))
+            usage = self._form.usage(finished, transcript)
+            out.append(self._event(self.ids.next_end(), usage=usage, fleet=fleet))
         out.append(self.ids.line(self.ids.next_end()) + DONE)
 
     def failed(self, error: KvfleetError) -> bytes:

@@ -14,6 +14,7 @@ from kvfleet.ingress.http.answer_types import described
 from kvfleet.ingress.http.error_bodies import ErrorAnswer
 from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE
 from kvfleet.ingress.requests.fields import BodyForm, Schema
+from kvfleet.ingress.requests.texts import DETOKENIZE, TOKENIZE
 from kvfleet.ingress.runs.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from kvfleet.ingress.runs.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
 from kvproto.client import MAX_NEWEST
@@ -103,6 +104,7 @@ _LEFT = {
     )
 }
 _KNOWN = (401, 403, 421, 503)  # 503: of a signed token, while its issuer does not answer
+_ASKING = (400, 401, 403, 404, 408, 413, 421, 422, 429, 503)
 _GENERATING = (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 501, 503, 504)
 
 
@@ -136,6 +138,11 @@ def _reading(path: str, summary: str, answer: object, *errors: int, **more: Any)
     return Operation("get", path, summary, answers, errors, **more)
 
 
+def _asking(path: str, summary: str, form: BodyForm[Any], answer: type) -> Operation:
+    told = {200: {"description": summary, "content": _json(answer)}}
+    return Operation("post", path, summary, told, _ASKING, form.schema)
+
+
 def _health(path: str, summary: str, answers: tuple[type, ...], *errors: int) -> Operation:
     content = _json(*answers)
     told = {200: {"description": "yes", "content": content}, 503: {"description": "no", "content": content}}
@@ -157,6 +164,10 @@ OPERATIONS = (
         "/v1/completions", "A text's continuation, as OpenAI's.", COMPLETION, CompletionAnswer, CompletionChunk
     ),
     _generating("/generate", "A turn of a session, streamed.", GENERATE, None, *NATIVE_EVENTS),
+    _asking("/tokenize", "A text, or a chat, as tokens.", TOKENIZE, report.TokenizeAnswer),
+    _asking("/detokenize", "Tokens as text.", DETOKENIZE, report.DetokenizeAnswer),
+    _reading("/version", "Of this server.", report.VersionAnswer),
+    _health("/ping", "As /readyz.", (report.StatusAnswer,)),
     _reading("/v1/models", "What the fleet serves.", report.ModelsAnswer, *_KNOWN),
     _reading("/v1/models/{model}", "One model.", report.ModelAnswer, 404, *_KNOWN),
     _reading("/stats", "The fleet's sums, and this ingress's own counts; for admin keys.", report.StatsAnswer, *_KNOWN),
@@ -237,7 +248,7 @@ def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str
         "info": {"title": "kvfleet", "version": "1", "description": "A fleet of language model workers."},
         "paths": told,
         "components": {
-            "schemas": components | CHAT.components | COMPLETION.components | GENERATE.components,
+            "schemas": components | TOKENIZE.components | CHAT.components | COMPLETION.components | GENERATE.components,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, or a token of the issuer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},

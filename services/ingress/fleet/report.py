@@ -105,6 +105,21 @@ class DeletedAnswer(Described):
     deleted: Literal[True]
 
 
+class TokenizeAnswer(Described):
+    count: Natural
+    max_model_len: Natural
+    tokens: list[Natural]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(Described):
+    prompt: str
+
+
+class VersionAnswer(Described):
+    version: str
+
+
 class StatusAnswer(Described):
     status: str
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib.metadata import version
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -164,6 +165,9 @@ class FleetRoutes:
         session = await self.parts.index.sessions.erase(caller.tenant, seq_id)
         await self.blocks.erase(session)
         await _json(exchange, report.DeletedAnswer(seq_id, True))
+
+    async def version(self, exchange: Exchange) -> None:
+        await _json(exchange, report.VersionAnswer(version("kvfleet")))
 
     async def livez(self, exchange: Exchange) -> None:
         await _json(exchange, report.StatusAnswer("ok"))

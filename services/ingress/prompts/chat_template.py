@@ -4,6 +4,7 @@ but for `strftime_now`. Templates come from model folders and are not trusted, h
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -86,11 +87,12 @@ class ChatTemplate:
         except jinja2.exceptions.TemplateError as error:
             raise InvalidRequest(f"the model's chat template does not compile: {error}", field="model") from None
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        """Raises InvalidRequest if the template refuses these messages."""
-        fixed = {"tools": None, "documents": None, "add_generation_prompt": True}
+    def render(self, messages: list[dict[str, Any]], values: Mapping[str, Any] = {}) -> str:
+        """`values`: further ones, such as tools. Raises InvalidRequest if the template refuses these messages."""
+        usual = {"tools": None, "documents": None}
+        fixed = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
         try:
-            return self._template.render(messages=messages, **fixed, **self._special_tokens)
+            return self._template.render({**usual, **values, **fixed})
         except (jinja2.exceptions.TemplateError, TypeError, ValueError, KeyError) as error:
             why = f"the model's chat template refuses them: {str(error)[:300]}"
             raise InvalidRequest(why, field="messages") from None

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvfleet.ingress.prompts.chat_splice import Splice, SpliceIndex, join, match_history
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.requests.asks import prompt_too_long
-from kvfleet.ingress.requests.bodies import ChatMessage, check_vocabulary
+from kvfleet.ingress.requests.bodies import check_vocabulary
+from kvfleet.ingress.requests.messages import ChatMessage, template_values
 from kvproto.ids import base32
 
 T = TypeVar("T")
@@ -54,12 +55,13 @@ class Prompts:
         tenant: str,
         messages: tuple[ChatMessage, ...],
         history: tuple[int, ...] = (),
+        values: Mapping[str, Any] = {},
         *,
         must_fit: bool = True,
     ) -> ChatPrompt:
-        """Render, splice ids of `history` or of a finished turn, tokenise the rest."""
+        """Render, with further `values`, splice ids of `history` or of a finished turn, tokenise the rest."""
         tokenizer = model.tokenizer
-        text = tokenizer.render([message.as_template_value() for message in messages])
+        text = tokenizer.render(template_values(messages), values)
         splice = self.splices.find(scope_of(model, tenant), text, tokenizer)
         if history:
             recorded = await self._run(len(text), lambda: match_history(history, text, tokenizer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -99,6 +99,7 @@ class ModelTokenizer:
         special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(special)
         self.special_texts = tuple(special.values())
+        self.special = {text: token for token, text in special.items()}
         self.spelling = TokenSpelling(tokenizer, bundle.tokenizer_json)
         self._template = _template_of(bundle)
         self._max_token_chars = _longest_token(tokenizer)
@@ -113,11 +114,11 @@ class ModelTokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[dict[str, Any]], values: Mapping[str, Any] = {}) -> str:
         """A chat with the generation prompt. Raises InvalidRequest without a template, or if it refuses."""
         if isinstance(self._template, str):  # completions work all the same
             raise InvalidRequest(self._template, field="model")
-        return self._template.render(messages)
+        return self._template.render(messages, values)
 
     def least_tokens(self, text: str) -> int:
         """A cheap lower bound for the tokens of a text; 0: unknown."""

@@ -77,6 +77,7 @@ class SamplingAsk:
     grammar: SkipJsonSchema[Grammar | None] = None
     min_tokens: Annotated[int, Whole(0, ANY_COUNT)] = 0
     overflow: Annotated[Overflow, Field(alias="context_overflow")] = Overflow.ERROR
+    skip_special_tokens: Flag = True
 
 
 def check_tokens(ask: SamplingAsk, vocab_size: int) -> None:

@@ -6,26 +6,21 @@ OpenAI's servers. Ignored fields describe the caller, or ask for the default. De
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictInt,
-    TypeAdapter,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
 )
 from pydantic_core import PydanticCustomError
 
 from kvfleet.ingress.requests.asks import ANYWHERE, MAX_CHOICES, Count, PlacementAsk, SamplingAsk
-from kvfleet.ingress.requests.fields import Body, BodyForm, Flag, Made, Whole
+from kvfleet.ingress.requests.fields import Body, BodyForm, Flag, Whole
 from kvfleet.ingress.requests.grammars import GrammarAsk
+from kvfleet.ingress.requests.messages import ChatMessage
+from kvfleet.ingress.requests.tools import ToolAsk
 from kvproto.errors import InvalidRequest
 
 MAX_MODEL_CHARS = 256
@@ -40,55 +35,6 @@ SeqId = Annotated[str, Field(min_length=1, max_length=MAX_SEQ_ID_CHARS)]
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
     include_usage: Flag | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    type: Literal["text"]
-    text: str
-
-
-_PARTS = TypeAdapter(Annotated[list[TextPart], Field(fail_fast=True)])
-
-
-def _read_content(said: Any, read_text: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-    """Parts become one text; an assistant's may be absent."""
-    if type(said) is list:
-        return "".join(part.text for part in _PARTS.validate_python(said))
-    return "" if said is None and info.data.get("role") == "assistant" else read_text(said)
-
-
-def _refuse(said: Any) -> None:
-    if said:
-        raise PydanticCustomError("unserved", "not supported by this server")
-
-
-Content = WrapValidator(_read_content, json_schema_input_type=str | list[TextPart] | None)
-Role = Literal["system", "developer", "user", "assistant"]
-Nothing = Annotated[None, Made(Annotated[Any, WithJsonSchema({"enum": [None, False, 0, "", [], {}]})], _refuse)]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    __pydantic_config__ = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"role": {"const": "assistant"}}},
-            "else": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
-        }
-    )
-
-    role: Annotated[Role, AfterValidator(lambda role: "system" if role == "developer" else role)]
-    content: Annotated[str, Content, Field(default_factory=lambda: None, validate_default=True)]
-    name: str | None = None
-    tool_calls: Nothing = None
-    function_call: Nothing = None
-    audio: Nothing = None
-
-    def as_template_value(self) -> dict[str, str]:
-        value = {"role": self.role, "content": self.content}
-        if self.name is not None:
-            value["name"] = self.name
-        return value
 
 
 def _only_prompt(said: Any) -> Any:
@@ -129,10 +75,23 @@ class _OpenAiAsk:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAsk(_OpenAiAsk):
     messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: ToolAsk
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_completion_tokens: Count | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Whole(0, MAX_CHAT_LOGPROBS)] = 0
     seq_id: SeqId | None = None
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """What the template gets besides the messages."""
+        values = dict(self.chat_template_kwargs)
+        if self.reasoning_effort is not None:
+            values["reasoning_effort"] = self.reasoning_effort
+        if (plan := self.tools.plan()) is not None:
+            values["tools"] = [*plan.told]
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +116,7 @@ _OTHERS: dict[str, tuple[Any, ...] | None] = {
     "service_tier": ("auto", "default"),
     **dict.fromkeys(("user", "safety_identifier", "metadata", "store", "prompt_cache_key")),
     # of vLLM's servers
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "spaces_between_special_tokens": (True,),
     **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "echo"), (False,)),
     "length_penalty": (1.0,),
     "bad_words": ([],),
@@ -167,15 +126,13 @@ CHAT = BodyForm(
     ChatAsk,
     {
         **_OTHERS,
-        **dict.fromkeys(("tools", "functions", "documents"), ([],)),
-        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        **dict.fromkeys(("functions", "documents"), ([],)),
+        "function_call": ("none", "auto"),
         "best_of": (1,),
         "modalities": (["text"],),
-        **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), _NEVER),
-        "parallel_tool_calls": None,
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), _NEVER),
         # of vLLM's servers
         "chat_template": _NEVER,
-        "chat_template_kwargs": ({},),
         "add_generation_prompt": (True,),
         **dict.fromkeys(("continue_final_message", "add_special_tokens"), (False,)),
     },
@@ -183,11 +140,17 @@ CHAT = BodyForm(
 COMPLETION = BodyForm(CompletionAsk, {**_OTHERS, "suffix": ("",), "add_special_tokens": (True,)})
 
 
+OF_TEMPLATES = frozenset(("messages", "tools", "documents", "add_generation_prompt", "reasoning_effort"))
+
+
 def read_chat(body: Body) -> ChatAsk:
     """Raises InvalidRequest naming the field."""
     ask = CHAT.read(body)
     if ask.top_logprobs and not ask.logprobs:
         raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
+    ask.tools.plan()  # refuses what cannot be
+    for name in OF_TEMPLATES.intersection(ask.chat_template_kwargs):
+        raise InvalidRequest("has a field of its own", field=f"chat_template_kwargs.{name}")
     sampling = replace(ask.sampling, grammar=ask.grammars.grammar)
     if ask.logprobs:  # 0: the token's own alone
         sampling = replace(sampling, logprobs=ask.top_logprobs)
@@ -205,11 +168,11 @@ def read_completion(body: Body) -> CompletionAsk:
     return replace(ask, sampling=replace(ask.sampling, logprobs=ask.logprobs, grammar=ask.grammars.grammar))
 
 
-def check_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
+def check_vocabulary(ids: tuple[int, ...], vocab_size: int, field: str = "prompt") -> None:
     """Raises InvalidRequest naming the first unknown id."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         i = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
-        raise InvalidRequest(f"must be within [0, {vocab_size - 1}], got {ids[i]}", field=f"prompt[{i}]")
+        raise InvalidRequest(f"must be within [0, {vocab_size - 1}], got {ids[i]}", field=f"{field}[{i}]")
 
 
 DEFAULT_MAX_TOKENS = 50

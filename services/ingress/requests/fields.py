@@ -114,7 +114,7 @@ class BodyForm(Generic[T]):
         fields |= own | {name: {} if taken is None else {"enum": [*taken, None]} for name, taken in others.items()}
         self.schema: Schema = {
             "type": "object",
-            "required": [name for name in said["required"] if name not in self._parts],
+            "required": [name for name in said.get("required", ()) if name not in self._parts],
             "properties": dict(sorted(fields.items())),
             "additionalProperties": {"type": "null"},
         }

@@ -97,7 +97,14 @@ def _tensor_places(file: BinaryIO, size: int) -> list[int]:
 
 
 def read_bundle(
-    folder: Path, name: str, *, load_format: str, dtype: str, block_size: int, public_prefixes: Sequence[str] = ()
+    folder: Path,
+    name: str,
+    *,
+    load_format: str,
+    dtype: str,
+    block_size: int,
+    public_prefixes: Sequence[str] = (),
+    tool_format: str = "",
 ) -> Bundle:
     """Raises UnsupportedModel naming the file that is missing or wrong."""
     config_path = folder / "config.json"
@@ -129,6 +136,7 @@ def read_bundle(
         model_revision=model_revision(folder, load_format, dtype),
         block_size=block_size,
         special_tokens=special,
+        tool_format=tool_format,
         public_prefixes=_whole_blocks(tokenizer_json, public_prefixes, block_size),
     )
 

@@ -22,7 +22,8 @@ def stop_ids_of(spec: SequenceSpec, eos_ids: Iterable[int]) -> frozenset[int]:
 def text_of(spec: SequenceSpec, detokenizer: Detokenizer) -> TextStream:
     """Goes on where the earlier attempt's text ended. Raises EngineFailure if that cannot be rebuilt."""
     try:
-        text = TextStream(detokenizer.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
+        spelling = detokenizer if spec.sampling.skip_special_tokens else detokenizer.whole
+        text = TextStream(spelling.stream(spec.prompt_ids), StopStrings(spec.sampling.stop))
         text.replay(spec.output_ids, spec.text_sent)
     except Exception as error:  # a tokenizer's bug is that request's alone
         about = {"request": spec.request}

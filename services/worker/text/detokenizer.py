@@ -8,6 +8,7 @@ once it does not end within a character.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from tokenizers import Tokenizer
 
@@ -17,11 +18,11 @@ MAX_UNSETTLED = 16  # ids; a character has at most 4 bytes, so more is not text
 
 
 class Detokenizer:
-    """Special tokens have no text."""
+    """Special tokens have no text, unless they are not skipped."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder().items()
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        added = tokenizer.get_added_tokens_decoder().items() if skip_special else ()
         self.special = frozenset(token for token, one in added if one.special)
 
     def to_json(self) -> str:
@@ -29,8 +30,13 @@ class Detokenizer:
         return str(self._tokenizer.to_str())
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
         return text
+
+    @cached_property
+    def whole(self) -> Detokenizer:
+        """The same, that skips no special tokens."""
+        return Detokenizer(self._tokenizer, skip_special=False)
 
     def stream(self, prompt_ids: Sequence[int]) -> DetokenizerStream:
         context = [token for token in prompt_ids[-CONTEXT_TOKENS:] if token not in self.special]

@@ -1,0 +1,60 @@
+"""Parts of a message as OpenAI's clients get them: whole, and as deltas. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from kvchat.parts import ArgumentsGrew, CallBegan, Part, Said, Thought
+from kvfleet.ingress.http.answer_types import Described, Natural
+from kvproto.ids import base32
+
+ID_CHARS = 9  # as Mistral's templates want them
+
+
+class CallText(Described):
+    name: str
+    arguments: str
+
+
+class CallAnswer(Described):
+    id: str
+    type: Literal["function"]
+    function: CallText
+
+
+class CallTextDelta(Described):
+    name: str = ""
+    arguments: str = ""
+
+
+class CallDelta(Described):
+    index: Natural
+    function: CallTextDelta
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+def call_id(request: str, choice: int, index: int) -> str:
+    """The same whenever the answer is read."""
+    return base32(hashlib.blake2b(f"{request}\0{choice}\0{index}".encode(), digest_size=8).digest())[:ID_CHARS]
+
+
+def delta_of(parts: Iterable[Part], request: str, choice: int) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        match part:
+            case Said(text):
+                delta["content"] = delta.get("content", "") + text
+            case Thought(text):
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+            case CallBegan(index, name):
+                function = {"name": name, "arguments": ""}
+                known = {"index": index, "id": call_id(request, choice, index), "type": "function"}
+                calls[index] = known | {"function": function}
+            case ArgumentsGrew(index, text):
+                calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                calls[index]["function"]["arguments"] += text
+    return delta | ({"tool_calls": [*calls.values()]} if calls else {})

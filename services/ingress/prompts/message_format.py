@@ -1,0 +1,63 @@
+"""How a model writes a message, and what a chat wants of it: what reads it, and what keeps the model to it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvchat.formats import FORMATS, format_of
+from kvchat.formats.think import BEGIN, plain, thinking
+from kvchat.source import MessageReader
+from kvchat.tool_grammar import Dialect, after_thought, grammar_of
+from kvfleet.ingress.prompts.models import ServedModel
+from kvfleet.ingress.requests.bodies import ChatAsk
+from kvfleet.ingress.requests.tools import ToolPlan
+from kvproto.errors import InvalidRequest
+from kvproto.messages import Sampling
+
+HARMONY = "harmony"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """`tools`: of its calls; "" where there are none. `thinks`: its text begins with reasoning, or may."""
+
+    plan: ToolPlan | None
+    tools: str
+    thinks: bool
+    dialect: Dialect
+
+    def reader(self, prompt: str) -> MessageReader:
+        """Of a message after a rendered prompt."""
+        parse = FORMATS.get(self.tools, plain)
+        if self.thinks:
+            parse = thinking(parse, begun=_has_begun(prompt))
+        return MessageReader(parse, {tool.name for tool in self.plan.callable} if self.plan else ())
+
+    def bind(self, sampling: Sampling, prompt: str) -> Sampling:
+        """Raises InvalidRequest for a grammar of the caller's that cannot be had together with tools."""
+        plan, grammar = self.plan, sampling.grammar
+        if plan is not None and plan.callable and (plan.is_bound or grammar is not None):
+            must = {"must_call": plan.must_call, "parallel": plan.parallel}
+            grammar = grammar_of(self.tools, plan.callable, self.dialect, grammar, **must)
+        if grammar is not None and self.thinks:
+            grammar = after_thought(grammar, self.dialect, begun=_has_begun(prompt))
+        return replace(sampling, grammar=grammar, skip_special_tokens=False)
+
+
+def _has_begun(prompt: str) -> bool:
+    """To reason: some templates write the mark themselves."""
+    return prompt.rstrip().endswith(BEGIN)
+
+
+def format_of_message(ask: ChatAsk, model: ServedModel) -> MessageFormat | None:
+    """None: all is text. Raises InvalidRequest for tools, if the model's template knows none."""
+    plan, template = ask.tools.plan(), model.bundle.chat_template or ""
+    name = model.bundle.tool_format or format_of(template)
+    if plan is not None and not name:
+        raise InvalidRequest("this model's chat template knows none, nor was --tool-format said", field="tools")
+    thinks = BEGIN in template
+    if plan is None and not thinks and name != HARMONY:
+        return None
+    return MessageFormat(
+        plan, name if plan or name == HARMONY else "", thinks, Dialect(template, model.tokenizer.special)
+    )

@@ -1,0 +1,97 @@
+"""Tools, as OpenAI's clients say them: what the template is told, what must be called, and what may not. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvchat.tool_grammar import Tool
+from kvfleet.ingress.requests.fields import Flag
+from kvproto.errors import InvalidRequest
+
+MAX_TOOLS = 1024
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSpec:
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    type: Literal["function"]
+    function: FunctionSpec
+
+    def as_template_value(self) -> dict[str, Any]:
+        said = self.function
+        told = {"name": said.name, "description": said.description, "parameters": said.parameters}
+        return {"type": "function", "function": {key: value for key, value in told.items() if value is not None}}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    type: Literal["function"]
+    function: NamedFunction
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """`told` to the template. `callable`: what may be called, of which something `must` be. `is_bound`: a grammar keeps
+    calls to their schemas, also where none must be."""
+
+    told: tuple[dict[str, Any], ...]
+    callable: tuple[Tool, ...]
+    must_call: bool
+    parallel: bool
+    is_bound: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAsk:
+    tools: Annotated[tuple[ToolSpec, ...], Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Flag | None = None
+
+    def plan(self) -> ToolPlan | None:
+        """None without tools. Raises InvalidRequest naming the field."""
+        choice = self.tool_choice
+        if not self.tools:
+            if choice not in (None, "none", "auto"):
+                raise InvalidRequest("only allowed when tools are given", field="tool_choice")
+            return None
+        tools = {one.function.name: _tool(one.function, at) for at, one in enumerate(self.tools)}
+        if len(tools) < len(self.tools):
+            raise InvalidRequest("each must have a name of its own", field="tools")
+        if isinstance(choice, NamedTool):
+            if choice.function.name not in tools:
+                raise InvalidRequest(f"no tool is called {choice.function.name[:64]!r}", field="tool_choice")
+            callable_ = [tools[choice.function.name]]
+        else:
+            callable_ = [] if choice == "none" else [*tools.values()]
+        must_call = choice == "required" or isinstance(choice, NamedTool)
+        return ToolPlan(
+            told=tuple(one.as_template_value() for one in self.tools),
+            callable=tuple(callable_),
+            must_call=must_call,
+            parallel=self.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
+            is_bound=must_call or any(one.strict for one in callable_) or self.parallel_tool_calls is False,
+        )
+
+
+def _tool(said: FunctionSpec, at: int) -> Tool:
+    parameters = said.parameters or {}
+    if parameters and parameters.get("type", "object") != "object":
+        raise InvalidRequest("must be a schema of an object", field=f"tools[{at}].function.parameters")
+    return Tool(said.name, parameters, strict=bool(said.strict))
