@@ -103,7 +103,7 @@ class ScriptedWorker:
 
     @classmethod
     async def start(
-        cls, url: str, subjects: Subjects, worker: str = "w1", bundle: Bundle | None = None
+        cls, url: str, subjects: Subjects, worker: str = "w1", bundle: Bundle | None = None, *, grammars: bool = True
     ) -> ScriptedWorker:
         connection = await Connection.open(
             url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker)
@@ -128,7 +128,7 @@ class ScriptedWorker:
             address="tcp://127.0.0.1:1",
             host="testhost",
             pid=4242,
-            grammars=True,
+            grammars=grammars,
             engine="vllm",
             engine_pid=4243,
             versions=codec.supported_versions(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from itertools import count
 from typing import Any
 
 import openai
@@ -14,6 +16,8 @@ from scripted_worker import CONTEXT, DEMO, HELLO_IDS, ScriptedWorker
 from tokenizers import Tokenizer
 
 from kvproto.messages import Grammar, GrammarForm, Overflow
+from kvproto.subjects import Subjects
+from tests.support.waiting import LIMIT_S
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Speak."}]}
 SPOKEN = ["Hello!", "llo!", "lo!"]  # each choice begins one token later
@@ -200,3 +204,22 @@ async def test_a_schema_reaches_the_worker(served: Served, worker: ScriptedWorke
         )
     grammar = Grammar(GrammarForm.JSON_SCHEMA, '{"enum":["a"]}', "response_format.json_schema.schema")
     assert worker.requests[0][1].sampling.grammar == grammar
+
+
+async def test_a_worker_that_would_ignore_a_grammar_is_not_asked(
+    nats_url: str, fleet_buckets: Subjects, served: Served, worker: ScriptedWorker
+) -> None:
+    """As one of an older version does, which takes all else."""
+    older = await ScriptedWorker.start(nats_url, fleet_buckets, "w2", grammars=False)
+    chats = ({**CHAT, "messages": [{"role": "user", "content": f"Speak {number}."}]} for number in count())
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while not older.requests:
+                await served.http.post("/v1/chat/completions", json=next(chats))
+        older.requests.clear()
+        for _ in range(8):
+            answer = await served.http.post("/v1/chat/completions", json={**next(chats), "guided_regex": "a"})
+            assert answer.json()["kvfleet"]["worker_id"] == worker.id
+        assert not older.requests
+    finally:
+        await older.stop()
