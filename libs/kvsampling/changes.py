@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from kvproto.errors import InvalidRequest
 from kvsampling.draw import Draw
-from kvsampling.grammar import Mask
+
+if TYPE_CHECKING:
+    from kvsampling.grammar import Mask
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.messages import Grammar, GrammarForm
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # an engine without a model has no numpy, either
+    import numpy as np
+    import numpy.typing as npt
     from llguidance import LLMatcher, LLTokenizer
 
-Mask = npt.NDArray[np.bool_]  # of each token of the vocabulary: it may come next
+    Mask = npt.NDArray[np.bool_]  # of each token of the vocabulary: it may come next
 
 KEPT = 256  # compiled grammars
 MOST_BLANKS = 8  # tokens, in JSON, where anything else may come: some models would put nothing else for ever
@@ -57,6 +56,8 @@ class Matcher:
         return self._compute(outputs) if ready is None else ready.result()
 
     def _compute(self, outputs: Sequence[int]) -> Mask:
+        import numpy as np
+
         if (matcher := self._known) is None:
             matcher = self._known = self._grammars.compile(self._grammar).deep_copy()
         new = list(outputs[self._taken :])
@@ -91,7 +92,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self.blank: Mask = np.zeros(vocab, np.bool_)  # once one is compiled: it is white space alone
+        self.blank: Mask  # once one is compiled: it is white space alone
 
     @classmethod
     def of_json(cls, text: str) -> Grammars:
@@ -116,6 +117,8 @@ class Grammars:
         return known
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        import numpy as np
+
         llguidance = _llguidance(grammar.said)
         if self._tokenizer is None:
             try:
@@ -124,6 +127,7 @@ class Grammars:
             except ValueError as error:
                 why = f"the model's tokenizer is of a kind that follows no grammars: {str(error)[:200]}"
                 raise InvalidRequest(why, field=grammar.said) from None
+            self.blank = np.zeros(self.vocab, np.bool_)
             for token in range(min(self.vocab, tokenizer.vocab_size)):
                 self.blank[token] = tokenizer.decode_bytes([token]).isspace()
             self._tokenizer = tokenizer

@@ -34,7 +34,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"model": "demo", "messages": MESSAGE, "logit_bias": {"99999": 1}}, 400, "logit_bias"),
     (CHAT, {"model": "demo", "messages": MESSAGE, "min_tokens": 5, "max_tokens": 4}, 400, "min_tokens"),
     (CHAT, {"model": "demo", "messages": MESSAGE, "presence_penalty": 3}, 400, "presence_penalty"),
-    (CHAT, {"model": "demo", "messages": MESSAGE, "tools": [{}]}, 400, "tools"),
+    (CHAT, {"model": "demo", "messages": MESSAGE, "tools": [{}]}, 400, "tools[0].type"),
     (CHAT, {"model": "demo", "messages": [{"role": "user", "content": "word " * CONTEXT}]}, 400, "messages"),
     (COMPLETION, {"model": "demo", "prompt": ""}, 400, "prompt"),
     (COMPLETION, {"model": "demo", "prompt": "word " * CONTEXT}, 400, "prompt"),
