@@ -39,7 +39,7 @@ def body(prompt: list[int], wants: Sampling, before: list[int], version: int = V
         "version": version, "request": request, "choice": 0, "prompt": len(prompt), "dropped": [],
         "stop_ids": STOPS,
         "sampling": fields | {"logit_bias": {str(token): value for token, value in wants.logit_bias.items()}},
-        "failures": "/nowhere",
+        "failures": "/nowhere", "grammar": None,
     }  # fmt: skip
     params = {
         "temperature": 0, "max_tokens": TOKENS - len(before), "ignore_eos": True, "extra_args": {KEY: asked},

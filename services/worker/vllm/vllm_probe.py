@@ -86,7 +86,7 @@ class VllmProbe:
                     pass
         except TimeoutError:
             raise EngineFailure(f"a request of one token took longer than {PROBE_S:.0f} s") from None
-        except Answered as error:
-            if error.status in (403, 404):
+        except (Answered, ModelNotFound) as error:  # before 0.32 there is no such route: 404
+            if isinstance(error, ModelNotFound) or error.status == 403:
                 raise Unsuitable(f"vLLM at {self.routes.url} was started without: --enable-scale-out") from None
             raise

@@ -78,6 +78,10 @@ SPOILT: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no connector": ({"has_connector": False}, ("--kv-transfer-config", "KvfleetConnector", "runtime_dir")),
     "connector's version": ({"wire_version": VERSION + 1}, (f"of version {VERSION + 1}, this worker of {VERSION}",)),
     "no routes": ({"has_routes": False}, ("started without: --enable-scale-out",)),
+    "no routes before 0.32": (
+        {"answers": {"/inference/v1/generate": (404, b'{"detail": "Not Found"}')}},
+        ("started without: --enable-scale-out",),
+    ),
     "no sampler": ({"has_sampler": False}, ("started without: --logits-processors kvfleet_vllm.sampler:Sampler",)),
     "no flag at all": ({"has_sampler": False, "other_facts": NO_FLAG}, FLAGS),
     "an unknown model": ({"other_facts": {"vocab_size": None, "dtype": None}}, ("does not tell vocab_size, dtype",)),
