@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.metadata import version
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from kvfleet import __version__
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.listings import Listings, Question
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
@@ -167,7 +167,7 @@ class FleetRoutes:
         await _json(exchange, report.DeletedAnswer(seq_id, True))
 
     async def version(self, exchange: Exchange) -> None:
-        await _json(exchange, report.VersionAnswer(version("kvfleet")))
+        await _json(exchange, report.VersionAnswer(__version__))
 
     async def livez(self, exchange: Exchange) -> None:
         await _json(exchange, report.StatusAnswer("ok"))
