@@ -12,6 +12,7 @@ from kvproto.messages import FinishReason, Grammar, GrammarForm
 from tests.support.json_schemas import schemas
 
 AT_ONCE = 8
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 MOST = 950  # tokens
 
 
@@ -29,4 +30,4 @@ async def test_each_output_is_of_its_schema(rig: EngineRig, request: pytest.Fixt
             specs.append(rig.spec(name, rig.prompt(20), sampled(MOST, grammar=grammar)))
         for (name, schema), stream in zip(some, await rig.run_all(*specs), strict=True):
             assert stream.reason is FinishReason.STOP, (name, schema, stream.text)
-            jsonschema.validate(json.loads(stream.text), schema, format_checker=jsonschema.FormatChecker())
+            jsonschema.validate(json.loads(stream.text), schema, format_checker=FORMATS)
