@@ -10,7 +10,7 @@ from kvchat.source import Parsing, PartialText
 
 ARGUMENTS = ("arguments", "parameters")
 _BRACKET = re.compile(r'["{}\[\]]')
-_QUOTE = re.compile(r'["\\]')
+_ENDS = {quote: re.compile(rf"[{quote}\\]") for quote in ('"', "'")}
 _SCALAR_END = re.compile(r"[,\]}\s]")
 
 
@@ -18,7 +18,7 @@ def value(source: PartialText, tell: Callable[[str], None]) -> Parsing[bool]:
     """Step over a value and tell its text, as it comes. Whether it has an end."""
     first = yield from source.peek()
     if first == '"':
-        return (yield from _string(source, tell))
+        return (yield from string(source, tell))
     if first not in ("{", "["):
         yield from source.tell_until(_SCALAR_END, tell)
         return first not in ("", ",", "]", "}")
@@ -28,7 +28,7 @@ def value(source: PartialText, tell: Callable[[str], None]) -> Parsing[bool]:
             return False
         one = yield from source.peek()
         if one == '"':
-            if not (yield from _string(source, tell)):
+            if not (yield from string(source, tell)):
                 return False
             continue
         yield from source.take(one)
@@ -38,14 +38,15 @@ def value(source: PartialText, tell: Callable[[str], None]) -> Parsing[bool]:
             return True
 
 
-def _string(source: PartialText, tell: Callable[[str], None]) -> Parsing[bool]:
-    yield from source.take('"')
-    tell('"')
+def string(source: PartialText, tell: Callable[[str], None], quote: str = '"') -> Parsing[bool]:
+    """Of one line, with its quotes, as JSON and Python have them. Whether it has an end."""
+    yield from source.take(quote)
+    tell(quote)
     while True:
-        if not (yield from source.tell_until(_QUOTE, tell)):
+        if not (yield from source.tell_until(_ENDS[quote], tell)):
             return False
-        if (yield from source.take('"')):
-            tell('"')
+        if (yield from source.take(quote)):
+            tell(quote)
             return True
         pair = yield from source.peek(2)
         if len(pair) < 2:
@@ -104,7 +105,7 @@ def text_of(source: PartialText) -> Parsing[str | None]:
     if (yield from source.peek()) != '"':
         return None
     told: list[str] = []
-    if not (yield from _string(source, told.append)):
+    if not (yield from string(source, told.append)):
         return None
     try:
         return str(json.loads("".join(told)))

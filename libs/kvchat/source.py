@@ -114,36 +114,40 @@ class PartialText:
         self.is_thinking = not aloud
         self._trims = self._trims or not aloud
         while True:
-            text = self._text[self._at :]
-            found = min(((at, one) for one in markers if (at := text.find(one)) >= 0), default=None)
-            here = found[0] if found else len(text) - (0 if self._ended else unsure(text, markers))
-            spoken = text[:here].rstrip()
+            before, marker = self._before(markers)
+            spoken = before.rstrip()
             told = spoken.lstrip() if self._trims else spoken
             self.say(told, aloud=aloud)
             self._trims = self._trims and not told
             self._at += len(spoken)
-            self._blank = here - len(spoken)
-            if found:
-                self._at += self._blank + len(found[1])
+            self._blank = len(before) - len(spoken)
+            if marker:
+                self._at += self._blank + len(marker)
                 self._trims = self._trims or not aloud
                 self.is_thinking = False
-                return found[1]
+                return marker
             if not (yield from self.wait()):
                 if aloud and not self.calls and not self._trims:
-                    self.say(text[len(spoken) :])
+                    self.say(self._text[self._at :])
                 self._at = len(self._text)
                 return ""
 
     def argue_until(self, markers: Sequence[str]) -> Parsing[None]:
         """Tell the text before the first of them as arguments, and step over that."""
         while True:
-            text = self._text[self._at :]
-            found = min(((at, one) for one in markers if (at := text.find(one)) >= 0), default=None)
-            here = found[0] if found else len(text) - (0 if self._ended else unsure(text, markers))
-            self.argue(text[:here])
-            self._at += here + (len(found[1]) if found else 0)
-            if found or not (yield from self.wait()):
+            before, marker = self._before(markers)
+            self.argue(before)
+            self._at += len(before) + len(marker)
+            if marker or not (yield from self.wait()):
                 return
+
+    def _before(self, markers: Sequence[str]) -> tuple[str, str]:
+        """The text before the first of them, and that one; "" where none is here, and of the text what begins none."""
+        text = self._text[self._at :]
+        here, marker = min(((at, one) for one in markers if (at := text.find(one)) >= 0), default=(len(text), ""))
+        if not marker and not self._ended:
+            here -= unsure(text, markers)
+        return text[:here], marker
 
     # Going back.
 
@@ -171,23 +175,22 @@ def unsure(text: str, markers: Sequence[str]) -> int:
 
 
 class MessageReader:
-    """Of one message."""
+    """Of one message. `thoughts`: how many of the pieces that it was fed were reasoning."""
 
     def __init__(self, parse: Callable[[PartialText], Parsing[None]], tools: Collection[str] = ()) -> None:
         self._source = PartialText(tools)
         self._parsing = parse(self._source)
+        self.thoughts = 0
 
     @property
     def calls(self) -> int:
         return self._source.calls
 
-    @property
-    def is_thinking(self) -> bool:
-        return self._source.is_thinking
-
     def feed(self, text: str) -> list[Part]:
         self._source.push(text)
-        return self._go_on()
+        parts = self._go_on()
+        self.thoughts += self._source.is_thinking or any(type(part) is Thought for part in parts)
+        return parts
 
     def end(self) -> list[Part]:
         """The rest."""

@@ -26,7 +26,6 @@ _START = re.compile(r"^start\s*:", re.MULTILINE)
 class Tool:
     name: str
     parameters: Schema = field(default_factory=dict)
-    description: str = ""
     strict: bool = False
 
 
@@ -39,17 +38,12 @@ class Dialect:
 
     def text(self, said: str) -> str:
         """A Lark expression for a text with marks in it."""
-        if not self.special:
-            return json.dumps(said, ensure_ascii=False)
-        marks = "|".join(re.escape(mark) for mark in sorted(self.special, key=len, reverse=True))
-        parts = [one for one in re.split(f"({marks})", said) if one]
-        return (
-            " ".join(
-                f"<[{self.special[one]}]>" if one in self.special else json.dumps(one, ensure_ascii=False)
-                for one in parts
-            )
-            or '""'
-        )
+        marks = sorted((mark for mark in self.special if mark in said), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, marks))})", said) if marks else [said]
+        return " ".join(self._part(one) for one in parts if one) or '""'
+
+    def _part(self, said: str) -> str:
+        return f"<[{self.special[said]}]>" if said in self.special else json.dumps(said, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +154,24 @@ def _answer(answer: Grammar) -> str:
         schema = json.loads(answer.text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"is no JSON: {error}", field=answer.said) from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest("a schema must be an object", field=answer.said)
     return _json(schema)
 
 
-def _json(schema: Schema) -> str:
-    return f"%json {json.dumps({**(schema or _ANY), **_STYLE}, ensure_ascii=False)}"
+def _json(schema: Schema | bool) -> str:
+    """`schema`: true allows anything, and false nothing, as JSON schemas have it."""
+    said = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    return f"%json {json.dumps({**said, **_STYLE}, ensure_ascii=False)}"
+
+
+def _arguments(tool: Tool) -> str:
+    return _json(tool.parameters or _ANY)
 
 
 def _object(tool: Tool, key: str, dialect: Dialect) -> str:
     head = dialect.text(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-    return f"{head} {_json(tool.parameters)} {dialect.text('}')}"
+    return f"{head} {_arguments(tool)} {dialect.text('}')}"
 
 
 def _hermes(tool: Tool, dialect: Dialect) -> str:
@@ -185,7 +187,7 @@ def _mistral(tool: Tool, dialect: Dialect) -> str:
 
 
 def _mistral_named(tool: Tool, dialect: Dialect) -> str:
-    return f"{dialect.text(f'{tool.name}{mistral.ARGS}')} {_json(tool.parameters)}"
+    return f"{dialect.text(f'{tool.name}{mistral.ARGS}')} {_arguments(tool)}"
 
 
 def _deepseek(tool: Tool, dialect: Dialect) -> str:
@@ -193,20 +195,23 @@ def _deepseek(tool: Tool, dialect: Dialect) -> str:
     if f"{deepseek.FENCE}json" in dialect.template:
         begin = f"{deepseek.BEGIN}function{deepseek.SEPARATOR}{tool.name}\n{deepseek.FENCE}json\n"
         end = f"\n{deepseek.FENCE}{deepseek.END}"
-    return f"{dialect.text(begin)} {_json(tool.parameters)} {dialect.text(end)}"
+    return f"{dialect.text(begin)} {_arguments(tool)} {dialect.text(end)}"
 
 
 def _harmony(tool: Tool, dialect: Dialect) -> str:
     begin = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
-    return f"{dialect.text(begin)} {_json(tool.parameters)}"
+    return f"{dialect.text(begin)} {_arguments(tool)}"
 
 
 def _pythonic(tool: Tool, dialect: Dialect) -> str:
     """JSON's literals stand for Python's. Required arguments come first."""
-    properties: Mapping[str, Schema] = tool.parameters.get("properties", {})
+    properties: Mapping[str, Schema | bool] = tool.parameters.get("properties", {})
     required = [one for one in tool.parameters.get("required", ()) if one in properties]
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    known = {one: f'"{one}=" {_json({**properties[one], **shared})}' for one in properties}
+    known = {
+        name: f"{json.dumps(f'{name}=')} {_json({**said, **shared} if isinstance(said, Mapping) else said)}"
+        for name, said in properties.items()
+    }
     must = ' ", " '.join(known[one] for one in required)
     may = " ".join(f'(", " {text})?' for one, text in known.items() if one not in required)
     if not must and known:  # the first of them has no comma

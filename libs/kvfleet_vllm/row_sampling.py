@@ -78,12 +78,9 @@ class SampledRow:
     def draw(self) -> Draw:
         wants, index = self.sampling, len(self.before) + len(self.outputs)
         banned = self.stop_ids if index < wants.min_tokens else ()
-        prompt: Sequence[int] = ()
-        outputs: Sequence[int] = ()
-        if self.matcher is not None:
-            outputs = [*self.before, *self.outputs]
-        if wants.presence_penalty or wants.frequency_penalty or wants.repetition_penalty != 1:
-            prompt, outputs = self.prompt, [*self.before, *self.outputs]
+        penalised = wants.presence_penalty or wants.frequency_penalty or wants.repetition_penalty != 1
+        prompt = self.prompt if penalised else ()
+        outputs = [*self.before, *self.outputs] if penalised or self.matcher is not None else ()
         return Draw(wants, self.choice, index, prompt, outputs, banned, self.matcher)
 
 

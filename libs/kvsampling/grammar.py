@@ -2,9 +2,9 @@
 
     Grammar ──compile──▶ Matcher, one per sequence ──prepare, on a thread beside the forward pass──▶ mask ──▶ sampler
 
-A matcher follows the list of its sequence's outputs. So a sequence that goes on elsewhere, with
-its outputs in hand, may be there what it might have been here. Compiling has no bound in time or memory of its own:
-`kvsampling.grammar_check` tries a grammar in a process that has.
+A matcher follows the list of its sequence's outputs. So a sequence that goes on elsewhere, with its outputs in hand,
+may be there what it might have been here. Compiling has no bound in time or memory of its own: a process that has one
+tries a grammar first (`kvsampling.grammar_check`).
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from kvfleet.ingress.auth.tenancy import Tenancy
+from kvfleet.ingress.http.exchange import Exchange
+from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits.admission import Admission
+from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.prompts.models import Models
 from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.session_index import SessionIndex
@@ -26,3 +30,16 @@ class IngressParts:
     index: SessionIndex  # with the sessions
     metrics: IngressMetrics
     runs: Runs
+
+    async def identify(self, exchange: Exchange) -> Caller:
+        """The caller, whose limits the answer's headers tell. Raises what `Tenancy.identify` does."""
+        caller = await self.tenancy.identify(exchange)
+        now, admission = asyncio.get_running_loop().time, self.admission
+        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
+        return caller
+
+    async def metered(self, exchange: Exchange) -> Caller:
+        """The caller of a route that may ask workers, or tokenises: it counts as a request."""
+        caller = await self.identify(exchange)
+        self.admission.meter(caller, asyncio.get_running_loop().time())
+        return caller

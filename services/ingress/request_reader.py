@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from kvfleet.ingress.http.exchange import Exchange
-from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits.callers import Caller, priority_of, require_policy
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.requests.bodies import ChatAsk, CompletionAsk, GenerateAsk
@@ -76,8 +75,7 @@ class RequestReader:
         """Its place is free when this returns: the caller must admit it in the same step of the event loop. Raises what
         `Exchange.read_body` and `read` do."""
         arrived_at, trace = now(), request_trace.begin(self.tracer, exchange, route)
-        caller, admission = await self.parts.tenancy.identify(exchange), self.parts.admission
-        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
+        caller, admission = await self.parts.identify(exchange), self.parts.admission
         name = name_request(
             caller.tenant,
             exchange.header(b"last-event-id"),

@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any
 
+from kvchat.json_calls import string
 from kvchat.source import Parsing, PartialText
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
@@ -76,7 +77,7 @@ def _value(source: PartialText) -> Parsing[str]:
     while (yield from source.tell_until(_STOP, told.append)):
         one = yield from source.peek()
         if one in "\"'":
-            yield from _string(source, told, one)
+            yield from string(source, told.append, one)
             continue
         if not depth and one in "),]}":
             break
@@ -84,21 +85,6 @@ def _value(source: PartialText) -> Parsing[str]:
         yield from source.take(one)
         told.append(one)
     return "".join(told)
-
-
-def _string(source: PartialText, told: list[str], quote: str) -> Parsing[None]:
-    stop = re.compile(rf"[{quote}\\]")
-    yield from source.take(quote)
-    told.append(quote)
-    while (yield from source.tell_until(stop, told.append)):
-        if (yield from source.take(quote)):
-            told.append(quote)
-            return
-        pair = yield from source.peek(2)
-        yield from source.take(pair)
-        told.append(pair)
-        if len(pair) < 2:
-            return
 
 
 def _json_of(said: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import orjson
 
-from kvchat.parts import Thought
+from kvchat.parts import Part, Said
 from kvchat.source import MessageReader
 from kvfleet.ingress.answers.openai_answers import (
     AnswerMessage,
@@ -27,7 +27,7 @@ from kvfleet.ingress.answers.openai_answers import (
     fleet_note,
     usage_of,
 )
-from kvfleet.ingress.answers.tool_calls import delta_of
+from kvfleet.ingress.answers.tool_calls import delta_of, message_of
 from kvfleet.ingress.http.error_bodies import error_body
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
@@ -68,42 +68,35 @@ class OpenAiForm:
         finished = transcript.finished
         assert finished is not None
         kind = ChatAnswer if self.chat else CompletionAnswer
-        choices: list[Any] = [self._choice(index, said) for index, said in enumerate(transcript.choices)]
-        usage, note = self.usage(finished, transcript), fleet_note(self.request, finished, transcript)
+        readers = [self._reader(said) for said in transcript.choices]
+        told = zip(transcript.choices, readers, strict=True)
+        choices: list[Any] = [self._choice(index, said, *one) for index, (said, one) in enumerate(told)]
+        thoughts = sum(reader.thoughts for reader, _ in readers if reader is not None)
+        usage, note = usage_of(finished, transcript, thoughts), fleet_note(self.request, finished, transcript)
         return orjson.dumps(kind(**self.as_map(chunk=False), choices=choices, usage=usage, kvfleet=note))
 
-    def _choice(self, index: int, said: ChoiceTranscript) -> ChatChoice | CompletionChoice:
+    def _choice(
+        self, index: int, said: ChoiceTranscript, reader: MessageReader | None, parts: list[Part]
+    ) -> ChatChoice | CompletionChoice:
         assert said.reason is not None
         spelling = self.spelling if said.is_scored else None
-        if self.chat:
-            scores = None if spelling is None else chat_logprobs(spelling, said.ids, said.logprobs)
-            message, reason = self._read(index, said)
-            return ChatChoice(index, cast("AnswerMessage", message), scores, reason)
-        lists = None if spelling is None else completion_logprobs(spelling, said.ids, said.pieces, said.logprobs)
-        return CompletionChoice(index, said.text, lists, said.reason)
+        if not self.chat:
+            lists = None if spelling is None else completion_logprobs(spelling, said.ids, said.pieces, said.logprobs)
+            return CompletionChoice(index, said.text, lists, said.reason)
+        scores = None if spelling is None else chat_logprobs(spelling, said.ids, said.logprobs)
+        if reader is None:
+            message = {"role": "assistant", "content": said.text, "refusal": None}
+            return ChatChoice(index, cast("AnswerMessage", message), scores, said.reason)
+        message = message_of(parts, self.request, index)
+        return ChatChoice(index, cast("AnswerMessage", message), scores, reason_of(reader, said.reason))
 
-    def _read(self, index: int, said: ChoiceTranscript) -> tuple[dict[str, Any], Reason]:
-        """The message, and why it ended."""
-        assert said.reason is not None
-        message = {"role": "assistant", "content": said.text, "refusal": None}
+    def _reader(self, said: ChoiceTranscript) -> tuple[MessageReader | None, list[Part]]:
+        """It has read all, to these parts."""
         if self.reader is None:
-            return message, said.reason
+            return None, []
         reader = self.reader()
-        told = delta_of(reader.feed(said.text) + reader.end(), self.request, index)
-        calls = [{key: value for key, value in one.items() if key != "index"} for one in told.get("tool_calls", ())]
-        told |= {"content": told.get("content", None if calls else "")} | ({"tool_calls": calls} if calls else {})
-        return message | told, reason_of(reader, said.reason)
-
-    def usage(self, finished: Finished, transcript: Transcript) -> Usage:
-        reasoning = 0
-        for said in transcript.choices:
-            if self.reader is None:
-                break
-            reader = self.reader()
-            for piece in said.pieces:
-                thought = any(isinstance(part, Thought) for part in reader.feed(piece))
-                reasoning += thought or reader.is_thinking
-        return usage_of(finished, transcript, reasoning)
+        parts = [part for piece in said.pieces for part in reader.feed(piece)]
+        return reader, parts + reader.end()
 
     def as_map(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
@@ -168,56 +161,66 @@ class OpenAiEvents:
     def tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
     ) -> None:
-        if self._form.reader is not None or (self._form.spelling is not None and said.is_scored):
-            self._tokens_apart(choice, said, begin, out)
+        if self._form.spelling is not None and said.is_scored:
+            self._scored_tokens(choice, said, begin, self._form.spelling, out)
             return
         before, middle, after = self._around[choice]
         id_before, id_after = self.ids.around(choice)
         middle, after = middle + id_before, id_after + after
         line, _, line_end = self.ids.line(id_before + _PLACE + id_after).partition(_PLACE)
         before = line_end + before
+        reader = self._reader(choice, said, begin)
         number = begin
         for piece in said.pieces[begin:] if begin else said.pieces:
             number += 1
+            place = b"%d" % number
+            if reader is not None:
+                parts = reader.feed(piece)
+                if len(parts) != 1 or not isinstance(parts[0], Said):  # else it is text like any other
+                    if parts:
+                        delta = delta_of(parts, self._form.request, choice)
+                        out.append(self._event(id_before + place + id_after, self._choice(choice, delta)))
+                    continue
+                piece = parts[0].text
             if piece:  # empty: held back, it comes with a later token
-                place = b"%d" % number
                 if line:
                     out += (line, place)
                 out += (before, dumps(piece), middle, place, after)
 
-    def _tokens_apart(self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes]) -> None:
-        """A chunk each; with log probabilities also for a token whose text is held back."""
+    def _scored_tokens(
+        self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling, out: list[bytes]
+    ) -> None:
+        """A chunk each, also for a token whose text is held back."""
         before, after = self.ids.around(choice)
-        spelling = self._form.spelling if said.is_scored else None
         reader = self._reader(choice, said, begin)
         offset = self._offsets.get(choice)
         if offset is None:
             offset = sum(map(len, said.pieces[:begin]))
         for at in range(begin, len(said.ids)):
-            piece = said.pieces[at]
-            logprobs: ChatLogprobs | CompletionLogprobs | None = None
-            if spelling is not None and self._form.chat:
-                logprobs = chat_logprobs(spelling, said.ids[at : at + 1], said.logprobs[at : at + 1])
-            elif spelling is not None:
-                one = slice(at, at + 1)
-                logprobs = completion_logprobs(spelling, said.ids[one], (piece,), said.logprobs[one], offset)
+            token, piece, scores = said.ids[at], said.pieces[at], said.logprobs[at]
+            logprobs: ChatLogprobs | CompletionLogprobs
+            if self._form.chat:
+                logprobs = chat_logprobs(spelling, (token,), (scores,))
+            else:
+                logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
             offset += len(piece)
             delta = self._text(piece)
             if reader is not None:
                 delta = delta_of(reader.feed(piece), self._form.request, choice)
-            if delta or logprobs is not None:
-                event_id = before + b"%d" % (at + 1) + after
-                out.append(self._event(event_id, self._choice(choice, delta, logprobs)))
+            event_id = before + b"%d" % (at + 1) + after
+            out.append(self._event(event_id, self._choice(choice, delta, logprobs)))
         self._offsets[choice] = offset
 
     def _reader(self, choice: int, said: ChoiceTranscript, begin: int) -> MessageReader | None:
         """It has read what the client has."""
         if self._form.reader is None:
             return None
-        if choice not in self._readers:
-            self._readers[choice] = self._form.reader()
-            self._readers[choice].feed("".join(said.pieces[:begin]))
-        return self._readers[choice]
+        reader = self._readers.get(choice)
+        if reader is None:
+            reader = self._readers[choice] = self._form.reader()
+            for piece in said.pieces[:begin]:
+                reader.feed(piece)
+        return reader
 
     def _end(self, choice: int, said: ChoiceTranscript, reason: FinishReason) -> dict[str, Any]:
         """With what a reader held back."""
@@ -241,7 +244,8 @@ class OpenAiEvents:
         last = self._end(index, transcript.choices[index], reason)
         out.append(self._event(self.ids.next_end(), last, fleet=fleet))
         if self._form.include_usage:
-            usage = self._form.usage(finished, transcript)
+            readers = [self._reader(at, said, len(said.pieces)) for at, said in enumerate(transcript.choices)]
+            usage = usage_of(finished, transcript, sum(reader.thoughts for reader in readers if reader is not None))
             out.append(self._event(self.ids.next_end(), usage=usage, fleet=fleet))
         out.append(self.ids.line(self.ids.next_end()) + DONE)
 

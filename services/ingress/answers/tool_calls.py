@@ -58,3 +58,11 @@ def delta_of(parts: Iterable[Part], request: str, choice: int) -> dict[str, Any]
                 calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 calls[index]["function"]["arguments"] += text
     return delta | ({"tool_calls": [*calls.values()]} if calls else {})
+
+
+def message_of(parts: Iterable[Part], request: str, choice: int) -> dict[str, Any]:
+    told = delta_of(parts, request, choice)
+    calls = [{key: value for key, value in call.items() if key != "index"} for call in told.pop("tool_calls", ())]
+    content = told.pop("content", None if calls else "")
+    message = {"role": "assistant", "content": content, "refusal": None, **told}
+    return message | ({"tool_calls": calls} if calls else {})

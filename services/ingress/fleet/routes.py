@@ -18,7 +18,6 @@ from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
 from kvfleet.ingress.fleet.report import newest_report, placements_report, read_request_id
 from kvfleet.ingress.http.answer_types import told
 from kvfleet.ingress.http.exchange import Exchange, integer_query
-from kvfleet.ingress.http.limit_headers import limit_headers
 from kvfleet.ingress.limits.callers import Caller, require_admin
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import OtherRegions
@@ -111,14 +110,14 @@ class FleetRoutes:
 
     async def kv_route(self, exchange: Exchange) -> None:
         """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice."""
-        caller = await self._metered(exchange)
+        caller = await self.parts.metered(exchange)
         session = await self.parts.index.sessions.read(caller.tenant, exchange.path_params["seq_id"])
         await _json(exchange, self._located(caller, self._worker_of(caller, session, exchange.query_value("model"))))
 
     async def session(self, exchange: Exchange) -> None:
         """GET /sessions/{seq_id}: also which of its blocks each worker of this region holds. `worker_id` is null when
         its worker does not answer."""
-        caller = await self._metered(exchange)
+        caller = await self.parts.metered(exchange)
         session = await self.parts.index.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         head = session.head
         assert head is not None
@@ -143,7 +142,7 @@ class FleetRoutes:
 
     async def session_kv(self, exchange: Exchange) -> None:
         """GET /sessions/{seq_id}/kv?layer=N: K and V of one layer, `[tokens, kv_heads, head_dim]`, as safetensors."""
-        caller = await self._metered(exchange)
+        caller = await self.parts.metered(exchange)
         require_admin(caller)
         session = await self.parts.index.sessions.find(caller.tenant, exchange.path_params["seq_id"])
         layer = integer_query(exchange, "layer", 0)
@@ -160,7 +159,7 @@ class FleetRoutes:
 
     async def delete_session(self, exchange: Exchange) -> None:
         """DELETE /sessions/{seq_id}: its history, and blocks that no other request shares. 409 while a turn runs."""
-        caller = await self._metered(exchange)
+        caller = await self.parts.metered(exchange)
         seq_id = exchange.path_params["seq_id"]
         session = await self.parts.index.sessions.erase(caller.tenant, seq_id)
         await self.blocks.erase(session)
@@ -221,14 +220,6 @@ class FleetRoutes:
     async def _listed(self, question: Question) -> bytes:
         tenant, model, limit = question
         return orjson.dumps(newest_report(await self.parts.client.newest_decisions(limit, tenant, model)))
-
-    async def _metered(self, exchange: Exchange) -> Caller:
-        """The caller of a route that may ask workers: it counts as a request."""
-        caller = await self.parts.tenancy.identify(exchange)
-        now, admission = asyncio.get_running_loop().time, self.parts.admission
-        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
-        admission.meter(caller, now())
-        return caller
 
     async def _admin(self, exchange: Exchange) -> Caller:
         caller = await self.parts.tenancy.identify(exchange)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import orjson
 
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.http.exchange import Exchange
-from kvfleet.ingress.http.limit_headers import limit_headers
+from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts
 from kvfleet.ingress.requests.bodies import check_vocabulary
-from kvfleet.ingress.requests.fields import parse_body
+from kvfleet.ingress.requests.fields import BodyForm, parse_body
 from kvfleet.ingress.requests.texts import DETOKENIZE, TOKENIZE
 from kvproto.errors import InvalidRequest
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +30,7 @@ class TextRoutes:
     prompts: Prompts
 
     async def tokenize(self, exchange: Exchange) -> None:
-        ask = TOKENIZE.read(await self._body(exchange))
+        caller, ask = await self._ask(exchange, TOKENIZE)
         if (ask.prompt is None) == (not ask.messages):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         model = await self._model(ask.model)
@@ -37,26 +39,29 @@ class TextRoutes:
             ids = await self.prompts.plain(model, ask.prompt, begins=begins, must_fit=False)
         else:
             values = ask.chat_template_kwargs | ({"tools": [*ask.tools]} if ask.tools else {})
-            tenant = exchange.caller.tenant if exchange.caller is not None else ""
-            ids = (await self.prompts.chat(model, tenant, ask.messages, (), values, must_fit=False)).ids
-        spelled = model.tokenizer.spelling.text_of
-        words = [spelled(token) for token in ids] if ask.return_token_strs else None
-        answer = report.TokenizeAnswer(len(ids), model.bundle.context_length, [*ids], words)
-        await exchange.respond(200, orjson.dumps(answer))
+            ids = (await self.prompts.chat(model, caller.tenant, ask.messages, (), values, must_fit=False)).ids
+
+        def told() -> bytes:
+            words = [*map(model.tokenizer.spelling.text_of, ids)] if ask.return_token_strs else None
+            return orjson.dumps(report.TokenizeAnswer(len(ids), model.bundle.context_length, [*ids], words))
+
+        await exchange.respond(200, await asyncio.to_thread(told))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        ask = DETOKENIZE.read(await self._body(exchange))
+        _, ask = await self._ask(exchange, DETOKENIZE)
         model = await self._model(ask.model)
-        check_vocabulary(ask.tokens, model.bundle.vocab_size, "tokens")
-        text = await asyncio.to_thread(model.tokenizer.decode, ask.tokens)
-        await exchange.respond(200, orjson.dumps(report.DetokenizeAnswer(text)))
 
-    async def _body(self, exchange: Exchange) -> dict[str, Any]:
-        caller = exchange.caller = await self.parts.tenancy.identify(exchange)
-        now, admission = asyncio.get_running_loop().time, self.parts.admission
-        exchange.more_headers = lambda: limit_headers(admission.limiter, caller, now(), admission.unix_s())
-        admission.meter(caller, now())
-        return parse_body(await exchange.read_body(self.parts.config.max_body_bytes, self.parts.config.body_timeout_s))
+        def told() -> bytes:
+            check_vocabulary(ask.tokens, model.bundle.vocab_size, "tokens")
+            return orjson.dumps(report.DetokenizeAnswer(model.tokenizer.decode(ask.tokens)))
+
+        await exchange.respond(200, await asyncio.to_thread(told))
+
+    async def _ask(self, exchange: Exchange, form: BodyForm[T]) -> tuple[Caller, T]:
+        """Read on a thread, as all that is long here: tokens of others go on meanwhile."""
+        caller, config = await self.parts.metered(exchange), self.parts.config
+        data = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
+        return caller, await asyncio.to_thread(lambda: form.read(parse_body(data)))
 
     async def _model(self, name: str | None) -> ServedModel:
         return await self.parts.models.get(name or self.parts.models.default_name())

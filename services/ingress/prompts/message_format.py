@@ -51,7 +51,7 @@ def _has_begun(prompt: str) -> bool:
 
 def format_of_message(ask: ChatAsk, model: ServedModel) -> MessageFormat | None:
     """None: all is text. Raises InvalidRequest for tools, if the model's template knows none."""
-    plan, template = ask.tools.plan(), model.bundle.chat_template or ""
+    plan, template = ask.tools.plan, model.bundle.chat_template or ""
     name = model.bundle.tool_format or format_of(template)
     if plan is not None and not name:
         raise InvalidRequest("this model's chat template knows none, nor was --tool-format said", field="tools")

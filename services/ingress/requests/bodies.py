@@ -89,8 +89,8 @@ class ChatAsk(_OpenAiAsk):
         values = dict(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             values["reasoning_effort"] = self.reasoning_effort
-        if (plan := self.tools.plan()) is not None:
-            values["tools"] = [*plan.told]
+        if self.tools.plan is not None:
+            values["tools"] = [*self.tools.plan.told]
         return values
 
 
@@ -148,7 +148,6 @@ def read_chat(body: Body) -> ChatAsk:
     ask = CHAT.read(body)
     if ask.top_logprobs and not ask.logprobs:
         raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
-    ask.tools.plan()  # refuses what cannot be
     for name in OF_TEMPLATES.intersection(ask.chat_template_kwargs):
         raise InvalidRequest("has a field of its own", field=f"chat_template_kwargs.{name}")
     sampling = replace(ask.sampling, grammar=ask.grammars.grammar)

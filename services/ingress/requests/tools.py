@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from kvchat.tool_grammar import Tool
 from kvfleet.ingress.requests.fields import Flag
@@ -63,9 +64,13 @@ class ToolAsk:
     tools: Annotated[tuple[ToolSpec, ...], Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Flag | None = None
+    plan: SkipJsonSchema[ToolPlan | None] = None  # made of the others; None without tools
 
-    def plan(self) -> ToolPlan | None:
-        """None without tools. Raises InvalidRequest naming the field."""
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest naming the field."""
+        object.__setattr__(self, "plan", self._planned())
+
+    def _planned(self) -> ToolPlan | None:
         choice = self.tool_choice
         if not self.tools:
             if choice not in (None, "none", "auto"):
@@ -91,7 +96,12 @@ class ToolAsk:
 
 
 def _tool(said: FunctionSpec, at: int) -> Tool:
-    parameters = said.parameters or {}
+    parameters, field = said.parameters or {}, f"tools[{at}].function.parameters"
     if parameters and parameters.get("type", "object") != "object":
-        raise InvalidRequest("must be a schema of an object", field=f"tools[{at}].function.parameters")
+        raise InvalidRequest("must be a schema of an object", field=field)
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+        raise InvalidRequest("must be an object of schemas", field=f"{field}.properties")
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        raise InvalidRequest("must be a list of names", field=f"{field}.required")
     return Tool(said.name, parameters, strict=bool(said.strict))

@@ -150,6 +150,13 @@ async def test_the_history_has_calls_and_answers(served: Served, worker: Scripte
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": [1]}}}]},
+         "tools[0].function.parameters.properties"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"required": [1]}}}]},
+         "tools[0].function.parameters.required"),
+        ({"plan": {}}, "plan"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_is_refused_by_name(served: Served, fields: dict[str, Any], field: str) -> None:

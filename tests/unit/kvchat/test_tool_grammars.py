@@ -43,6 +43,7 @@ WEATHER = Tool(
 )
 HINT = Tool("hint", {"type": "object", "properties": {"loud": {"type": "boolean"}, "at": {"enum": ["a b", 7]}},
                      "additionalProperties": False})  # fmt: skip
+LOOSE = Tool("loose", {"type": "object", "properties": {"any": True, "text": {"maxLength": 3}}, "required": ["any"]})
 STOP = Tool("stop", {"type": "object", "properties": {}, "additionalProperties": False})
 TOOLS = {tool.name: tool for tool in (WEATHER, HINT, STOP)}
 DIALECTS = [
@@ -144,3 +145,10 @@ def test_a_grammar_behind_reasoning(grammar: Grammar, begun: bool) -> None:
         Matcher(GRAMMARS, behind).mask([*ids, *WORDS.encode("!", add_special_tokens=False).ids])
     if not begun:
         assert Matcher(GRAMMARS, behind).mask(WORDS.encode(answer, add_special_tokens=False).ids)[END]
+
+
+def test_properties_of_any_kind() -> None:
+    """As a schema of true is, and one that says no type: neither is an object."""
+    grammar = grammar_of("pythonic", [LOOSE], Dialect(), must_call=True, parallel=False)
+    for said in ("[loose(any=7)]", '[loose(any="x", text=[])]', '[loose(any={"a": null}, text=false)]'):
+        assert Matcher(GRAMMARS, grammar).mask(WORDS.encode(said, add_special_tokens=False).ids)[END]
