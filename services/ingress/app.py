@@ -44,6 +44,8 @@ def create_app(ingress: Ingress) -> ASGIApp:
         [
             route("POST", "/v1/chat/completions", flow.chat_completions, "chat_completions"),
             route("POST", "/v1/completions", flow.completions, "completions"),
+            route("POST", "/v1/messages", flow.messages, "messages"),
+            route("POST", "/v1/messages/count_tokens", ingress.texts.count_tokens, "tokenize"),
             route("POST", "/generate", flow.generate, "generate"),
             route("POST", "/tokenize", ingress.texts.tokenize, "tokenize"),
             route("POST", "/detokenize", ingress.texts.detokenize, "detokenize"),

@@ -15,10 +15,14 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvchat.formats.think import plain
+from kvchat.source import MessageReader
+from kvfleet.ingress.answers.anthropic_answers import message_error
+from kvfleet.ingress.answers.anthropic_events import AnthropicForm
 from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_answers import cached_tokens
 from kvfleet.ingress.answers.openai_events import OpenAiForm
@@ -34,6 +38,7 @@ from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, repeat_state
+from kvfleet.ingress.requests.anthropic import read_messages
 from kvfleet.ingress.requests.asks import plan_sampling, prompt_must_fit
 from kvfleet.ingress.requests.bodies import (
     DEFAULT_MAX_TOKENS,
@@ -60,6 +65,9 @@ from kvproto.streams.stream import Stream
 
 log = logging.getLogger(__name__)
 
+NewReader = Callable[[], MessageReader]
+ChatFormOf = Callable[[Call[ChatAsk], ServedModel, Sampling, tuple[int, ...], NewReader | None], Form]
+
 
 @dataclass(eq=False, slots=True)
 class RequestFlow:
@@ -72,7 +80,13 @@ class RequestFlow:
     async def chat_completions(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions. Of several choices the first is remembered as the turn."""
         call = await self.reader.read(exchange, "chat_completions", read_chat)
-        await self._serve(exchange, call, lambda: self._chat_job(call), streams=call.ask.stream)
+        await self._serve(exchange, call, lambda: self._chat_job(call, _chat_form), streams=call.ask.stream)
+
+    async def messages(self, exchange: Exchange) -> None:
+        """POST /v1/messages, as Anthropic's."""
+        exchange.error_form = message_error
+        call = await self.reader.read(exchange, "messages", read_messages)
+        await self._serve(exchange, call, lambda: self._chat_job(call, _messages_form), streams=call.ask.stream)
 
     async def completions(self, exchange: Exchange) -> None:
         call = await self.reader.read(exchange, "completions", read_completion)
@@ -83,7 +97,7 @@ class RequestFlow:
         call = await self.reader.read(exchange, "generate", read_generate)
         await self._serve(exchange, call, lambda: self._generate_job(call), streams=True)
 
-    async def _chat_job(self, call: Call[ChatAsk]) -> Job:
+    async def _chat_job(self, call: Call[ChatAsk], form_of: ChatFormOf) -> Job:
         ask, tenant = call.ask, call.caller.tenant
         model = await self.parts.models.get(ask.model)
         session = None
@@ -103,7 +117,7 @@ class RequestFlow:
             kept = SessionTurn(self.parts.index, tenant, session, model.name, call.name.request, prompt.ids, None)
         turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
         reader = partial(written.reader, prompt.text) if written is not None else None
-        form = replace(_openai_form(call, model, sampling, prompt.ids), reader=reader)
+        form = form_of(call, model, sampling, prompt.ids, reader)
         return self._job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
@@ -224,7 +238,7 @@ class RequestFlow:
         if streams:
             await complete(exchange, run.transcript, last)
         else:
-            assert isinstance(run.form, OpenAiForm)
+            assert isinstance(run.form, OpenAiForm | AnthropicForm)
             answer = run.form.body(run.transcript)
             await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
 
@@ -326,6 +340,18 @@ def _openai_form(
         prompt_digest(ids),
         call.ask.include_usage,
     )
+
+
+def _chat_form(
+    call: Call[ChatAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], reader: NewReader | None
+) -> OpenAiForm:
+    return replace(_openai_form(call, model, sampling, ids), reader=reader)
+
+
+def _messages_form(
+    call: Call[ChatAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], reader: NewReader | None
+) -> AnthropicForm:
+    return AnthropicForm(call.name.request, model.name, reader or partial(MessageReader, plain), prompt_digest(ids))
 
 
 def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:

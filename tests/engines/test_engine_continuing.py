@@ -11,7 +11,7 @@ from rigs import EngineRig, Stream, greedy, key_of, sampled, seam, whole
 
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvproto.errors import Cancelled
-from kvproto.messages import FinishReason
+from kvproto.messages import ChoiceFinished, FinishReason
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -111,6 +111,8 @@ async def test_a_stop_string_that_began_in_an_earlier_attempt_is_found(rig: Engi
     stopping = replace(spec, sampling=replace(spec.sampling, stop=(stop,)))
     stream = await rig.run(after(stopping, uncut, cut, 1, len(sent)))
     assert stream.result == (uncut.ids[cut : cut + 1], "", FinishReason.STOP)
+    assert isinstance(stream.end, ChoiceFinished)
+    assert stream.end.stop == stop
 
 
 async def test_an_attempt_after_all_of_it_ends_at_once(rig: EngineRig) -> None:

@@ -69,6 +69,7 @@ class ChoiceFinished:
     choice: Count
     reason: FinishReason
     output_tokens: Count  # of this choice, those of earlier attempts included
+    stop: Text = ""  # the stop string that ended it; "": something else did
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Finished:
     output_tokens: Count
     cached_tokens: Count = 0
     worker: Name = ""
+    stop: Text = ""  # the stop string that ended choice 0; "": something else did
 
 
 @dataclass(frozen=True, slots=True)

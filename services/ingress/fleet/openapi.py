@@ -6,12 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvfleet.ingress.answers.anthropic_answers import MESSAGE_EVENTS, MessageAnswer, MessageError
 from kvfleet.ingress.answers.native_events import NATIVE_EVENTS
 from kvfleet.ingress.answers.openai_answers import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.report import NewestPlacementsAnswer, PlacementsAnswer
 from kvfleet.ingress.http.answer_types import described
 from kvfleet.ingress.http.error_bodies import ErrorAnswer
+from kvfleet.ingress.requests.anthropic import COUNT_TOKENS, MESSAGES
 from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE
 from kvfleet.ingress.requests.fields import BodyForm, Schema
 from kvfleet.ingress.requests.texts import DETOKENIZE, TOKENIZE
@@ -64,6 +66,7 @@ class Operation:
     errors: tuple[int, ...] = ()
     body: Schema | None = None
     parameters: tuple[dict[str, Any], ...] = ()
+    error: type = ErrorAnswer
 
 
 def _parameter(where: str, name: str, schema: Schema, about: str) -> dict[str, Any]:
@@ -112,9 +115,11 @@ def _json(*answers: object) -> dict[str, Any]:
     return {"application/json": {"schema": answers[0] if len(answers) == 1 else {"anyOf": [*answers]}}}
 
 
-def _generating(path: str, summary: str, form: BodyForm[Any], answer: type | None, *events: type) -> Operation:
+def _generating(
+    path: str, summary: str, form: BodyForm[Any], answer: type | None, *events: type, error: type = ErrorAnswer
+) -> Operation:
     """`answer` is the type of a whole answer, None where there is none; `events` are the types of events' data."""
-    errors = [ErrorAnswer] if answer else []
+    errors = [error] if answer else []
     payload = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [*events, *errors]}}
     event = {
         "type": "object",
@@ -130,7 +135,7 @@ def _generating(path: str, summary: str, form: BodyForm[Any], answer: type | Non
         200: {"description": about, "headers": _LEFT, "content": content},
         204: {"description": "The client has had all events of this request."},
     }
-    return Operation("post", path, summary, answers, _GENERATING, form.schema, _REPEATS)
+    return Operation("post", path, summary, answers, _GENERATING, form.schema, _REPEATS, error)
 
 
 def _reading(path: str, summary: str, answer: object, *errors: int, **more: Any) -> Operation:
@@ -138,9 +143,9 @@ def _reading(path: str, summary: str, answer: object, *errors: int, **more: Any)
     return Operation("get", path, summary, answers, errors, **more)
 
 
-def _asking(path: str, summary: str, form: BodyForm[Any], answer: type) -> Operation:
+def _asking(path: str, summary: str, form: BodyForm[Any], answer: type, error: type = ErrorAnswer) -> Operation:
     told = {200: {"description": summary, "content": _json(answer)}}
-    return Operation("post", path, summary, told, _ASKING, form.schema)
+    return Operation("post", path, summary, told, _ASKING, form.schema, error=error)
 
 
 def _health(path: str, summary: str, answers: tuple[type, ...], *errors: int) -> Operation:
@@ -164,6 +169,17 @@ OPERATIONS = (
         "/v1/completions", "A text's continuation, as OpenAI's.", COMPLETION, CompletionAnswer, CompletionChunk
     ),
     _generating("/generate", "A turn of a session, streamed.", GENERATE, None, *NATIVE_EVENTS),
+    _generating(
+        "/v1/messages",
+        "A chat's next message, as Anthropic's.",
+        MESSAGES,
+        MessageAnswer,
+        *MESSAGE_EVENTS,
+        error=MessageError,
+    ),
+    _asking(
+        "/v1/messages/count_tokens", "What it would have for input.", COUNT_TOKENS, report.CountAnswer, MessageError
+    ),
     _asking("/tokenize", "A text, or a chat, as tokens.", TOKENIZE, report.TokenizeAnswer),
     _asking("/detokenize", "Tokens as text.", DETOKENIZE, report.DetokenizeAnswer),
     _reading("/version", "Of this server.", report.VersionAnswer),
@@ -248,7 +264,7 @@ def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str
         "info": {"title": "kvfleet", "version": "1", "description": "A fleet of language model workers."},
         "paths": told,
         "components": {
-            "schemas": components | TOKENIZE.components | CHAT.components | COMPLETION.components | GENERATE.components,
+            "schemas": components | _of_bodies(),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "an API key, or a token of the issuer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -258,10 +274,15 @@ def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str
     }
 
 
+def _of_bodies() -> dict[str, Any]:
+    forms = TOKENIZE, CHAT, COMPLETION, GENERATE, MESSAGES, COUNT_TOKENS
+    return {name: schema for form in forms for name, schema in form.components.items()}
+
+
 def _described(operation: Operation) -> dict[str, Any]:
     responses = {str(status): answer for status, answer in operation.answers.items()}
     for status in (*operation.errors, 405):
-        responses[str(status)] = {"description": ERRORS[status], "content": _json(ErrorAnswer)}
+        responses[str(status)] = {"description": ERRORS[status], "content": _json(operation.error)}
         if status in (429, 503):
             after = {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}
             responses[str(status)]["headers"] = {"Retry-After": after}

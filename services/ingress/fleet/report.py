@@ -116,6 +116,10 @@ class DetokenizeAnswer(Described):
     prompt: str
 
 
+class CountAnswer(Described):
+    input_tokens: Natural
+
+
 class VersionAnswer(Described):
     version: str
 

@@ -1,21 +1,24 @@
-"""Routes for texts and tokens, as vLLM's servers have them: POST /tokenize and /detokenize."""
+"""Routes for texts and tokens, as vLLM's servers have them, and Anthropic's count of tokens."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
 
+from kvfleet.ingress.answers.anthropic_answers import message_error
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts
+from kvfleet.ingress.requests.anthropic import read_count
 from kvfleet.ingress.requests.bodies import check_vocabulary
-from kvfleet.ingress.requests.fields import BodyForm, parse_body
+from kvfleet.ingress.requests.fields import Body, parse_body
 from kvfleet.ingress.requests.texts import DETOKENIZE, TOKENIZE
 from kvproto.errors import InvalidRequest
 
@@ -30,7 +33,7 @@ class TextRoutes:
     prompts: Prompts
 
     async def tokenize(self, exchange: Exchange) -> None:
-        caller, ask = await self._ask(exchange, TOKENIZE)
+        caller, ask = await self._ask(exchange, TOKENIZE.read)
         if (ask.prompt is None) == (not ask.messages):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         model = await self._model(ask.model)
@@ -47,8 +50,16 @@ class TextRoutes:
 
         await exchange.respond(200, await asyncio.to_thread(told))
 
+    async def count_tokens(self, exchange: Exchange) -> None:
+        """POST /v1/messages/count_tokens, as Anthropic's."""
+        exchange.error_form = message_error
+        caller, ask = await self._ask(exchange, read_count)
+        model = await self._model(ask.model)
+        prompt = await self.prompts.chat(model, caller.tenant, ask.messages, (), ask.template_values, must_fit=False)
+        await exchange.respond(200, orjson.dumps(report.CountAnswer(len(prompt.ids))))
+
     async def detokenize(self, exchange: Exchange) -> None:
-        _, ask = await self._ask(exchange, DETOKENIZE)
+        _, ask = await self._ask(exchange, DETOKENIZE.read)
         model = await self._model(ask.model)
 
         def told() -> bytes:
@@ -57,11 +68,11 @@ class TextRoutes:
 
         await exchange.respond(200, await asyncio.to_thread(told))
 
-    async def _ask(self, exchange: Exchange, form: BodyForm[T]) -> tuple[Caller, T]:
+    async def _ask(self, exchange: Exchange, read: Callable[[Body], T]) -> tuple[Caller, T]:
         """Read on a thread, as all that is long here: tokens of others go on meanwhile."""
         caller, config = await self.parts.metered(exchange), self.parts.config
         data = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
-        return caller, await asyncio.to_thread(lambda: form.read(parse_body(data)))
+        return caller, await asyncio.to_thread(lambda: read(parse_body(data)))
 
     async def _model(self, name: str | None) -> ServedModel:
         return await self.parts.models.get(name or self.parts.models.default_name())

@@ -51,6 +51,7 @@ class Exchange:
     writes: int = 0
     trace: ExchangeTrace | None = None
     error_event: Callable[[KvfleetError], bytes] | None = None  # the last event of a stream that failed
+    error_form: Callable[[KvfleetError], bytes] = error_body  # of an error that is the whole answer
     caller: Caller | None = None  # once it is known
     more_headers: Callable[[], Headers] = list  # of any answer; called when it begins
     usage: RunUsage | None = None  # of its run
@@ -145,7 +146,7 @@ class Exchange:
         if self.started:
             await self.end(self.error_event(error) if self.error_event is not None else b"")
             return
-        await self.respond(status_of(error), error_body(error), headers=error_headers(error))
+        await self.respond(status_of(error), self.error_form(error), headers=error_headers(error))
 
     async def start_events(self, headers: Headers = []) -> None:  # noqa: B006  never changed
         await self._start(200, [*_EVENT_STREAM, *headers])

@@ -14,7 +14,7 @@ from kvproto import errors
 from kvproto.messages import FinishReason
 from kvservice.metrics import Buckets, LiveCollector, Reading
 
-GENERATING = ("chat_completions", "completions", "generate")
+GENERATING = ("chat_completions", "completions", "generate", "messages")
 ROUTES = (
     *GENERATING, "models", "stats", "workers", "kv_route", "session_get", "session_kv", "session_delete", "placements",
     "newest_placements", "health", "metrics", "openapi", "dashboard", "other",

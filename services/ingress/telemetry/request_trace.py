@@ -38,7 +38,7 @@ def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None
             "http.route": path,
             "url.path": path,
             "url.scheme": "http",
-            "gen_ai.operation.name": "chat" if route == "chat_completions" else "text_completion",
+            "gen_ai.operation.name": "chat" if route in ("chat_completions", "messages") else "text_completion",
             "gen_ai.provider.name": "kvfleet",
         },
         kind="server",

@@ -229,7 +229,7 @@ class Engine:
             reason = FinishReason.STOP if stopped else sequence.end
             if reason is not None:
                 released = released.then(sequence.text.finish())
-                reason = FinishReason.STOP if sequence.text.stopped else reason
+                reason = FinishReason.STOP if sequence.text.stop else reason
         except Exception as error:  # a tokenizer's bug is that request's alone
             request = sequence.spec.request
             logger.exception("request %s: token %d could not be made text", request, token, extra={"request": request})
@@ -259,7 +259,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave(sequence)
-        self._outputs.append(ChoiceFinished(*sequence.key, reason, sequence.num_outputs))
+        self._outputs.append(ChoiceFinished(*sequence.key, reason, sequence.num_outputs, sequence.text.stop))
 
     def _fail(
         self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True, told: int | None = None

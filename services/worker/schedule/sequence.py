@@ -124,7 +124,7 @@ class Sequence:
     @property
     def end(self) -> FinishReason | None:
         """Why generation ends now, stop tokens aside; None if it goes on."""
-        if self.text.stopped:
+        if self.text.stop:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_outputs >= self.window.max_tokens else None
 

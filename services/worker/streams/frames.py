@@ -169,7 +169,7 @@ class FrameBook:
         assert started is not None  # a choice starts before it ends
         reason, total = ends[0].reason, sum(end.output_tokens for end in ends)
         prompt, cached = started.prompt_tokens, started.cached_tokens
-        return self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker), now)
+        return self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker, ends[0].stop), now)
 
     def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:
         """The milestone is of when it left the queue: its first step's outputs come a prefill later."""

@@ -37,10 +37,10 @@ class StopStrings:
         self.strings = tuple(dict.fromkeys(s for s in strings if s))
         self.longest = max(map(len, self.strings), default=0)  # characters
 
-    def find(self, text: str) -> int:
-        """Start of the earliest stop string, -1 if none."""
-        found = [at for at in (text.find(s) for s in self.strings) if at >= 0]
-        return min(found, default=-1)
+    def find(self, text: str) -> tuple[int, str]:
+        """The earliest stop string and where it starts; -1 if there is none."""
+        found = [(at, s) for at, s in ((text.find(s), s) for s in self.strings) if at >= 0]
+        return min(found, default=(-1, ""), key=lambda one: one[0])
 
     def held(self, text: str) -> int:
         """Length of the longest end of `text` that more text could turn into a stop string."""
@@ -53,11 +53,11 @@ class StopStrings:
 
 @dataclass(eq=False, slots=True)
 class TextStream:
-    """`stopped` once a stop string was found: the text ends before it."""
+    """`stop`: the stop string that was found, the text ends before it."""
 
     decoder: DetokenizerStream
     stops: StopStrings
-    stopped: bool = False
+    stop: str = ""
     next_index: int = 0  # generated index of the next id to leave
     _ids: list[int] = field(default_factory=list)
     _pieces: list[str] = field(default_factory=list)
@@ -70,14 +70,15 @@ class TextStream:
         """Rebuild the state from an earlier attempt's `ids`, which never leave. The client has `text_sent` characters:
         what follows continues exactly there."""
         count, text = self._skip(ids)
-        if (end := self.stops.find(text)) >= 0:
-            self.stopped, text = True, text[:end]
+        end, self.stop = self.stops.find(text)
+        if self.stop:
+            text = text[:end]
         elif count and (watched := self.stops.longest - 1) > 0:  # a stop string may begin there
             self._ids.append(ids[count - 1])
             self._pieces.append(text[-watched:])
             text = text[:-watched]
         for token in ids[count:]:
-            if self.stopped:
+            if self.stop:
                 break
             text += "".join(self.push(token).text)
         self.next_index = len(ids)
@@ -105,7 +106,7 @@ class TextStream:
 
     def finish(self) -> Released:
         """Generation has ended: all held ids leave, up to a stop string that flushed text completes."""
-        if self.stopped or not self._ids:
+        if self.stop or not self._ids:
             return NOTHING
         self._pieces[-1] += self.decoder.flush()
         self._cut()
@@ -125,10 +126,11 @@ class TextStream:
         return self._pop(count)
 
     def _cut(self) -> bool:
-        end = self.stops.find("".join(self._pieces)) if self.stops.longest else -1
-        if end < 0:
+        if not self.stops.longest:
             return False
-        self.stopped = True
+        end, self.stop = self.stops.find("".join(self._pieces))
+        if not self.stop:
+            return False
         for at, piece in enumerate(self._pieces):
             self._pieces[at] = piece[:end]
             end = max(end - len(piece), 0)

@@ -115,7 +115,7 @@ class VllmSequence:
     @property
     def end(self) -> FinishReason | None:
         """Why it ends now, stop ids aside."""
-        if self.text.stopped:
+        if self.text.stop:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.outputs) >= self.window.max_tokens else None
 
@@ -130,7 +130,7 @@ class VllmSequence:
         reason = FinishReason.STOP if stopped else self.end
         if reason is not None:
             released = released.then(self.text.finish())
-            reason = FinishReason.STOP if self.text.stopped else reason
+            reason = FinishReason.STOP if self.text.stop else reason
         return released, reason
 
     def body(self, model: str, sockets: Sockets, store: Mapping[str, Any]) -> dict[str, Any]:

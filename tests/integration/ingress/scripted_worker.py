@@ -89,6 +89,7 @@ class ScriptedWorker:
     failure: tuple[str, str, bool] | None = None  # code, message, retryable: instead of the first token
     fails_after: int | None = None  # tokens before it
     failed_field: str | None = None
+    stop_string: str = ""  # that ends the reply
     stalls_at: int | None = None  # index of a token: before it, it clears `held`
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to keep requests queued
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
@@ -208,7 +209,7 @@ class ScriptedWorker:
             ends = enumerate(zip(reasons, replies, strict=True))
             await send(*(ChoiceFinished(*me, choice, reason, len(reply)) for choice, (reason, reply) in ends))
         total = sum(map(len, replies))
-        await send(Finished(*me, reasons[0], len(prompt), total, cached, self.id))
+        await send(Finished(*me, reasons[0], len(prompt), total, cached, self.id, self.stop_string))
 
     async def _on_resend(self, message: Message) -> None:
         """It loses nothing: whoever asks only hears that it is there."""

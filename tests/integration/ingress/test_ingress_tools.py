@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 from ingress_rig import Served
 from openai.types.chat import ChatCompletion
-from scripted_worker import ScriptedWorker, demo_bundle
+from scripted_worker import ScriptedWorker
 
 from kvproto.messages import GrammarForm
-from kvproto.subjects import Subjects
-from tests.support.waiting import LIMIT_S
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -166,22 +162,6 @@ async def test_what_cannot_be_is_refused_by_name(served: Served, fields: dict[st
 
 
 # ---------------------------------------------------------------------------------------------- reasoning
-
-THINKS = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content.split('</think>')[-1] }}<|end|>{% endfor %}"
-    "<|assistant|>{% if enable_thinking is not false %}<think>\n{% endif %}"
-)
-
-
-@pytest.fixture
-async def thinker(nats_url: str, fleet_buckets: Subjects, served: Served) -> AsyncIterator[ScriptedWorker]:
-    bundle = demo_bundle("thinker", chat_template=THINKS)
-    worker = await ScriptedWorker.start(nats_url, fleet_buckets, "w2", bundle)
-    async with asyncio.timeout(LIMIT_S):
-        while "thinker" not in (await served.http.get("/v1/models")).text:
-            await asyncio.sleep(0.05)
-    yield worker
-    await worker.stop()
 
 
 async def test_reasoning_is_told_apart(served: Served, thinker: ScriptedWorker) -> None:

@@ -41,7 +41,7 @@ def generate(text: TextStream, word: str) -> tuple[str, list[int]]:
         released = text.push(token)
         out += "".join(released.text)
         ids += released.ids
-        if text.stopped:
+        if text.stop:
             break
     released = text.finish()
     return out + "".join(released.text), ids + list(released.ids)
@@ -68,7 +68,7 @@ def test_nothing_leaves_that_may_begin_a_stop_string(word: str, stop: str) -> No
     text, out = stream(stop), ""
     for end, token in enumerate(map(ord, word), 1):
         out += "".join(text.push(token).text)
-        if text.stopped:
+        if text.stop:
             return
         assert word[:end].startswith(out)
         held = {at for at in range(end) if stop.startswith(word[at:end])}
@@ -89,7 +89,7 @@ def test_replayed_stream_goes_on_exactly(word: str, stop: str, cut: int, replaye
     cut = min(cut, len(whole_ids))
     first, sent_text, sent_ids = stream(stop), "", []
     for token in map(ord, word):
-        if len(sent_ids) >= cut or first.stopped:
+        if len(sent_ids) >= cut or first.stop:
             break
         released = first.push(token)
         sent_text += "".join(released.text)
@@ -98,7 +98,7 @@ def test_replayed_stream_goes_on_exactly(word: str, stop: str, cut: int, replaye
     with patch.object(text_stream, "REPLAYED_IDS", replayed):
         second.replay(sent_ids, len(sent_text))
     assert second.next_index == len(sent_ids)
-    if second.stopped:
+    if second.stop:
         assert sent_text == whole_text
         return
     rest_text, rest_ids = generate(second, word[len(sent_ids) :])
