@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 MEMBER_TTL_S = 3.0
 MARKER_TTL_S = 60.0
 MAX_WATCHES = 100_000  # of a bucket
+RESPONSES_TTL_S = 30 * 86_400.0
+RESPONSES_BYTES = 256 * 1024**2  # JetStream sets so much aside
 
 
 class StaleRevision(KvfleetError, code="stale_revision", http_status=409):
@@ -231,7 +233,13 @@ class BucketFollower:
 
 
 async def ensure_buckets(
-    connection: Connection, subjects: Subjects, *, replicas: int = 1, patience_s: float = 0.0
+    connection: Connection,
+    subjects: Subjects,
+    *,
+    replicas: int = 1,
+    patience_s: float = 0.0,
+    responses_ttl_s: float = RESPONSES_TTL_S,
+    responses_bytes: int = RESPONSES_BYTES,
 ) -> list[str]:
     """Create missing buckets; return one line for each difference in a bucket's configuration. Raises Unavailable when
     JetStream cannot do it within `patience_s`: a cluster that has just started has no leader yet.
@@ -245,11 +253,15 @@ async def ensure_buckets(
         KeyValueConfig(bucket=subjects.members_bucket, ttl=MEMBER_TTL_S, limit_marker_ttl=MEMBER_TTL_S, **shared),
         KeyValueConfig(bucket=subjects.sessions_bucket, **shared),
         KeyValueConfig(bucket=subjects.keys_bucket, **shared),
+        KeyValueConfig(bucket=subjects.responses_bucket, ttl=responses_ttl_s, max_bytes=responses_bytes, **shared),
     ]
     differences = []
     for config in wanted:
         existing = await _find_or_create(jetstream, config, patience_s)
-        differences += await _let_all_watch(connection, config.bucket)
+        wanted_of: dict[str, Any] = {"max_consumers": MAX_WATCHES}
+        if config.max_bytes:  # the oldest give way
+            wanted_of |= {"discard": "old"}
+        differences += await _set(connection, config.bucket, wanted_of)
         if existing is None:
             continue
         status = await existing.status()
@@ -257,6 +269,7 @@ async def ensure_buckets(
         for what, have, want in (
             ("replicas", found.num_replicas, config.replicas),
             ("ttl", found.max_age or 0, config.ttl or 0),
+            ("max_bytes", max(found.max_bytes or 0, 0), config.max_bytes or 0),
             ("storage", str(found.storage).split(".")[-1].lower(), "file"),
         ):
             if have != want:
@@ -264,21 +277,21 @@ async def ensure_buckets(
     return differences
 
 
-async def _let_all_watch(connection: Connection, bucket: str) -> list[str]:
-    """Each worker's watch is a consumer, and nats-server from 2.15 on refuses more than 1,000 of a stream without a
-    `max_consumers`. Returns a line if it cannot be set."""
+async def _set(connection: Connection, bucket: str, wanted: dict[str, Any]) -> list[str]:
+    """What the library cannot. Each worker's watch is a consumer, and nats-server from 2.15 on refuses more than 1,000
+    of a stream without a `max_consumers`. Returns a line if it cannot be set."""
     stream = f"KV_{bucket}"
     try:
         told = await connection.request(f"$JS.API.STREAM.INFO.{stream}", b"", 5.0)
         config = json.loads(told.data)["config"]
-        if config["max_consumers"] >= MAX_WATCHES:
+        if config | wanted == config:
             return []
-        wanted = json.dumps(config | {"max_consumers": MAX_WATCHES}).encode()
-        answer = json.loads((await connection.request(f"$JS.API.STREAM.UPDATE.{stream}", wanted, 5.0)).data)
+        changed = json.dumps(config | wanted).encode()
+        answer = json.loads((await connection.request(f"$JS.API.STREAM.UPDATE.{stream}", changed, 5.0)).data)
         why = answer.get("error", {}).get("description", "")
     except (KvfleetError, TimeoutError, ValueError, KeyError) as error:
         why = f"{type(error).__name__} {error}"
-    return [f"bucket {bucket}: it may refuse watches beyond 1,000 ({why})"] if why else []
+    return [f"bucket {bucket}: {', '.join(wanted)} cannot be set ({why})"] if why else []
 
 
 async def _find_or_create(jetstream: Any, config: KeyValueConfig, patience_s: float) -> Any:

@@ -161,6 +161,10 @@ class Subjects:
         return f"{self.namespace}_sessions"
 
     @property
+    def responses_bucket(self) -> str:
+        return f"{self.namespace}_responses"
+
+    @property
     def keys_bucket(self) -> str:
         return f"{self.namespace}_keys"
 

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -26,6 +27,10 @@ from kvfleet.ingress.prompts.models import Models, OtherRegions
 from kvfleet.ingress.prompts.prompts import Prompts
 from kvfleet.ingress.request_flow import RequestFlow
 from kvfleet.ingress.request_reader import RequestReader
+from kvfleet.ingress.responses.background import Background
+from kvfleet.ingress.responses.response_jobs import ResponseJobs
+from kvfleet.ingress.responses.response_records import ACTIVE, ResponseRecords
+from kvfleet.ingress.responses.response_routes import ResponseRoutes
 from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvfleet.ingress.sessions.session_index import HEADS, SessionIndex
@@ -35,8 +40,10 @@ from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.buckets import Bucket, BucketFollower
 from kvproto.client import Client
+from kvproto.connection import Connection
 from kvproto.ids import new_epoch
 from kvproto.messages import Role
+from kvproto.subjects import Subjects
 from kvproto.tasks import end
 from kvservice import tracing
 from kvservice.metrics import LiveCollector, Reading
@@ -89,8 +96,26 @@ READINGS = (  # name, help, and where an `Ingress` has it
     ("sessions", "Sessions of all tenants.", "session_index.table.total"),
     ("running_turns", "Session turns running here.", "sessions.running"),
     ("session_turns_total", "Turns committed to sessions.", "sessions.turns_total"),
+    ("background_responses", "Responses in the background that this ingress sees to.", "background.kept"),
+    (
+        "background_takeovers_total",
+        "Of them, those whose ingress was gone.",
+        "background.taken_over_total",
+    ),
     ("ready_workers", "Workers that take new work.", "ready_workers"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class IngressBuckets:
+    sessions: Bucket
+    responses: Bucket
+
+    @classmethod
+    async def open(cls, connection: Connection, subjects: Subjects) -> IngressBuckets:
+        """Raises Unavailable."""
+        buckets = subjects.sessions_bucket, subjects.responses_bucket
+        return cls(*[await Bucket.open(connection, bucket) for bucket in buckets])
 
 
 class Ingress:
@@ -100,7 +125,7 @@ class Ingress:
         self,
         client: Client,
         config: IngressConfig,
-        bucket: Bucket,
+        buckets: IngressBuckets,
         tenancy: Tenancy,
         registry: CollectorRegistry,
         audit: Audit = NO_AUDIT,
@@ -108,6 +133,7 @@ class Ingress:
         tracer: Tracer = tracing.NULL,
     ) -> None:
         self.client = client
+        self._id = config.id
         self._executor = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
         self._tasks: list[asyncio.Task[Any]] = []
         self.admission = Admission(config.max_concurrent, time.time)
@@ -125,15 +151,17 @@ class Ingress:
         self.splices = SpliceIndex(config.splice_bytes)
         self.session_blocks = SessionBlocks(client, self.regions.workers)
         self.sessions = Sessions(
-            bucket,
+            buckets.sessions,
             config.id,
             config.sessions,
             lambda: int(time.time() * 1000),
-            lambda ingress: ingress == config.id or (Role.INGRESS, ingress) in client.members.view.members,
+            self._is_alive,
             forget=self.session_blocks.forget,
         )
         self.session_index = SessionIndex(self.sessions)
-        self._follower = BucketFollower(client.connection, bucket.name, HEADS, "sessions", self.session_index.read)
+        self._follower = BucketFollower(
+            client.connection, buckets.sessions.name, HEADS, "sessions", self.session_index.read
+        )
         self.runs = Runs(config.runs, client.now)
         index = self.session_index
         parts = IngressParts(client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs)
@@ -141,7 +169,17 @@ class Ingress:
         self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
         self.texts = TextRoutes(parts, prompts)
         self.routes = FleetRoutes(parts, self.session_blocks, self.regions)
+        records = ResponseRecords(buckets.responses)
+        jobs = ResponseJobs(self.flow, records, config.id)
+        self.background = Background(jobs, records, self._is_alive, config.request_deadline_s)
+        self._actives = BucketFollower(
+            client.connection, buckets.responses.name, ACTIVE, "responses", self.background.read
+        )
+        self.responses = ResponseRoutes(jobs, records, self.background, self.session_blocks)
         registry.register(LiveCollector((*self._readings(), *readings)))
+
+    def _is_alive(self, ingress: str) -> bool:
+        return ingress == self._id or (Role.INGRESS, ingress) in self.client.members.view.members
 
     @property
     def ready_workers(self) -> int:
@@ -153,18 +191,22 @@ class Ingress:
         self.client.members.listeners.append(self.models.on_member)
         self.client.connection.on_reconnect.append(self._follower.begin)
         await self._follower.begin()
+        self.client.connection.on_reconnect.append(self._actives.begin)
+        await self._actives.begin()
         self.models.start()
         for name, part in (
             ("session-leases", self.sessions),
             ("session-index", self.session_index),
             ("runs", self.runs),
             ("usage", self.usage_exchange),
+            ("responses", self.background),
         ):
             self._tasks.append(asyncio.create_task(part.run(), name=name))
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; False if some is still running after the timeout."""
         self.admission.draining = True
+        await self.background.hand_over()
         end = asyncio.get_running_loop().time() + timeout_s
         while self.admission.running and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(DRAIN_POLL_S)
@@ -175,6 +217,8 @@ class Ingress:
         with contextlib.suppress(ValueError):
             self.client.members.listeners.remove(self.models.on_member)
         await self._follower.stop()
+        await self._actives.stop()
+        await self.background.close()
         await end(self._tasks)
         self._tasks.clear()
         await self.usage_exchange.stop()

@@ -17,9 +17,8 @@ from prometheus_client.registry import Collector
 
 from kvfleet.ingress.app import create_app, for_browsers
 from kvfleet.ingress.auth.access import Access
-from kvfleet.ingress.ingress import Ingress
+from kvfleet.ingress.ingress import Ingress, IngressBuckets
 from kvfleet.ingress.settings import IngressSettings, config_of, listed
-from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.errors import Draining, InvalidRequest, Unavailable
 from kvproto.members import Lease
@@ -168,7 +167,7 @@ async def serve(settings: IngressSettings, life: Lifecycle) -> None:
     ingress = Ingress(
         client,
         config_of(settings, member),
-        await Bucket.open(connection, subjects.sessions_bucket),
+        await IngressBuckets.open(connection, subjects),
         access.tenancy,
         CollectorRegistry(),
         access.audit,

@@ -3,7 +3,7 @@
     authenticate ─▶ a place ─▶ read, validate ─▶ admit ─┬─▶ tokenise once ─▶ client.generate, write ─▶ commit ─▶ end
                                                         └─▶ a repeat: write what is there, go on where it stopped
 
-`request_reader` does all up to `admit`; each route makes a job of its body; `_serve` is the rest, for all routes. The
+`request_reader` does all up to `admit`; each route makes a job of its body; `serve` is the rest, for all routes. The
 end is sent after session and limits are released, for a caller that sends its next request at once. Errors are raised
 as `KvfleetError` and answered by `app`, as the last event if a stream has begun. `kvproto.Client` handles lost workers,
 `runs` clients that leave and come back.
@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
-from kvchat.formats.think import plain
-from kvchat.source import MessageReader
 from kvfleet.ingress.answers.anthropic_answers import message_error
 from kvfleet.ingress.answers.anthropic_events import AnthropicForm
 from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_answers import cached_tokens
 from kvfleet.ingress.answers.openai_events import OpenAiForm
+from kvfleet.ingress.answers.response_events import ResponseForm
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
@@ -33,7 +33,7 @@ from kvfleet.ingress.limits.admission import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.limits.callers import default_max_tokens
 from kvfleet.ingress.limits.limiter import RunUsage
 from kvfleet.ingress.parts import IngressParts
-from kvfleet.ingress.prompts.message_format import format_of_message
+from kvfleet.ingress.prompts.message_format import MessageReading, format_of_message
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
@@ -49,6 +49,7 @@ from kvfleet.ingress.requests.bodies import (
     read_completion,
     read_generate,
 )
+from kvfleet.ingress.requests.responses import ResponseAsk
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
 from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName
@@ -65,8 +66,13 @@ from kvproto.streams.stream import Stream
 
 log = logging.getLogger(__name__)
 
-NewReader = Callable[[], MessageReader]
-ChatFormOf = Callable[[Call[ChatAsk], ServedModel, Sampling, tuple[int, ...], NewReader | None], Form]
+ChatFormOf = Callable[[Call[ChatAsk], ServedModel, Sampling, tuple[int, ...], MessageReading | None], Form]
+
+
+class SilentReader(Protocol):
+    """It wants a request to be carried to its end, and takes nothing."""
+
+    run: Run | None
 
 
 @dataclass(eq=False, slots=True)
@@ -80,24 +86,24 @@ class RequestFlow:
     async def chat_completions(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions. Of several choices the first is remembered as the turn."""
         call = await self.reader.read(exchange, "chat_completions", read_chat)
-        await self._serve(exchange, call, lambda: self._chat_job(call, _chat_form), streams=call.ask.stream)
+        await self.serve(exchange, call, lambda: self.chat_job(call, _chat_form), streams=call.ask.stream)
 
     async def messages(self, exchange: Exchange) -> None:
         """POST /v1/messages, as Anthropic's."""
         exchange.error_form = message_error
         call = await self.reader.read(exchange, "messages", read_messages)
-        await self._serve(exchange, call, lambda: self._chat_job(call, _messages_form), streams=call.ask.stream)
+        await self.serve(exchange, call, lambda: self.chat_job(call, _messages_form), streams=call.ask.stream)
 
     async def completions(self, exchange: Exchange) -> None:
         call = await self.reader.read(exchange, "completions", read_completion)
-        await self._serve(exchange, call, lambda: self._completion_job(call), streams=call.ask.stream)
+        await self.serve(exchange, call, lambda: self._completion_job(call), streams=call.ask.stream)
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /generate: a turn of a session, which is new unless `seq_id` names a known one."""
         call = await self.reader.read(exchange, "generate", read_generate)
-        await self._serve(exchange, call, lambda: self._generate_job(call), streams=True)
+        await self.serve(exchange, call, lambda: self._generate_job(call), streams=True)
 
-    async def _chat_job(self, call: Call[ChatAsk], form_of: ChatFormOf) -> Job:
+    async def chat_job(self, call: Call[ChatAsk], form_of: ChatFormOf) -> Job:
         ask, tenant = call.ask, call.caller.tenant
         model = await self.parts.models.get(ask.model)
         session = None
@@ -116,9 +122,8 @@ class RequestFlow:
         if session is not None and self.parts.index.sessions.fits(len(prompt.ids) + sampling.max_tokens):
             kept = SessionTurn(self.parts.index, tenant, session, model.name, call.name.request, prompt.ids, None)
         turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
-        reader = partial(written.reader, prompt.text) if written is not None else None
-        form = form_of(call, model, sampling, prompt.ids, reader)
-        return self._job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
+        form = form_of(call, model, sampling, prompt.ids, written.reading(prompt.text) if written is not None else None)
+        return self.job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
 
     async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
         ask = call.ask
@@ -132,7 +137,7 @@ class RequestFlow:
         if ask.prompt is None:  # after `_sampling`, which refuses prompts that cannot fit
             await self.prompts.check_ids(model, ids)
         form = _openai_form(call, model, sampling, ids)
-        return self._job(call, model, ids, sampling, form, HeldTurn())
+        return self.job(call, model, ids, sampling, form, HeldTurn())
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
         """Keeps the whole history, also ids that a `context_overflow` policy leaves out of a turn."""
@@ -145,8 +150,8 @@ class RequestFlow:
         sampling = self._sampling(call, model, len(ids), "prompt", default=DEFAULT_MAX_TOKENS)
         self.parts.index.sessions.check_length(len(ids) + sampling.max_tokens, "prompt")
         turn = SessionTurn(self.parts.index, tenant, session, model.name, request, ids, history=len(session.ids))
-        form = NativeForm(request, session.seq_id, ask.prompt, _spelling(model, sampling), prompt_digest(ids))
-        return self._job(call, model, ids, sampling, form, turn, session.key)
+        form = NativeForm(request, session.seq_id, ask.prompt, spelling_of(model, sampling), prompt_digest(ids))
+        return self.job(call, model, ids, sampling, form, turn, session.key)
 
     def _sampling(
         self, call: Call[Ask], model: ServedModel, prompt_tokens: int, field: str, default: int | None = None
@@ -159,7 +164,7 @@ class RequestFlow:
         self.parts.runs.memory.check_longest(said, _costs(call.ask), ask.max_tokens_field)
         return said
 
-    def _job(
+    def job(
         self,
         call: Call[Ask],
         model: ServedModel,
@@ -209,7 +214,7 @@ class RequestFlow:
             raise InvalidRequest(f"this session is of {session.head.model!r}", field="model_name")
         return session.head.model
 
-    async def _serve(self, exchange: Exchange, call: Call[Ask], prepare: Prepare, *, streams: bool) -> None:
+    async def serve(self, exchange: Exchange, call: Call[Ask], prepare: Prepare, *, streams: bool) -> None:
         """Admit, run or attach to the repeated run, carry it to the caller, end. Raises the run's error."""
         name = call.name
         if name.at != START and not streams:
@@ -238,9 +243,24 @@ class RequestFlow:
         if streams:
             await complete(exchange, run.transcript, last)
         else:
-            assert isinstance(run.form, OpenAiForm | AnthropicForm)
+            assert isinstance(run.form, OpenAiForm | AnthropicForm | ResponseForm)
             answer = run.form.body(run.transcript)
             await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
+
+    async def follow(self, call: Call[Ask], prepare: Prepare, reader: SilentReader) -> None:
+        """Carry the request to its end for a reader that takes nothing, or until it leaves. Raises the run's error."""
+        found = self.parts.runs.find(call.caller.tenant, call.name, call.digest)
+        with self._admitted(reader, call, found, prepare) as run:
+            reader.run = run
+            try:
+                while not run.over and reader in run.readers:
+                    await (run.changed() if run.busy else run.step())
+            finally:
+                if found is None:
+                    self._observe(call, run)
+                await self.parts.runs.detach(run, reader)
+        if run.error is not None:
+            raise run.error
 
     async def _carry(self, exchange: Exchange, call: Call[Ask], run: Run, *, streams: bool) -> list[bytes]:
         """All but the end; returns the last events."""
@@ -260,7 +280,7 @@ class RequestFlow:
         return self.parts.client.generate(generation, before, trail)
 
     @contextlib.contextmanager
-    def _admitted(self, exchange: Exchange, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
+    def _admitted(self, reader: object, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
         """The run of a request, found or new, with one more reader. While it runs it counts once in its key's limits,
         whichever readers are left; a parked one that goes on is not charged again."""
         caller = call.caller
@@ -280,7 +300,7 @@ class RequestFlow:
             self.parts.runs.add(run)
         elif call.trace is not None:
             call.trace.span.link(run.traceparent)
-        run = self.parts.runs.attach(run, exchange)
+        run = self.parts.runs.attach(run, reader)
         if not repeat:
             run.payer = caller
         try:
@@ -322,7 +342,7 @@ def _count_tokens(tally: RequestTally, usage: RunUsage, count: int) -> None:
     usage.generated(count)
 
 
-def _costs(ask: GenerateAsk | ChatAsk | CompletionAsk) -> TokenCosts:
+def _costs(ask: GenerateAsk | ChatAsk | CompletionAsk | ResponseAsk) -> TokenCosts:
     return STREAMED if isinstance(ask, GenerateAsk) or ask.stream else WHOLE
 
 
@@ -336,25 +356,25 @@ def _openai_form(
         model.fingerprint,
         isinstance(call.ask, ChatAsk),
         sampling.n,
-        _spelling(model, sampling),
+        spelling_of(model, sampling),
         prompt_digest(ids),
         call.ask.include_usage,
     )
 
 
 def _chat_form(
-    call: Call[ChatAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], reader: NewReader | None
+    call: Call[ChatAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], reading: MessageReading | None
 ) -> OpenAiForm:
-    return replace(_openai_form(call, model, sampling, ids), reader=reader)
+    return replace(_openai_form(call, model, sampling, ids), reader=reading)
 
 
 def _messages_form(
-    call: Call[ChatAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], reader: NewReader | None
+    call: Call[ChatAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], reading: MessageReading | None
 ) -> AnthropicForm:
-    return AnthropicForm(call.name.request, model.name, reader or partial(MessageReader, plain), prompt_digest(ids))
+    return AnthropicForm(call.name.request, model.name, reading or MessageReading(), prompt_digest(ids))
 
 
-def _spelling(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:
+def spelling_of(model: ServedModel, sampling: Sampling) -> TokenSpelling | None:
     """For log probabilities."""
     return model.tokenizer.spelling if sampling.logprobs is not None else None
 

@@ -19,6 +19,7 @@ from kvfleet.ingress.limits.callers import Caller, priority_of, require_policy
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.requests.bodies import ChatAsk, CompletionAsk, GenerateAsk
 from kvfleet.ingress.requests.fields import Body, parse_body
+from kvfleet.ingress.requests.responses import ResponseAsk
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START
 from kvfleet.ingress.runs.repeats import RequestName, digest_of, key_secret, name_request
 from kvfleet.ingress.runs.runs import Run
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 # executor, so that the tokens of other requests go on meanwhile.
 INLINE_BYTES = 64 * 1024
 
-Ask = TypeVar("Ask", ChatAsk, CompletionAsk, GenerateAsk)
+Ask = TypeVar("Ask", ChatAsk, CompletionAsk, GenerateAsk, ResponseAsk)
+Other = TypeVar("Other", ChatAsk, CompletionAsk, GenerateAsk, ResponseAsk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,10 @@ class Call(Generic[Ask]):
     trace: RequestTrace | None
     traceparent: str | None
     arrived_at: float
+
+    def of(self, ask: Other) -> Call[Other]:
+        """The same request, read as another ask."""
+        return replace(self, ask=ask)  # type: ignore[return-value, arg-type]
 
 
 @dataclass(eq=False, slots=True)

@@ -123,6 +123,12 @@ MESSAGES: dict[str, Any] = {
     ),
     "session_strays": m.SessionStrays((m.Stray(1, (3, 4)), m.Stray(2, ()))),
     "session_head": m.SessionHead("chat 1", "m", 6, 1, 1, 2, "w1", m.Turn("r", "i1", 3), "g"),
+    "response_head": m.ResponseHead(
+        "a" * 26, "m", m.ResponseStatus.FAILED, 1_763_700_000, m.StoredBytes(b"asked"), m.StoredBytes(b"", "g", 3),
+        True, ("b" * 26,), 1_763_700_009, "engine_failure", "it failed",
+    ),
+    "response_asked": m.ResponseAsked(b"{}", SAMPLING, "chat-x", "hermes", True, True, (1, 2, 70_000)),
+    "active_response": m.ActiveResponse("acme", "a" * 26, "i1", "k", 1_763_700_000, -1, 2),
     "placement_stats": m.PlacementStats("p1", "ring", ("w1", "w2"), 10, 1, 2, 3),
     "placement_stats_hits": m.PlacementStats("p1", "cost", ("w1",), 10, 1, 2, 3, 1000, 600, 700, 120, 5000, 1),
     "snapshot_request_all_tiers": m.SnapshotRequest(),

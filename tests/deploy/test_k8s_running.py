@@ -92,7 +92,7 @@ def test_three_servers_become_one_cluster(cluster: list[Running], secrets: Secre
         for stream in account.get("stream_detail", [])
     }
     assert set(replicas.values()) == {3}
-    assert {"KV_kvf_members", "KV_kvf_keys", "KV_kvf_sessions"} <= set(replicas)
+    assert {"KV_kvf_members", "KV_kvf_keys", "KV_kvf_sessions", "KV_kvf_responses"} <= set(replicas)
 
 
 @pytest.mark.parametrize("document", ["deploy/k8s/README.md", "docs/gke.md"])

@@ -37,7 +37,7 @@ from tests.support.waiting import LIMIT_S
 
 SEED = 20261122
 FORM = [status_code_conformance, content_type_conformance, response_schema_conformance, response_headers_conformance]
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/v1/responses")
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +105,16 @@ def make_possible(body: Any) -> None:
         body["model"] = "demo"
         for name in ("policy", "worker", "model_name", "context_overflow"):
             body.pop(name, None)
-        for name, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("n", 3), ("min_tokens", 1)):
+        for name, most in (
+            ("max_tokens", 3),
+            ("max_completion_tokens", 3),
+            ("max_output_tokens", 3),
+            ("n", 3),
+            ("min_tokens", 1),
+        ):
             if type(body.get(name)) is int and body[name] > most:
                 body[name] = most
-        body.setdefault("max_tokens", 3)
+        body.setdefault("max_output_tokens" if "input" in body else "max_tokens", 3)
 
 
 def judge(case: Any, response: Any, checks: list[Any]) -> None:

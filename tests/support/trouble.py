@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvfleet.placement.loop import PlacementLoop, PlacementParts
-from kvproto.buckets import ensure_buckets
+from kvproto.buckets import RESPONSES_BYTES, ensure_buckets
 from kvproto.client import Client, Generation
 from kvproto.connection import Connection
 from kvproto.ids import new_process_id
@@ -109,13 +109,18 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet_over(
-    servers: str | Sequence[str], *, workers: int = 2, replicas: int = 1, system_user: str | None = None
+    servers: str | Sequence[str],
+    *,
+    workers: int = 2,
+    replicas: int = 1,
+    system_user: str | None = None,
+    responses_bytes: int = RESPONSES_BYTES,
 ) -> AsyncIterator[Fleet]:
     """A fleet that serves, over servers that run; `system_user`, its own password: placement hears of disconnects."""
     url = servers if isinstance(servers, str) else ",".join(servers)
     subjects = Subjects()
     setup = await Connection.open(url, name="setup", inbox_prefix="_adm.t")
-    await ensure_buckets(setup, subjects, replicas=replicas, patience_s=20.0)
+    await ensure_buckets(setup, subjects, replicas=replicas, patience_s=20.0, responses_bytes=responses_bytes)
     await setup.close()
     started = FakeFleet(url, subjects)
     member = new_process_id()

@@ -13,7 +13,7 @@ from pathlib import Path
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvfleet.ingress": (
         ("requests",), ("limits", "prompts"), ("settings",), ("runs",), ("http",), ("answers", "telemetry"),
-        ("auth", "sessions"), ("parts",), ("fleet",), ("dashboard",),
+        ("auth", "sessions"), ("parts",), ("fleet", "request_reader"), ("dashboard", "request_flow"), ("responses",),
     ),
     "kvfleet.placement": (
         ("index",), ("events", "workers"), ("advice", "policies"), ("config", "record"),
@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- floors -->\n", "<!-- end of floors -->\n"
 ABOVE = {
-    "kvfleet.ingress": ("main app ingress", "request_flow", "request_reader"),
+    "kvfleet.ingress": ("main app ingress",),
     "kvfleet.placement": ("main loop", "placement_metrics"),
     "kvfleet.worker": ("main", "own_backend own_metrics", "vllm_backend vllm_metrics", "backend worker_metrics"),
     "kvfleet.vault": ("main loop", "vault_metrics"),

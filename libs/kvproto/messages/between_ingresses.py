@@ -1,4 +1,4 @@
-"""State that ingresses share: sessions, and the usage of keys. Pure."""
+"""State that ingresses share: sessions, responses, and the usage of keys. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from kvproto.messages.admin import Strays
-from kvproto.messages.vocabulary import Count, MaxLength, Name, Range, Seconds
+from kvproto.messages.requests import Sampling
+from kvproto.messages.vocabulary import Count, MaxLength, Name, Range, ResponseStatus, Seconds, Text, Tokens32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,59 @@ class SessionStrays:
     """Token ids that requests of a session computed beside its history: cut turns, abandoned choices."""
 
     chains: Strays
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """In the record itself, or in so many chunks, named by a generation."""
+
+    inline: Annotated[bytes, MaxLength(1_048_576)] = b""
+    generation: Name = ""
+    chunks: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """A stored response. Written by compare-and-set, and no more once it has ended. `asked` is a `ResponseAsked`,
+    `said` are the frames Started, Tokens and Finished."""
+
+    request: Name
+    model: Name
+    status: ResponseStatus
+    created_unix: Count
+    asked: StoredBytes
+    said: StoredBytes | None = None
+    background: bool = False
+    previous: Annotated[tuple[Name, ...], MaxLength(4096)] = ()  # requests of the responses before it, oldest first
+    ended_unix: Count = 0
+    code: Name = ""  # of the error that ended it
+    message: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseAsked:
+    """What a response was asked for, and how its text is to be read, whatever model is served later."""
+
+    body: Annotated[bytes, MaxLength(67_108_864)]  # JSON
+    sampling: Sampling
+    conversation: Name = ""
+    format: Name = ""  # of its calls
+    thinks: bool = False
+    begun: bool = False  # to think, by its template
+    prompt_ids: Tokens32 = ()  # while it runs in the background
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveResponse:
+    """A response that runs in the background, and the ingress that sees to it; "": none does just now."""
+
+    tenant: Name
+    request: Name
+    ingress: Name
+    caller: Name
+    created_unix: Count
+    priority: Annotated[int, Range(-100, 100)] = 0
+    takeovers: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

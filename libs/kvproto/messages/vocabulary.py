@@ -109,6 +109,16 @@ class FormatType(StrEnum):
     JSON_SCHEMA = "json_schema"
 
 
+class ResponseStatus(StrEnum):
+    """Of a stored response; all but the first are ends."""
+
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
 class AdminCommand(StrEnum):
     DRAIN = "drain"
     STATS = "stats"

@@ -189,7 +189,12 @@ def fleet_buckets(nats_url: str, namespace: str) -> Iterator[Subjects]:
     subjects = Subjects(namespace)
 
     async def delete_buckets(connection: Connection) -> None:
-        for bucket in (subjects.members_bucket, subjects.sessions_bucket, subjects.keys_bucket):
+        for bucket in (
+            subjects.members_bucket,
+            subjects.sessions_bucket,
+            subjects.keys_bucket,
+            subjects.responses_bucket,
+        ):
             await connection.raw.jetstream().delete_key_value(bucket)
 
     async def connected(work: Callable[[Connection], Awaitable[Any]]) -> None:

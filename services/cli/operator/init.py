@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvfleet.cli.console import err, fail
 from kvfleet.cli.operator.operator_login import Ca, Cert, Key, Login, SeedFile
-from kvproto.buckets import Bucket, ensure_buckets
+from kvproto.buckets import RESPONSES_BYTES, RESPONSES_TTL_S, Bucket, ensure_buckets
 from kvproto.dataplane.keys import ensure_key, rotate_key
 from kvproto.errors import KvfleetError
 from kvproto.subjects import Subjects
@@ -17,12 +17,14 @@ from kvproto.subjects import Subjects
 PATIENCE_S = 10.0  # a cluster that starts at the same moment has no leader yet
 
 
-async def create_buckets(login: Login, namespace: str, *, replicas: int = 1, rotate: bool = False) -> list[str]:
-    """Create what is missing, and a further data-plane key to `rotate`. Returns a line for each bucket whose
-    configuration differs. Raises KvfleetError."""
+async def create_buckets(
+    login: Login, namespace: str, *, replicas: int = 1, rotate: bool = False, **responses: Any
+) -> list[str]:
+    """Create what is missing, and a further data-plane key to `rotate`; `responses`: as `ensure_buckets` has them.
+    Returns a line for each bucket whose configuration differs. Raises KvfleetError."""
     async with login.connected("kvfleet-init") as connection:
         subjects = Subjects(namespace)
-        differences = await ensure_buckets(connection, subjects, replicas=replicas, patience_s=PATIENCE_S)
+        differences = await ensure_buckets(connection, subjects, replicas=replicas, patience_s=PATIENCE_S, **responses)
         keys = await Bucket.open(connection, subjects.keys_bucket)
         await ensure_key(keys)
         if rotate:
@@ -40,6 +42,10 @@ def init(
     nats_key: Key = None,
     namespace: Annotated[str, typer.Option(envvar="KVFLEET_NAMESPACE")] = "kvf",
     replicas: Annotated[int, typer.Option(help="1, or 3 on a cluster")] = 1,
+    responses_bytes: Annotated[
+        int, typer.Option(min=1_000_000, help="size of all stored responses; the oldest give way")
+    ] = RESPONSES_BYTES,
+    responses_ttl_s: Annotated[float, typer.Option(min=1, help="how long they are kept")] = RESPONSES_TTL_S,
     rotate_data_plane_key: Annotated[
         bool, typer.Option("--rotate-data-plane-key", help="a new key; the one before it stays accepted")
     ] = False,
@@ -47,7 +53,10 @@ def init(
     """Create the fleet's buckets and data-plane key; says in one line what differs from an existing configuration."""
     login = Login(nats_url, nats_user, nats_password, nats_nkey_seed_file, nats_ca, nats_cert, nats_key)
     try:
-        differences = asyncio.run(create_buckets(login, namespace, replicas=replicas, rotate=rotate_data_plane_key))
+        stored = {"responses_bytes": responses_bytes, "responses_ttl_s": responses_ttl_s}
+        differences = asyncio.run(
+            create_buckets(login, namespace, replicas=replicas, rotate=rotate_data_plane_key, **stored)
+        )
     except KvfleetError as error:
         fail(str(error))
     for line in differences:

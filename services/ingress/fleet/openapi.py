@@ -3,12 +3,19 @@ headers and the types of answers are the schemas: an operation names a type in p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfleet.ingress.answers.anthropic_answers import MESSAGE_EVENTS, MessageAnswer, MessageError
 from kvfleet.ingress.answers.native_events import NATIVE_EVENTS
 from kvfleet.ingress.answers.openai_answers import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
+from kvfleet.ingress.answers.response_answers import (
+    RESPONSE_EVENTS,
+    InputItems,
+    InputTokens,
+    ResponseAnswer,
+    ResponseDeleted,
+)
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.report import NewestPlacementsAnswer, PlacementsAnswer
 from kvfleet.ingress.http.answer_types import described
@@ -16,6 +23,7 @@ from kvfleet.ingress.http.error_bodies import ErrorAnswer
 from kvfleet.ingress.requests.anthropic import COUNT_TOKENS, MESSAGES
 from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE
 from kvfleet.ingress.requests.fields import BodyForm, Schema
+from kvfleet.ingress.requests.responses import INPUT_TOKENS, RESPONSES
 from kvfleet.ingress.requests.texts import DETOKENIZE, TOKENIZE
 from kvfleet.ingress.runs.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from kvfleet.ingress.runs.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
@@ -76,6 +84,7 @@ def _parameter(where: str, name: str, schema: Schema, about: str) -> dict[str, A
 _PATH = (
     _parameter("path", "model", {"type": "string", "minLength": 1}, "its name"),
     _parameter("path", "seq_id", {"type": "string", "minLength": 1}, "the session's name, percent-encoded"),
+    _parameter("path", "response_id", {"type": "string", "minLength": 1}, "of a stored response"),
     _parameter("path", "id", {"type": "string", "minLength": 1}, "any id that an answer shows"),
     _parameter("path", "file", {"type": "string", "pattern": r"^[a-z_]+\.(js|css)$"}, "of the page"),
 )
@@ -108,6 +117,7 @@ _LEFT = {
 }
 _KNOWN = (401, 403, 421, 503)  # 503: of a signed token, while its issuer does not answer
 _ASKING = (400, 401, 403, 404, 408, 413, 421, 422, 429, 503)
+_OF_RESPONSES = (404, 409, 429, *_KNOWN)
 _GENERATING = (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 501, 503, 504)
 
 
@@ -136,6 +146,14 @@ def _generating(
         204: {"description": "The client has had all events of this request."},
     }
     return Operation("post", path, summary, answers, _GENERATING, form.schema, _REPEATS, error)
+
+
+def _streaming(
+    path: str, summary: str, answer: type, events: tuple[type, ...], *parameters: dict[str, Any]
+) -> Operation:
+    """What one that generates has brought, or brings."""
+    created = _generating(path, summary, CHAT, answer, *events)
+    return replace(created, method="get", errors=_GENERATING, body=None, parameters=parameters)
 
 
 def _reading(path: str, summary: str, answer: object, *errors: int, **more: Any) -> Operation:
@@ -179,6 +197,41 @@ OPERATIONS = (
     ),
     _asking(
         "/v1/messages/count_tokens", "What it would have for input.", COUNT_TOKENS, report.CountAnswer, MessageError
+    ),
+    _generating("/v1/responses", "A response, as OpenAI's.", RESPONSES, ResponseAnswer, *RESPONSE_EVENTS),
+    _asking("/v1/responses/input_tokens", "What it would have for input.", INPUT_TOKENS, InputTokens),
+    _streaming(
+        "/v1/responses/{response_id}",
+        "A stored response: as it is, or its events.",
+        ResponseAnswer,
+        RESPONSE_EVENTS,
+        _parameter("query", "stream", {"type": "boolean"}, "its events, until it ends"),
+        _parameter("query", "starting_after", {**COUNT, "maximum": 999_999_999}, "the last event that is known"),
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{response_id}",
+        "Forget a response, in every tier; one that runs ends.",
+        {200: {"description": "It is gone.", "content": _json(ResponseDeleted)}},
+        _OF_RESPONSES,
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{response_id}/cancel",
+        "End a response in the background.",
+        {200: {"description": "As it is now.", "content": _json(ResponseAnswer)}},
+        (400, *_OF_RESPONSES),
+    ),
+    _reading(
+        "/v1/responses/{response_id}/input_items",
+        "What was sent with it.",
+        InputItems,
+        *(400, *_OF_RESPONSES),
+        parameters=(
+            _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": 100}, "default 20"),
+            _parameter("query", "order", {"enum": ["asc", "desc"]}, "default desc"),
+            _parameter("query", "after", {"type": "string", "minLength": 1}, "the item before the first"),
+        ),
     ),
     _asking("/tokenize", "A text, or a chat, as tokens.", TOKENIZE, report.TokenizeAnswer),
     _asking("/detokenize", "Tokens as text.", DETOKENIZE, report.DetokenizeAnswer),
@@ -275,7 +328,7 @@ def openapi_document(operations: tuple[Operation, ...] = OPERATIONS) -> dict[str
 
 
 def _of_bodies() -> dict[str, Any]:
-    forms = TOKENIZE, CHAT, COMPLETION, GENERATE, MESSAGES, COUNT_TOKENS
+    forms = TOKENIZE, CHAT, COMPLETION, GENERATE, MESSAGES, COUNT_TOKENS, RESPONSES, INPUT_TOKENS
     return {name: schema for form in forms for name, schema in form.components.items()}
 
 

@@ -199,6 +199,14 @@ def _rest(begun: Generator[Any, Any, Any], waits_for: Any) -> Generator[Any, Any
         return
 
 
+def flag_query(exchange: Exchange, name: str) -> bool:
+    """Raises InvalidRequest naming the parameter."""
+    value = exchange.query_value(name)
+    if value not in (None, "true", "false", "True", "False"):
+        raise InvalidRequest(f"must be true or false, got {value[:40]!r}", field=name)
+    return value in ("true", "True")
+
+
 def integer_query(exchange: Exchange, name: str, default: int) -> int:
     """Raises InvalidRequest naming the parameter."""
     value = exchange.query_value(name)

@@ -18,6 +18,20 @@ HARMONY = "harmony"
 
 
 @dataclass(frozen=True, slots=True)
+class MessageReading:
+    """Makes readers of a message's text: all that they need, without the model. `names`: of what may be called."""
+
+    tools: str = ""
+    thinks: bool = False
+    begun: bool = False  # to think, by the template
+    names: tuple[str, ...] = ()
+
+    def __call__(self) -> MessageReader:
+        parse = FORMATS.get(self.tools, plain)
+        return MessageReader(thinking(parse, begun=self.begun) if self.thinks else parse, self.names)
+
+
+@dataclass(frozen=True, slots=True)
 class MessageFormat:
     """`tools`: of its calls; "" where there are none. `thinks`: its text begins with reasoning, or may."""
 
@@ -26,12 +40,10 @@ class MessageFormat:
     thinks: bool
     dialect: Dialect
 
-    def reader(self, prompt: str) -> MessageReader:
+    def reading(self, prompt: str) -> MessageReading:
         """Of a message after a rendered prompt."""
-        parse = FORMATS.get(self.tools, plain)
-        if self.thinks:
-            parse = thinking(parse, begun=_has_begun(prompt))
-        return MessageReader(parse, {tool.name for tool in self.plan.callable} if self.plan else ())
+        names = tuple(tool.name for tool in self.plan.callable) if self.plan else ()
+        return MessageReading(self.tools, self.thinks, _has_begun(prompt), names)
 
     def bind(self, sampling: Sampling, prompt: str) -> Sampling:
         """Raises InvalidRequest for a grammar of the caller's that cannot be had together with tools."""

@@ -143,13 +143,18 @@ COMPLETION = BodyForm(CompletionAsk, {**_OTHERS, "suffix": ("",), "add_special_t
 OF_TEMPLATES = frozenset(("messages", "tools", "documents", "add_generation_prompt", "reasoning_effort"))
 
 
+def check_template_values(said: dict[str, Any]) -> None:
+    """Raises InvalidRequest for what has a field of its own."""
+    for name in OF_TEMPLATES.intersection(said):
+        raise InvalidRequest("has a field of its own", field=f"chat_template_kwargs.{name}")
+
+
 def read_chat(body: Body) -> ChatAsk:
     """Raises InvalidRequest naming the field."""
     ask = CHAT.read(body)
     if ask.top_logprobs and not ask.logprobs:
         raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
-    for name in OF_TEMPLATES.intersection(ask.chat_template_kwargs):
-        raise InvalidRequest("has a field of its own", field=f"chat_template_kwargs.{name}")
+    check_template_values(ask.chat_template_kwargs)
     sampling = replace(ask.sampling, grammar=ask.grammars.grammar)
     if ask.logprobs:  # 0: the token's own alone
         sampling = replace(sampling, logprobs=ask.top_logprobs)

@@ -48,6 +48,18 @@ class NamedTool:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTools:
+    mode: Literal["auto", "required"]
+    tools: Annotated[tuple[NamedTool, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedChoice:
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+@dataclass(frozen=True, slots=True)
 class ToolPlan:
     """`told` to the template. `callable`: what may be called, of which something `must` be. `is_bound`: a grammar keeps
     calls to their schemas, also where none must be."""
@@ -62,7 +74,7 @@ class ToolPlan:
 @dataclass(frozen=True, slots=True)
 class ToolAsk:
     tools: Annotated[tuple[ToolSpec, ...], Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: Flag | None = None
     plan: SkipJsonSchema[ToolPlan | None] = None  # made of the others; None without tools
 
@@ -79,13 +91,16 @@ class ToolAsk:
         tools = {one.function.name: _tool(one.function, at) for at, one in enumerate(self.tools)}
         if len(tools) < len(self.tools):
             raise InvalidRequest("each must have a name of its own", field="tools")
-        if isinstance(choice, NamedTool):
-            if choice.function.name not in tools:
-                raise InvalidRequest(f"no tool is called {choice.function.name[:64]!r}", field="tool_choice")
-            callable_ = [tools[choice.function.name]]
+        if isinstance(choice, NamedTool | AllowedChoice):
+            chosen = (choice,) if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+            for one in chosen:
+                if one.function.name not in tools:
+                    raise InvalidRequest(f"no tool is called {one.function.name[:64]!r}", field="tool_choice")
+            callable_ = [tools[name] for name in dict.fromkeys(one.function.name for one in chosen)]
         else:
             callable_ = [] if choice == "none" else [*tools.values()]
         must_call = choice == "required" or isinstance(choice, NamedTool)
+        must_call |= isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
         return ToolPlan(
             told=tuple(one.as_template_value() for one in self.tools),
             callable=tuple(callable_),

@@ -33,12 +33,14 @@ _EVENT_ID = re.compile(EVENT_ID.replace("$", r"\Z"))
 @dataclass(frozen=True, slots=True)
 class Position:
     """`counts` are tokens of each choice that has begun; `end` counts the events after the last token. `prompt` is the
-    digest of the ids that the stream began from, if the client names it."""
+    digest of the ids that the stream began from, if the client names it. `number`: of the last event that the client
+    has, where events have numbers."""
 
     counts: tuple[int, ...] = ()
     ended: frozenset[int] = frozenset()
     end: int = 0
     prompt: str = ""
+    number: int = -1
 
 
 START = Position()

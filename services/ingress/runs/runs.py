@@ -66,6 +66,7 @@ class Run:
     _gap_from: float | None = None  # time of the last tokens of the present stream
     _stream: Stream | None = None
     _abandoned: bool = False
+    _ends_with: KvfleetError | None = None  # for all its readers
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -135,7 +136,7 @@ class Run:
                 count = self.transcript.take(events)
                 self.transcript.served_by(self._stream.worker)
                 self._grow(self.transcript.size - before)
-                if self._abandoned and self.transcript.finished is None:
+                if (self._abandoned or self._ends_with is not None) and self.transcript.finished is None:
                     raise Cancelled("the client left")  # what was buffered may come after the cancellation
             if count:
                 now = asyncio.get_running_loop().time()
@@ -152,7 +153,7 @@ class Run:
                 self.job = self._stream = None
         except KvfleetError as error:
             if not self._abandoned or self.transcript.finished is not None:
-                self.error = error  # else it is the cancellation that `leave` asked for
+                self.error = self._ends_with or error  # else it is the cancellation that `leave` asked for
             await self._abandon_turn()
             if isinstance(error, PayloadTooLarge):  # its turn knows what was computed; nothing else is left of it
                 self.transcript = self.transcript.emptied()
@@ -189,6 +190,18 @@ class Run:
                     await self._abandon_turn()
                 finally:
                     self.busy = False
+        self._wake()
+
+    async def stop(self, error: KvfleetError) -> None:
+        """End it, with this error for all its readers, unless it is over."""
+        if self.over:
+            return
+        self._ends_with = error
+        if not self.busy:
+            self.error = error
+            await self._abandon_turn()
+        elif self._stream is not None:
+            await self._stream.cancel(self.transcript.totals)  # its reader ends it
         self._wake()
 
     async def _read_job(self) -> None:

@@ -71,6 +71,11 @@ class SessionBlocks:
         await self._ask_all(self._workers_of(model), question, ERASE_TIMEOUT_S)
         self._erase_later(question, session.head.regions)
 
+    async def erase_ids(self, tenant: str, model: str, ids: tuple[int, ...]) -> None:
+        """As `erase`, of a sequence that is no session's, in this region."""
+        question = AdminRequest(AdminCommand.ERASE, tenant, ids, model=model)
+        await self._ask_all(self._workers_of(model), question, ERASE_TIMEOUT_S)
+
     def forget(self, key: str, head: SessionHead, ids: tuple[int, ...], keep: int) -> None:
         """Have workers forget, in the background, what only this sequence has behind `keep` tokens."""
         question = AdminRequest(AdminCommand.ERASE, tenant_of(key), ids, keep=keep, model=head.model)

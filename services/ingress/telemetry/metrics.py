@@ -14,10 +14,11 @@ from kvproto import errors
 from kvproto.messages import FinishReason
 from kvservice.metrics import Buckets, LiveCollector, Reading
 
-GENERATING = ("chat_completions", "completions", "generate", "messages")
+GENERATING = ("chat_completions", "completions", "generate", "messages", "responses")
 ROUTES = (
-    *GENERATING, "models", "stats", "workers", "kv_route", "session_get", "session_kv", "session_delete", "placements",
-    "newest_placements", "health", "metrics", "openapi", "dashboard", "other",
+    *GENERATING, "models", "stats", "workers", "kv_route", "session_get", "session_kv", "session_delete",
+    "response_get", "response_cancel", "response_delete", "placements", "newest_placements", "health", "metrics",
+    "openapi", "dashboard", "other",
 )  # fmt: skip
 CODES = ("200", "204", "400", "401", "403", "404", "405", "409", "413", "422", "429", "499", "500", "501", "503", "504")
 OUTCOMES = (*(reason.value for reason in FinishReason), *sorted(errors.BY_CODE))

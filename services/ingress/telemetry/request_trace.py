@@ -38,7 +38,7 @@ def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None
             "http.route": path,
             "url.path": path,
             "url.scheme": "http",
-            "gen_ai.operation.name": "chat" if route in ("chat_completions", "messages") else "text_completion",
+            "gen_ai.operation.name": "text_completion" if route in ("completions", "generate") else "chat",
             "gen_ai.provider.name": "kvfleet",
         },
         kind="server",

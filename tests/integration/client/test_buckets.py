@@ -187,7 +187,12 @@ async def test_ensure_says_what_differs(connection: Connection, namespace: str) 
         differences = await ensure_buckets(connection, subjects, replicas=3)
         assert f"bucket {subjects.members_bucket}: replicas is 1, the configuration says 3" in differences
     finally:
-        for name in (subjects.members_bucket, subjects.sessions_bucket, subjects.keys_bucket):
+        for name in (
+            subjects.members_bucket,
+            subjects.sessions_bucket,
+            subjects.keys_bucket,
+            subjects.responses_bucket,
+        ):
             await connection.raw.jetstream().delete_key_value(name)
 
 

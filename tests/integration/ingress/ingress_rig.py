@@ -16,13 +16,12 @@ from prometheus_client import CollectorRegistry
 from kvfleet.ingress.app import create_app, for_browsers
 from kvfleet.ingress.auth.api_keys import KeySet, parse_keys
 from kvfleet.ingress.auth.tenancy import Tenancy
-from kvfleet.ingress.ingress import Ingress
+from kvfleet.ingress.ingress import Ingress, IngressBuckets
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.loop import PlacementLoop
 from kvproto import codec
-from kvproto.buckets import Bucket
 from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.ids import new_epoch, new_process_id
@@ -80,8 +79,8 @@ async def serve(
     client = await Client.over(connection, subjects)
     config = replace(IngressConfig(id=member, keepalive_s=0.2, no_worker_timeout_s=1.0), **changes)
     tenancy = tenancy or Tenancy(parse_keys(keys) if keys else KeySet(), time.time)
-    bucket = await Bucket.open(connection, subjects.sessions_bucket)
-    ingress = Ingress(client, config, bucket, tenancy, CollectorRegistry(), audit)
+    buckets = await IngressBuckets.open(connection, subjects)
+    ingress = Ingress(client, config, buckets, tenancy, CollectorRegistry(), audit)
     await ingress.start()
     server, serving = await _listen(ingress, 0, config.web.cors_origins)
     port = server.servers[0].sockets[0].getsockname()[1]

@@ -150,6 +150,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     kv("members", "vault.v1"): ({"vault"}, NOBODY),
     kv("sessions", "public.s"): ({"ingress"}, NOBODY),
     kv("sessions", "public.s.0"): ({"ingress"}, NOBODY),
+    kv("responses", "public.r"): ({"ingress"}, NOBODY),
+    kv("responses", "active.public.r"): ({"ingress"}, NOBODY),
     kv("keys", "k"): (NOBODY, NOBODY),
     kv("keys", "dataplane.first"): (NOBODY, NOBODY),
     kv("keys", ">"): (NOBODY, NOBODY),
@@ -160,12 +162,20 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     api("STREAM.INFO", "sessions"): ({"ingress"}, NOBODY),
     api("DIRECT.GET", "sessions", ".$KV.kvf_sessions.public.s"): ({"ingress"}, NOBODY),
     api("CONSUMER.CREATE", "sessions"): ({"ingress"}, NOBODY),
+    api("STREAM.INFO", "responses"): ({"ingress"}, NOBODY),
+    api("DIRECT.GET", "responses", ".$KV.kvf_responses.public.r"): ({"ingress"}, NOBODY),
+    api("CONSUMER.CREATE", "responses"): ({"ingress"}, NOBODY),
     api("STREAM.INFO", "keys"): (KEY_READERS, NOBODY),
     api("DIRECT.GET", "keys", ".$KV.kvf_keys.dataplane.first"): (KEY_READERS, NOBODY),
     api("CONSUMER.CREATE", "keys"): (KEY_READERS, NOBODY),
     **{
         subject: (readers, NOBODY)
-        for bucket, readers in (("members", MEMBER_READERS), ("sessions", {"ingress"}), ("keys", KEY_READERS))
+        for bucket, readers in (
+            ("members", MEMBER_READERS),
+            ("sessions", {"ingress"}),
+            ("responses", {"ingress"}),
+            ("keys", KEY_READERS),
+        )
         for subject in (
             api("CONSUMER.INFO", bucket, ".c"),
             api("CONSUMER.DELETE", bucket, ".c"),

@@ -54,7 +54,7 @@ async def admin(connect_as: Any) -> AsyncIterator[Connection]:
     """Has set the fleet up: the buckets exist, and are empty when the test begins."""
     connection = await connect_as("admin")
     await ensure_buckets(connection, S)
-    for bucket in (S.members_bucket, S.sessions_bucket, S.keys_bucket):
+    for bucket in (S.members_bucket, S.sessions_bucket, S.keys_bucket, S.responses_bucket):
         await connection.raw.jetstream().purge_stream(f"KV_{bucket}")
     yield connection
 
@@ -113,8 +113,9 @@ async def test_placement_drops_a_dead_worker(admin: Connection, connect_as: Any)
     await members.stop()
 
 
-async def test_ingress_owns_sessions(admin: Connection, connect_as: Any) -> None:
-    bucket = await Bucket.open(await connect_as("ingress"), S.sessions_bucket)
+@pytest.mark.parametrize("owned", ["sessions_bucket", "responses_bucket"])
+async def test_ingress_owns_sessions_and_responses(admin: Connection, connect_as: Any, owned: str) -> None:
+    bucket = await Bucket.open(await connect_as("ingress"), getattr(S, owned))
     revision = await bucket.update("public.s", b"head", 0)
     await bucket.update("public.s.0", b"ids", 0)
     watch = await bucket.watch("public.s.>")

@@ -119,7 +119,7 @@ async def jetstream_is_off_and_back(nats_process: ProcessFactory, config: Path) 
 async def jetstream_is_full(nats_process: ProcessFactory, config: Path) -> None:
     config.write_text(PLAIN_CONFIG.replace("enabled", "{ max_file_store: 2MB }"))
     server = nats_process(config)
-    async with fleet_over(server.url) as fleet:
+    async with fleet_over(server.url, responses_bytes=500_000) as fleet:
         epochs = fleet.epochs()
         filler = await Connection.open(server.url, name="filler", inbox_prefix="_adm.filler")
         jetstream = filler.raw.jetstream(timeout=2)

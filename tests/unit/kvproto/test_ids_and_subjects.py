@@ -109,7 +109,7 @@ def test_namespaces_share_nothing() -> None:
     for method, arguments in (("place", ("t", "m")), ("events", ("w",)), ("placement_stats", ())):
         assert getattr(other, method)(*arguments).startswith("other.")
     assert other.members_bucket == "other_members"
-    assert len({other.members_bucket, other.sessions_bucket, other.keys_bucket}) == 3
+    assert len({other.members_bucket, other.sessions_bucket, other.keys_bucket, other.responses_bucket}) == 4
 
 
 def test_the_wire_names_of_the_design() -> None:
@@ -124,6 +124,7 @@ def test_the_wire_names_of_the_design() -> None:
     assert S.heartbeat("w") == "kvf.heartbeat.w"
     assert S.blocks("w") == "kvf.blocks.w"
     assert (S.members_bucket, S.sessions_bucket, S.keys_bucket) == ("kvf_members", "kvf_sessions", "kvf_keys")
+    assert S.responses_bucket == "kvf_responses"
     assert member_key("worker", "w") == "worker.w"
 
 
