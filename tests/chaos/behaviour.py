@@ -19,9 +19,9 @@ class Behaviour:
     repeats: bool = False  # asks a second time under the same key, while the first runs
 
     @classmethod
-    def draw(cls, chance: random.Random, *, is_http: bool, is_bare: bool) -> Behaviour:
+    def draw(cls, chance: random.Random, *, is_http: bool, is_plain: bool) -> Behaviour:
         """Half of all clients are plain."""
-        if is_bare or chance.random() < 0.5:
+        if is_plain or chance.random() < 0.5:
             return cls()
         choices = [cls("leaves", leaves_after=chance.randint(1, 40)), cls("reads slowly", pause_s=0.15)]
         if is_http:

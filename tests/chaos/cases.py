@@ -150,6 +150,9 @@ class Case:
                 body["tools"] = [{"type": "function", "function": {"name": "invite", "parameters": _GUEST}}]
             messages = [{"role": "system", "content": _BOOK[:300]}, {"role": "user", "content": self.turns[0]}]
             return {**body, "messages": messages, "stream": stream}
+        if self.transport is Transport.BACKGROUND:
+            said = {name: body[name] for name in IN_BACKGROUND & body.keys()}
+            return {**said, "input": self.turns[0], "max_output_tokens": self.max_tokens, "background": True}
         return {**body, "prompt": list(self.ids) or self.turns[0], "stream": stream}
 
 
@@ -164,6 +167,7 @@ _GUEST = {
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "of": {"enum": ["sea", "rain", "night"]}},
     "required": ["name", "age", "of"],
 }
+IN_BACKGROUND = frozenset(("model", "priority", "temperature", "seed", "top_p", "top_k", "stop"))
 _WAYS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -206,14 +210,18 @@ def catalogue(seed: int, wanted: Wanted) -> tuple[Case, ...]:
             transport = transports.pop()
             tenant = "public" if transport.is_bare else chance.choice(TENANTS)
             way = ways[at % len(ways)]
+            if transport is Transport.BACKGROUND:
+                way = {name: way[name] for name in IN_BACKGROUND & way.keys()}
             if way.get("n", 1) > 1 and transport is Transport.GENERATE:
                 way = {key: value for key, value in way.items() if key != "n"}
             if transport is Transport.CHAT and not way.keys() & {"stop", "grammar"}:
                 way = {**way, "tool_choice": "required" if at % 2 else "auto"}
             sampling = {"temperature": 0.0, "ignore_eos": "stop" not in way, **way}
+            if transport is Transport.BACKGROUND:
+                del sampling["ignore_eos"]
             ids: tuple[int, ...] = ()
             turns: tuple[str, ...] = ()
-            if transport in (Transport.GENERATE, Transport.CHAT) or chance.random() < 0.3:
+            if transport in (Transport.GENERATE, Transport.CHAT, Transport.BACKGROUND) or chance.random() < 0.3:
                 lengths = (40, 20) if transport is Transport.GENERATE else (chance.choice((5, 30, 120)),)
                 turns = tuple(_text(chance, words) for words in lengths)
             else:

@@ -16,12 +16,13 @@ class Transport(StrEnum):
     CHAT = "chat"  # POST /v1/chat/completions
     COMPLETIONS = "completions"  # POST /v1/completions
     GENERATE = "generate"  # POST /generate, a turn of a session
+    BACKGROUND = "background"  # POST /v1/responses, which nobody waits for
     BARE_MSGPACK = "bare msgpack"
     BARE_JSON = "bare JSON"
 
     @property
     def is_http(self) -> bool:
-        return self in (Transport.CHAT, Transport.COMPLETIONS, Transport.GENERATE)
+        return self in (Transport.CHAT, Transport.COMPLETIONS, Transport.GENERATE, Transport.BACKGROUND)
 
     @property
     def is_bare(self) -> bool:

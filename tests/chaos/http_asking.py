@@ -29,6 +29,7 @@ ROUTES = {
     Transport.CHAT: "/v1/chat/completions",
     Transport.COMPLETIONS: "/v1/completions",
     Transport.GENERATE: "/generate",
+    Transport.BACKGROUND: "/v1/responses",
 }
 EVENT_IDS = "text/event-stream; event-ids=1"
 CONNECT_S = 1.0
@@ -88,6 +89,50 @@ class HttpClients:
             if not exchange.ends and exchange.left_at is None:
                 await asyncio.sleep(wait_s)
         exchange.done_at = self._now()
+
+    async def ask_in_background(self, case: Case, exchange: Exchange, *, key: str) -> None:
+        """Begins it at one ingress, and asks all of them for it until it has ended."""
+        body = case.http_body(0, stream=False)
+        headers = {"Authorization": f"Bearer {key_of(case.tenant)}"}
+        end = self._now() + case.limit_s
+        while not exchange.ends and self._now() < end:
+            ingress = next(self._turn)
+            url = self._bases[ingress] + ROUTES[case.transport]
+            timeout = httpx.Timeout(case.limit_s, connect=CONNECT_S)
+            try:
+                if exchange.accepted_at is None:
+                    answer = await self._client.post(
+                        url, json=body, headers={**headers, "Idempotency-Key": key}, timeout=timeout
+                    )
+                else:
+                    answer = await self._client.get(f"{url}/resp_{exchange.request}", headers=headers, timeout=timeout)
+            except httpx.TransportError as error:
+                exchange.refusals.append((self._now(), f"{ingress}: {type(error).__name__}"))
+                await asyncio.sleep(RETRY_S)
+                continue
+            if answer.status_code in (429, 503):
+                exchange.refusals.append((self._now(), f"{ingress}: {answer.status_code}"))
+            elif answer.status_code != 200:
+                exchange.ends.append(End(self._now(), str(answer.status_code), answer.text[:300]))
+            else:
+                self._noted(answer.json(), exchange, ingress)
+            await asyncio.sleep(RETRY_S)
+        exchange.done_at = self._now()
+
+    def _noted(self, told: dict[str, Any], exchange: Exchange, ingress: str) -> None:
+        at = self._now()
+        if exchange.accepted_at is None:
+            exchange.accepted_at, exchange.request = at, told["id"].removeprefix("resp_")
+            exchange.ingresses.append((at, ingress))
+        if told["status"] in ("completed", "incomplete"):
+            text = "".join(part["text"] for item in told["output"] for part in item["content"])
+            exchange.pieces.append(Piece(at, 0, text))
+            exchange.reasons[0] = "stop" if told["status"] == "completed" else "length"
+            exchange.cached_tokens = told["kvfleet"]["cached_tokens"]
+            exchange.workers.append((at, told["kvfleet"]["worker_id"]))
+            exchange.ends.append(End(at, output_tokens=told["usage"]["output_tokens"]))
+        elif told["status"] not in ("queued", "in_progress"):
+            exchange.ends.append(End(at, told["status"], str(told["error"])))
 
     async def _once(
         self, ingress: str, case: Case, body: dict[str, Any], headers: dict[str, str], caller: _Caller

@@ -119,8 +119,10 @@ class Load:
     async def _use(self, model: str, cases: itertools.cycle[Case], chance: random.Random) -> None:
         while not self._stopping.is_set():
             case = next(cases)
-            behaviour = Behaviour.draw(chance, is_http=case.transport.is_http, is_bare=case.transport.is_bare)
-            if case.transport is Transport.GENERATE and behaviour.whole:
+            transport = case.transport
+            is_plain = transport.is_bare or transport is Transport.BACKGROUND
+            behaviour = Behaviour.draw(chance, is_http=transport.is_http, is_plain=is_plain)
+            if transport is Transport.GENERATE and behaviour.whole:
                 behaviour = PLAIN
             await self.converse(case, behaviour)
             await self._think(THINK_S[model] * chance.uniform(0.5, 1.5))
@@ -173,6 +175,8 @@ class Load:
             await ask_client(self.clients[case.tenant], case, behaviour, exchange, self._fleet.now)
         elif case.transport.is_bare:
             await self._bare.ask(case, behaviour, exchange)
+        elif case.transport is Transport.BACKGROUND:
+            await self._http.ask_in_background(case, exchange, key=os.urandom(8).hex())
         elif behaviour.repeats:
             key = os.urandom(8).hex()
             twin = self._exchange(case, behaviour, exchange.turn)

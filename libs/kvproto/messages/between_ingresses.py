@@ -94,7 +94,6 @@ class ActiveResponse:
     request: Name
     ingress: Name
     caller: Name
-    created_unix: Count
     priority: Annotated[int, Range(-100, 100)] = 0
     takeovers: Count = 0
 

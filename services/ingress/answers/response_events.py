@@ -143,7 +143,7 @@ class OutputItems:
 
 @dataclass(frozen=True, slots=True)
 class ResponseForm:
-    """`told` are the fields of the answer that the request decides."""
+    """`told` are the fields of the answer that the request decides, `size` their bytes."""
 
     request: str
     created: int
@@ -152,7 +152,7 @@ class ResponseForm:
     background: bool = False
     spelling: TokenSpelling | None = None  # for log probabilities
     prompt_digest: str = ""
-    size = 0  # all of it is small
+    size: int = 0
 
     def writer(self, at: Position = START, *, id_lines: bool = False) -> ResponseEvents:
         """Raises InvalidRequest for a position that this answer cannot have."""

@@ -190,6 +190,7 @@ class ResponseFields(InputAsk):
     top_logprobs: Annotated[int, Whole(0, MAX_CHAT_LOGPROBS)] | None = None
     seed: Annotated[int, Whole(-(2**63), 2**64 - 1)] | None = None
     stop: Annotated[tuple[str, ...], Stops] = ()
+    ignore_eos: Flag = False
     user: str | None = None
     placement: PlacementAsk = ANYWHERE
     exact: Flag = False
@@ -252,6 +253,7 @@ def read_response(body: Body) -> ResponseAsk:
         top_k=said.top_k,
         seed=said.seed,
         stop=said.stop,
+        ignore_eos=said.ignore_eos,
         logprobs=(said.top_logprobs or 0) if scored else None,
         grammar=said.text.grammar if said.text is not None else None,
         overflow=Overflow.TRUNCATE_LEFT if said.truncation == "auto" else Overflow.ERROR,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +25,7 @@ from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.runs import Run
 from kvproto import codec
 from kvproto.buckets import BucketWatch, Entry, StaleRevision
-from kvproto.errors import Cancelled, CodecError, KvfleetError, NotFound, Unavailable
+from kvproto.errors import Cancelled, CodecError, KvfleetError, LimitExceeded, NotFound, Unavailable
 from kvproto.messages import ActiveResponse, ResponseStatus
 from kvproto.tasks import end
 
@@ -49,14 +48,14 @@ class Keeper:
     held: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     run: Run | None = None
-    leaves: bool = False
+    leaves: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     _turn: ResponseTurn | None = None
 
     async def prepare(self) -> Job:
         job = await self.make(self.begun.set)
         assert isinstance(job.turn, ResponseTurn)
-        self._turn = job.turn
+        self.held, self._turn = self.revision, job.turn
         return job
 
     async def ready(self) -> None:
@@ -69,7 +68,7 @@ class Keeper:
             self.task.result()
 
     async def leave(self) -> None:
-        self.leaves = True
+        self.leaves.set()
         if self.run is not None:
             await self.run.leave(self)
         if self.task is not None:
@@ -111,21 +110,23 @@ class Background:
         clock = asyncio.get_running_loop().time
         until = clock() + self.retry_for_s
         try:
-            while not keeper.leaves:
+            while not keeper.leaves.is_set():
                 try:
                     await self.jobs.flow.follow(keeper.call, keeper.prepare, keeper)
                     keeper.begun.set()
                     return
                 except KvfleetError as error:
-                    if keeper.leaves or (isinstance(error, Cancelled) and keeper.begun.is_set()):
+                    if keeper.leaves.is_set() or (isinstance(error, Cancelled) and keeper.begun.is_set()):
                         return
                     if not keeper.begun.is_set() and not keeper.held:
                         raise
-                    if not error.retryable or clock() > until:
+                    if clock() > until or not (error.retryable or isinstance(error, LimitExceeded)):
                         await self._fail(keeper, error)
                         return
                     log.info("response %s goes on later: %s", keeper.call.name.request, error.code)
-                    await asyncio.sleep(min(error.retry_after_s or RETRY_S, LONGEST_RETRY_S))
+                    with contextlib.suppress(TimeoutError):
+                        wait_s = min(error.retry_after_s or RETRY_S, LONGEST_RETRY_S)
+                        await asyncio.wait_for(keeper.leaves.wait(), wait_s)
         finally:
             del self._kept[keeper.call.name.request]
 
@@ -218,16 +219,16 @@ class Background:
 
     async def hand_over(self) -> None:
         """To the other ingresses, or to the next one here."""
-        for keeper in list(self._kept.values()):
-            await keeper.leave()
-            if not keeper.revision:
-                continue
-            active = ActiveResponse(
-                keeper.call.caller.tenant, keeper.call.name.request, "", keeper.call.caller.name, int(time.time()),
-                keeper.call.priority,
-            )  # fmt: skip
-            with contextlib.suppress(KvfleetError):
-                await self.records.hold(active, keeper.revision)
+        await asyncio.gather(*map(self._hand_over, list(self._kept.values())))
+
+    async def _hand_over(self, keeper: Keeper) -> None:
+        await keeper.leave()
+        if not keeper.revision:
+            return
+        caller, request = keeper.call.caller, keeper.call.name.request
+        active = ActiveResponse(caller.tenant, request, "", caller.name, keeper.call.priority)
+        with contextlib.suppress(KvfleetError):
+            await self.records.hold(active, keeper.revision)
 
     async def close(self) -> None:
         await end([*self._stopping, *(one.task for one in self._kept.values() if one.task is not None)])

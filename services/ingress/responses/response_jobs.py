@@ -25,7 +25,7 @@ from kvfleet.ingress.runs.event_ids import START, Position, prompt_digest
 from kvfleet.ingress.runs.jobs import HeldTurn, Job
 from kvfleet.ingress.runs.repeats import RequestName, digest_of
 from kvfleet.ingress.runs.transcript import Transcript
-from kvproto.errors import InvalidRequest, KvfleetError
+from kvproto.errors import InvalidRequest, KvfleetError, NotFound
 from kvproto.messages import (
     ActiveResponse,
     FinishReason,
@@ -85,7 +85,7 @@ class ResponseJobs:
     ingress: str
 
     async def fresh(self, call: Call[ResponseAsk], on_open: Callable[[], None] = lambda: None) -> Job:
-        """Raises NotFound for a response before it that is not stored, InvalidRequest for one without output."""
+        """Raises InvalidRequest for a response before it that is not stored, or has no output."""
         fields, tenant, request = call.ask.fields, call.caller.tenant, call.name.request
         previous, earlier = await self._before(tenant, fields.previous_response_id)
         named = await self._named(tenant, fields.references)
@@ -101,8 +101,9 @@ class ResponseJobs:
             nonlocal read_as
             read_as, spelling = reading or read_as, spelling_of(model, sampling)
             told, background = told_of(fields, model.name, sampling), fields.background
-            return ResponseForm(request, created, told, read_as, background, spelling, prompt_digest(ids))
+            return ResponseForm(request, created, told, read_as, background, spelling, prompt_digest(ids), len(body))
 
+        body = orjson.dumps(call.ask.body)
         job = await self.flow.chat_job(call.of(call.ask.chat(earlier, named)), form_of)
         if not fields.store:
             return job
@@ -111,7 +112,7 @@ class ResponseJobs:
             request, said.model, ResponseStatus.IN_PROGRESS, created, NOTHING, None, fields.background, previous
         )
         asked = ResponseAsked(
-            orjson.dumps(call.ask.body),
+            body,
             said.sampling,
             said.session or "",
             read_as.tools,
@@ -121,7 +122,7 @@ class ResponseJobs:
         )
         active = None
         if fields.background:
-            active = ActiveResponse(tenant, request, self.ingress, call.caller.name, created, call.priority)
+            active = ActiveResponse(tenant, request, self.ingress, call.caller.name, call.priority)
         return replace(job, turn=ResponseTurn(self.records, job.turn, tenant, head, asked, active, 0, on_open))
 
     async def restored(
@@ -161,12 +162,15 @@ class ResponseJobs:
         if previous is None:
             return (), []
         field = "previous_response_id"
-        last = await self.records.find(tenant, request_of(previous) or previous, field)
-        chain = (*last.head.previous, last.head.request)
-        if len(chain) > MAX_EARLIER:
-            raise InvalidRequest(f"at most {MAX_EARLIER} responses may be before this one", field=field)
-        older = await asyncio.gather(*(self.records.find(tenant, one, field) for one in last.head.previous))
-        items = await asyncio.gather(*(self.items_of(one, field) for one in (*older, last)))
+        try:
+            last = await self.records.find(tenant, request_of(previous) or previous.removeprefix("resp_"), field)
+            chain = (*last.head.previous, last.head.request)
+            if len(chain) > MAX_EARLIER:
+                raise InvalidRequest(f"at most {MAX_EARLIER} responses may be before this one", field=field)
+            older = await asyncio.gather(*(self.records.find(tenant, one, field) for one in last.head.previous))
+            items = await asyncio.gather(*(self.items_of(one, field) for one in (*older, last)))
+        except NotFound as error:
+            raise InvalidRequest(error.message, field=field) from None
         return chain, [item for its in items for item in its]
 
     async def items_of(self, stored: StoredResponse, field: str) -> list[ItemKind]:
@@ -209,7 +213,7 @@ def form_of_stored(stored: StoredResponse, asked: ResponseAsked) -> ResponseForm
     names = tuple(tool.name for tool in plan.callable) if plan is not None else ()
     reading = MessageReading(asked.format, asked.thinks, asked.begun, names)
     told = told_of(fields, head.model, asked.sampling)
-    return ResponseForm(head.request, head.created_unix, told, reading, head.background)
+    return ResponseForm(head.request, head.created_unix, told, reading, head.background, size=len(asked.body))
 
 
 def told_of(fields: ResponseFields, model: str, sampling: Sampling) -> dict[str, Any]:

@@ -84,26 +84,28 @@ class ResponseRecords:
 
     async def begin(self, head: ResponseHead, asked: ResponseAsked, active: ActiveResponse) -> int:
         """Of a response in the background; returns the active record's revision, 0 if it has begun elsewhere."""
-        key = _key(active.tenant, head.request)
-        if (await self.bucket.get(key)).value is not None:
+        key, active_key = _key(active.tenant, head.request), _active_key(active.tenant, active.request)
+        entry, known = await asyncio.gather(self.bucket.get(key), self.bucket.get(active_key))
+        if entry.value is not None or known.value is not None:
             return 0
         try:
-            revision = await self.hold(active, 0)
+            revision = await self.hold(active, known.revision)
         except StaleRevision:
             return 0
         kept = await self._keep(key, codec.encode(asked))
         try:
-            await self.bucket.update(key, codec.encode(replace(head, asked=kept)), 0)
+            await self.bucket.update(key, codec.encode(replace(head, asked=kept)), entry.revision)
         except StaleRevision:
             await self._forget(key, kept)
         return revision
 
     async def end(self, tenant: str, head: ResponseHead, asked: ResponseAsked, transcript: Transcript | None) -> None:
-        """Store it with its end, unless it has one. One that ran in the background is active no more."""
+        """Store it with its end, unless it has one. One that ran in the background is active no more; if it has no
+        record, it was deleted."""
         key = _key(tenant, head.request)
         entry = await self.bucket.get(key)
         before = codec.decode(ResponseHead, entry.value) if entry.value is not None else None
-        if before is None or before.status is ResponseStatus.IN_PROGRESS:
+        if before.status is ResponseStatus.IN_PROGRESS if before is not None else not head.background:
             asked_kept, said_kept = await asyncio.gather(
                 self._keep(key, codec.encode(replace(asked, prompt_ids=()))),
                 self._keep(key, _frames(transcript) if transcript is not None else b""),

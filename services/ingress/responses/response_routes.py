@@ -24,7 +24,7 @@ from kvfleet.ingress.requests.responses import read_input, read_response
 from kvfleet.ingress.responses.background import Background
 from kvfleet.ingress.responses.response_jobs import ROUTE, ResponseJobs, call_of
 from kvfleet.ingress.responses.response_records import ResponseRecords, StoredResponse, not_found
-from kvfleet.ingress.runs.event_ids import Position
+from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, Position
 from kvfleet.ingress.runs.jobs import EventReader
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvproto.buckets import StaleRevision
@@ -55,6 +55,8 @@ class ResponseRoutes:
         if not call.ask.fields.background:
             await flow.serve(exchange, call, make, streams=call.ask.stream)
             return
+        if call.name.at != START and not call.ask.stream:
+            raise InvalidRequest("only allowed when the answer is streamed", field=LAST_EVENT_ID)
         keeper = self.background.keep(call, make)
         await keeper.ready()
         if call.ask.stream:
@@ -152,7 +154,7 @@ class ResponseRoutes:
         said = exchange.path_params["response_id"]
         request = request_of(said)
         if request is None:
-            raise not_found(said)
+            raise not_found(said.removeprefix("resp_"))
         return caller, await self.records.find(caller.tenant, request)
 
     async def _body(self, stored: StoredResponse, asked: ResponseAsked) -> bytes:

@@ -232,7 +232,7 @@ async def test_tenants_and_limits(serving: Serve, worker: ScriptedWorker) -> Non
     ):
         assert (await served.http.request(method, path + rest, headers=two)).status_code == 404
     after = {**ASKED, "previous_response_id": answer.json()["id"]}
-    assert (await served.http.post("/v1/responses", json=after, headers=two)).status_code == 404
+    assert (await served.http.post("/v1/responses", json=after, headers=two)).status_code == 400
     worker.held.set()
     assert text_of(await ended(served.http, answer.json()["id"], **one)) == "Hello!"
     await none_left(served, worker)

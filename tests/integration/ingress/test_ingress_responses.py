@@ -231,7 +231,7 @@ async def test_what_is_deleted_is_gone(served: Served, worker: ScriptedWorker) -
         for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
             with pytest.raises(openai.NotFoundError):
                 await ask(answer.id)
-        with pytest.raises(openai.NotFoundError) as refused:
+        with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(**ASKED, previous_response_id=answer.id)
     assert refused.value.param == "previous_response_id"
     asked, said = worker.requests[0][1], (token for token, _ in worker.reply)
