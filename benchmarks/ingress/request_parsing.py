@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness.report import finish, parse_quick, progress, spread
 from kvfleet.ingress.requests.bodies import read_chat, read_completion
-from kvfleet.ingress.requests.fields import parse_body
+from kvservice.fields import parse_body
 
 NAME, UNIT = "request_parsing", "the least share over its floor"
 FLOOR = 1.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -152,8 +153,9 @@ class Client:
 
         A request id that another process has started, a short while ago at most, is read from its first token on.
         """
-        if bool(generation.prompt_ids) == (generation.prompt is not None):
-            raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
+        if bool(generation.prompt_ids) + (generation.prompt is not None) + (generation.chat is not None) != 1:
+            one_of = "exactly one of prompt_ids, prompt and chat must be given and not empty"
+            raise InvalidRequest(one_of, field="prompt")
         _check_text_and_ids(generation)
         read_map(Sampling, to_map(generation.sampling), "sampling")  # as the worker would find it
         _check_before(before, generation.sampling.n)
@@ -162,6 +164,9 @@ class Client:
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
         if generation.sampling.seed is None:  # kept in the request, so that a later attempt draws the same tokens
             generation = replace(generation, sampling=replace(generation.sampling, seed=seed_of(request)))
+        if (chat := generation.chat) is not None:
+            chat = replace(chat, unix_s=chat.unix_s or int(time.time()))
+            generation = replace(generation, chat=chat, session=generation.session or chat.conversation)
         if request in self._streams:
             raise InvalidRequest("this request id is already running", field="request")
         self.subjects.place(generation.tenant, generation.model)  # refuses a tenant that is no subject token
@@ -359,7 +364,7 @@ def _check_before(before: Sequence[Continuation], choices: int) -> None:
 
 def _check_text_and_ids(generation: Generation) -> None:
     _check_ids("prompt_ids", generation.prompt_ids, "must be integers within [0, 4294967295]")
-    for field, text in (("prompt", generation.prompt or ""), ("stop", "".join(generation.sampling.stop))):
+    for field, text in (("prompt", generation.text or ""), ("stop", "".join(generation.sampling.stop))):
         try:
             text.encode()
         except UnicodeEncodeError:

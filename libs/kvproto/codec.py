@@ -85,6 +85,8 @@ def common_version(versions: tuple[int, ...]) -> int:
 def version_of_offer(worker: m.WorkerRecord, request: m.GenerateRequest) -> int:
     """The version to write a request to a worker in. Raises VersionMismatch, and Unavailable for a worker that would
     ignore a part of it."""
+    if request.chat is not None and not worker.chats:
+        raise Unavailable(f"worker {worker.id} renders no chats", field="messages")
     if request.sampling.grammar is not None and not worker.grammars:
         raise Unavailable(f"worker {worker.id} follows no grammars", field=request.sampling.grammar.said)
     return common_version(worker.versions)
@@ -166,8 +168,10 @@ def _frame_values(frame: m.Frame) -> list[Any]:
     row: list[Any]
     if type(frame) is m.Tokens:
         row = [_TOKENS, frame.request, frame.attempt, frame.choice, frame.index, frame.ids, frame.text]
-        if frame.logprobs:
+        if frame.logprobs or frame.deltas:
             row.append(logprob_rows(frame.logprobs))
+        if frame.deltas:
+            row.append([to_map(delta) for delta in frame.deltas])
         return row
     row = [_TAG_OF[type(frame)]]
     for f in schema_of(type(frame)):
@@ -211,7 +215,14 @@ def _read_tokens(row: list[Any]) -> m.Tokens:
         if type(one) is not int or type(piece) is not str:
             raise CodecError("wrong type", field="tokens.ids")
     logprobs = read_logprobs(row[7], len(ids), "tokens.logprobs") if len(row) > 7 else ()
-    return m.Tokens(request, attempt, choice, index, tuple(ids), tuple(text), logprobs)
+    deltas = _read_deltas(row[8], len(ids)) if len(row) > 8 else ()
+    return m.Tokens(request, attempt, choice, index, tuple(ids), tuple(text), logprobs, deltas)
+
+
+def _read_deltas(rows: Any, tokens: int) -> tuple[m.AssistantDelta, ...]:
+    if type(rows) is not list or len(rows) not in (0, tokens):
+        raise CodecError("wrong type or length", field="tokens.deltas")
+    return tuple(read_map(m.AssistantDelta, row, f"tokens.deltas[{at}]") for at, row in enumerate(rows))
 
 
 def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:

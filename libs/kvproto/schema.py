@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvproto.block_hash import pack_ids, unpack_ids
-from kvproto.errors import CodecError, UnknownEnumValue
+from kvproto.errors import CodecError, InvalidRequest, UnknownEnumValue
 from kvproto.messages.vocabulary import Ids, MaxLength, Range
+
+MAX_DEPTH = 64  # of what may be anything, in lists and maps: less than what any packer takes
 
 T = TypeVar("T")
 _Read = Callable[[Any, str], Any]
@@ -141,6 +143,26 @@ def _mapping(key_kind: Any, item: Any, bounds: tuple[Any, ...]) -> tuple[_Read, 
     return read, write
 
 
+def is_too_deep(value: Any) -> bool:
+    """Whether it has more than MAX_DEPTH lists and maps in one another."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer) if type(inner) in (list, dict)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value if type(value) is list else ()
+
+
+def _read_any(value: Any, path: str) -> Any:
+    if is_too_deep(value):
+        raise InvalidRequest(f"at most {MAX_DEPTH} lists and objects in one another", field=path)
+    return value
+
+
 def _compile(hint: Any) -> tuple[_Read, _Write | None]:
     bounds: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
@@ -170,7 +192,7 @@ def _compile(hint: Any) -> tuple[_Read, _Write | None]:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return enum_reader(hint), lambda value, packed: value.value
     if hint is Any:
-        return lambda value, path: value, None
+        return _read_any, None
     if hint in (int, float, str, bytes, bool):
         return _scalar(hint, bounds), None
     raise TypeError(f"the codec cannot carry {hint!r}")

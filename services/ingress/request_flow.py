@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from kvchat.message_format import MessageReading, format_of_message
 from kvfleet.ingress.answers.anthropic_answers import message_error
 from kvfleet.ingress.answers.anthropic_events import AnthropicForm
 from kvfleet.ingress.answers.native_events import NativeForm
@@ -33,9 +34,8 @@ from kvfleet.ingress.limits.admission import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.limits.callers import default_max_tokens
 from kvfleet.ingress.limits.limiter import RunUsage
 from kvfleet.ingress.parts import IngressParts
-from kvfleet.ingress.prompts.message_format import MessageReading, format_of_message
 from kvfleet.ingress.prompts.models import ServedModel
-from kvfleet.ingress.prompts.prompts import Prompts, conversation_of
+from kvfleet.ingress.prompts.prompts import Prompts
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, repeat_state
 from kvfleet.ingress.requests.anthropic import read_messages
@@ -59,6 +59,7 @@ from kvfleet.ingress.sessions.session_index import auto_seq_id
 from kvfleet.ingress.sessions.turns import ChatTurn, SessionTurn
 from kvfleet.ingress.telemetry.metrics import RequestTally
 from kvfleet.ingress.telemetry.request_trace import RequestTrace
+from kvproto.chats import conversation_of
 from kvproto.client import Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
 from kvproto.messages import Continuation, Sampling
@@ -111,13 +112,14 @@ class RequestFlow:
             session = await self.parts.index.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
-        written = format_of_message(ask, model)
+        written = format_of_message(ask.tools.plan, model.bundle, model.tokenizer.special)
         prompt = await self.prompts.chat(model, tenant, ask.messages, history, ask.template_values, must_fit=must_fit)
         self.parts.metrics.tally.spliced_tokens_total += prompt.spliced
         sampling = self._sampling(call, model, len(prompt.ids), "messages")
         if written is not None:
             sampling = written.bind(sampling, prompt.text)
-        conversation = session.key if session is not None else conversation_of(ask.messages)
+        spoken = ((one.role, one.content) for one in ask.messages)
+        conversation = session.key if session is not None else conversation_of(spoken)
         kept = None
         if session is not None and self.parts.index.sessions.fits(len(prompt.ids) + sampling.max_tokens):
             kept = SessionTurn(self.parts.index, tenant, session, model.name, call.name.request, prompt.ids, None)

@@ -18,7 +18,6 @@ from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.limits.callers import Caller, priority_of, require_policy
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.requests.bodies import ChatAsk, CompletionAsk, GenerateAsk
-from kvfleet.ingress.requests.fields import Body, parse_body
 from kvfleet.ingress.requests.responses import ResponseAsk
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START
 from kvfleet.ingress.runs.repeats import RequestName, digest_of, key_secret, name_request
@@ -28,6 +27,7 @@ from kvfleet.ingress.telemetry.audit import Audit
 from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_request_id
+from kvservice.fields import Body, parse_body
 from kvservice.tracing import Tracer
 
 log = logging.getLogger(__name__)

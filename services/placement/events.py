@@ -23,6 +23,7 @@ from kvproto.messages import (
     BookedBatch,
     CancelRequest,
     Capsule,
+    Chat,
     Decision,
     Encoding,
     Failed,
@@ -60,6 +61,7 @@ class GenerateAsked:
     unix_ms: int  # of its arrival, for expiry on other machines
     ask: ProducerRequest
     from_other_region: bool = False
+    chat: Chat | None = None
 
 
 @dataclass(frozen=True, slots=True)

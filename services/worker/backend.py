@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
 from prometheus_client.registry import Collector
-from tokenizers import Tokenizer
 
 from kvfleet.worker.engine.bundle import bundle_hash
 from kvfleet.worker.serve.loop import WorkerLoop
@@ -24,7 +22,6 @@ from kvfleet.worker.settings import WorkerSettings
 from kvproto import codec
 from kvproto.block_hash import public_prefix
 from kvproto.connection import Connection
-from kvproto.errors import InvalidRequest
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
 from kvproto.messages import Adapter, Bundle, State, WorkerRecord
@@ -100,19 +97,5 @@ def worker_record(
         engine=settings.engine,
         adapters=adapters,
         grammars=find_spec("llguidance") is not None,
+        chats=True,
     )
-
-
-def prompt_encoder_of(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """For text prompts of bare producers; the ingress sends ids. The encoder raises InvalidRequest."""
-
-    def encode(text: str) -> list[int]:
-        try:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
-        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-            raise InvalidRequest(f"the prompt cannot be tokenised: {str(error)[:200]}", field="prompt") from None
-        if not ids:
-            raise InvalidRequest("the prompt has no tokens", field="prompt")
-        return ids
-
-    return encode

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
-from kvfleet.worker.backend import Backend, Served, WorkerProcess, prompt_encoder_of
+from kvfleet.worker.backend import Backend, Served, WorkerProcess
 from kvfleet.worker.engine.bundle import read_bundle, read_public_prefixes
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_factory import build_engine
@@ -26,6 +26,7 @@ from kvfleet.worker.serve.demand import preload
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.text.model_text import ModelText
 from kvproto.connection import Connection
 from kvproto.members import Lease
 from kvproto.messages import Bundle, WorkerRecord
@@ -127,8 +128,8 @@ def assemble(
         data_plane=data_plane,
         kv_format=thread.facts.kv_format,
     )
-    encode_prompt = prompt_encoder_of(Tokenizer.from_str(bundle.tokenizer_json))
+    text = ModelText(Tokenizer.from_str(bundle.tokenizer_json))
     tiers = EngineTiers(thread, network, settings.block_size, settings.fleet_key.encode())
-    parts = WorkerParts(settings, connection, subjects, lease, thread, tiers, bundle, encode_prompt, tracer)
+    parts = WorkerParts(settings, connection, subjects, lease, thread, tiers, bundle, text, tracer)
     worker = WorkerLoop(parts, on_fatal, on_drain)
     return worker, thread

@@ -11,7 +11,7 @@ from pathlib import Path
 from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
-from kvfleet.worker.backend import Backend, Served, WorkerProcess, prompt_encoder_of
+from kvfleet.worker.backend import Backend, Served, WorkerProcess
 from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.model.base import BlockFormat
 from kvfleet.worker.model.kv_size import readable
@@ -22,6 +22,7 @@ from kvfleet.worker.serve.demand import preload
 from kvfleet.worker.serve.loop import WorkerLoop
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.settings import WorkerSettings
+from kvfleet.worker.text.model_text import ModelText
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.vllm.engine_beside import engine_beside
 from kvfleet.worker.vllm.no_tiers import NoTiers, StoreTiers
@@ -160,7 +161,7 @@ class VllmBackend(Backend):
         )
         parts = WorkerParts(
             one.settings, one.connection, one.subjects, lease, engine, self._tiers, bundle,
-            prompt_encoder_of(tokenizer), one.tracer, adapters=server.adapters,
+            ModelText(tokenizer), one.tracer, adapters=server.adapters,
         )  # fmt: skip
         self._successors = Successors(one.connection, one.subjects, lease.record)
         parts.somebody_is_ready = self._successors.somebody_is_ready

@@ -99,6 +99,14 @@ MESSAGES: dict[str, Any] = {
             m.FormatType.JSON_SCHEMA, m.JsonSchema("n", {"type": "object", "required": ["a"]}, "of a", strict=True)
         ),
     ),
+    "generate_request_of_a_chat": m.GenerateRequest(
+        **KEY, model="m", sampling=SAMPLING, inbox="_ing.i1.b", output_ids=(5,), text_sent=3,
+        chat=m.Chat('{"messages":[{"role":"user","content":"ü"}]}', "chat-a", 1_763_700_000),
+    ),
+    "producer_request_of_a_chat": m.ProducerRequest(
+        messages=[{"role": "user", "content": "ü"}], tools=[{"type": "function", "function": {"name": "f"}}],
+        tool_choice="required", parallel_tool_calls=False, reasoning_effort="low", chat_template_kwargs={"a": None},
+    ),
     "resend_request_choices": m.ResendRequest(**KEY, from_index=17, inbox="_ing.i1.b", from_indices=(17, 0, 2**40)),
     "continuation": m.Continuation((1, 2), 5, m.FinishReason.LENGTH),
     "cancel_request": m.CancelRequest("a" * 26, 1),
@@ -139,6 +147,7 @@ MESSAGES: dict[str, Any] = {
         public_prefixes=(m.PublicPrefix(32, HASHES[1]), m.PublicPrefix(48, HASHES[2])),
     ),
     "worker_record_of_grammars": replace(RECORD, grammars=True),
+    "worker_record_of_chats": replace(RECORD, chats=True),
     "worker_record_engine": replace(RECORD, engine="vllm", engine_pid=4712),
     "heartbeat_restore_rates": replace(
         HEARTBEAT, rates=m.Rates(1234.5, 17.25, 270.0, {"host": 8e9, "vault": 1.5e8})
@@ -176,6 +185,23 @@ CHOICE_FRAMES: list[m.Frame] = [  # since several choices and log probabilities 
     ),
     m.ChoiceFinished(**KEY, choice=2, reason=m.FinishReason.LENGTH, output_tokens=9),
 ]  # fmt: skip
+MESSAGE = m.AssistantMessage(
+    "tool_calls",
+    "Well.",
+    "Hm.",
+    (m.AssistantCall("abcdefghi", "f", '{"a": "ü"}'), m.AssistantCall("jklmnopqr", "g", "{}")),
+)
+CHAT_FRAMES: list[m.Frame] = [  # since workers render chats
+    m.Tokens(
+        **KEY, choice=0, index=7, ids=(1, 9, 8), text=("a", "b", "c"),
+        deltas=(
+            m.AssistantDelta("Well.", "Hm."), m.AssistantDelta(),
+            m.AssistantDelta(tool_calls=(m.AssistantCallDelta(0, arguments='ü"}'), m.AssistantCallDelta(1, "j", "g"))),
+        ),
+    ),
+    m.ChoiceFinished(**KEY, choice=2, reason=m.FinishReason.STOP, output_tokens=9, message=MESSAGE),
+    m.Finished(**KEY, reason=m.FinishReason.STOP, prompt_tokens=5, output_tokens=9, worker="w1", message=MESSAGE),
+]  # fmt: skip
 EVENTS = m.KvEvents(
     "e",
     7,
@@ -191,6 +217,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
     }
     out["frames"] = (codec.encode_frames(FRAMES), FRAMES, codec.decode_frames)
     out["frames_choices"] = (codec.encode_frames(CHOICE_FRAMES), CHOICE_FRAMES, codec.decode_frames)
+    out["frames_chat"] = (codec.encode_frames(CHAT_FRAMES), CHAT_FRAMES, codec.decode_frames)
     out["events"] = (codec.encode_events(EVENTS), EVENTS, decode_events)
     for as_json in (False, True):
         kind = "json" if as_json else "msgpack"
@@ -203,6 +230,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
         )
         scored, ended = CHOICE_FRAMES
         plain = {type(frame).__name__.lower(): frame for frame in (*FRAMES, ended)} | {"scored_tokens": scored}
+        plain |= {f"{type(frame).__name__.lower()}_of_a_chat": frame for frame in CHAT_FRAMES}
         for name, frame in plain.items():
             out[f"plain_{name}_{kind}"] = (
                 codec.encode_plain_frame(frame, as_json=as_json),

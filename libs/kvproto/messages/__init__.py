@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from kvproto.messages.admin import *  # noqa: F403
 from kvproto.messages.between_ingresses import *  # noqa: F403
+from kvproto.messages.chats import *  # noqa: F403
 from kvproto.messages.frames import *  # noqa: F403
 from kvproto.messages.members import *  # noqa: F403
 from kvproto.messages.placement import *  # noqa: F403

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvproto.messages.chats import AssistantDelta, AssistantMessage
 from kvproto.messages.vocabulary import Count, FinishReason, Name, Seconds, Text, Tokens32
 
 
@@ -48,7 +49,7 @@ class Tokens:
     """Tokens `index` ... `index + len(ids) - 1` of one choice, one piece of text per id.
 
     A piece is empty while a character or a stop string may be incomplete; together they are exactly the final text.
-    `logprobs` has one entry per id, or none unless the request asked for them.
+    `logprobs` has one entry per id, or none unless the request asked for them; so have `deltas`, for a chat.
     """
 
     request: str
@@ -58,6 +59,7 @@ class Tokens:
     ids: Tokens32
     text: tuple[str, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    deltas: tuple[AssistantDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,13 @@ class ChoiceFinished:
     reason: FinishReason
     output_tokens: Count  # of this choice, those of earlier attempts included
     stop: Text = ""  # the stop string that ended it; "": something else did
+    message: AssistantMessage | None = None  # of a chat
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Terminal. `output_tokens` counts the generated tokens of all choices and attempts; `reason` is choice 0's."""
+    """Terminal. `output_tokens` counts the generated tokens of all choices and attempts; `reason` and `message` are
+    choice 0's."""
 
     request: Name
     attempt: Count
@@ -84,6 +88,7 @@ class Finished:
     cached_tokens: Count = 0
     worker: Name = ""
     stop: Text = ""  # the stop string that ended choice 0; "": something else did
+    message: AssistantMessage | None = None  # of a chat
 
 
 @dataclass(frozen=True, slots=True)

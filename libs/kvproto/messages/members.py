@@ -62,6 +62,7 @@ class WorkerRecord:
     engine_pid: Count = 0  # of that server's engine on the worker's host, which changes when it restarts; 0: none
     adapters: Annotated[tuple[Adapter, ...], MaxLength(256)] = ()  # of `model`, loaded and ready whenever it is
     grammars: bool = False  # it follows `Sampling.grammar`, which others would ignore
+    chats: bool = False  # it renders `GenerateRequest.chat`, which others would not find
 
     @property
     def models(self) -> dict[str, str]:

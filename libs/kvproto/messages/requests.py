@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from kvproto.messages.chats import Chat
 from kvproto.messages.vocabulary import (
     Addresses,
     Count,
@@ -142,8 +143,9 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One attempt, published to one worker; the NATS reply subject gets `Accepted` or `Failed`. Either `prompt_ids` or
-    `prompt` is set. A known attempt gets one more reader: the new inbox gets all frames from the first on."""
+    """One attempt, published to one worker; the NATS reply subject gets `Accepted` or `Failed`. One of `prompt_ids`,
+    `prompt` and `chat` is set. A known attempt gets one more reader: the new inbox gets all frames from the first on.
+    """
 
     request: Name
     attempt: Count
@@ -169,6 +171,12 @@ class GenerateRequest:
     source_addresses: Addresses = ()  # of a source in another region
     source_seal: Annotated[bytes, MaxLength(64)] = b""
     again: bool = False  # repeated, as the answer may be lost: a known reader gets no frame twice
+    chat: Chat | None = None  # instead of a prompt
+
+    @property
+    def text(self) -> str | None:
+        """What its worker tokenises."""
+        return self.prompt if self.chat is None else self.chat.text
 
     def continuation(self, choice: int) -> Continuation:
         if self.sampling.n == 1:
@@ -209,6 +217,12 @@ class ProducerRequest:
     grammar: Grammar | None = None
     response_format: ResponseFormat | None = None  # instead of a grammar
     skip_special_tokens: bool = True
+    messages: Any = None  # instead of a prompt: as in OpenAI's chat completions, as are the others
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    chat_template_kwargs: Any = None
 
 
 @dataclass(frozen=True, slots=True)

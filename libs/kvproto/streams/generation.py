@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from kvproto.errors import DeadlineExceeded, KvfleetError
 from kvproto.ids import DEFAULT_TENANT
-from kvproto.messages import Sampling
+from kvproto.messages import Chat, Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A caller's request. Either `prompt_ids` or `prompt` (the worker then tokenises it)."""
+    """A caller's request. One of `prompt_ids`, `prompt` (the worker then tokenises it) and `chat` (it renders that, and
+    reads the message that comes)."""
 
     model: str
     sampling: Sampling
@@ -34,6 +35,12 @@ class Generation:
     traceparent: str | None = None
     exact: bool = False  # use no block that was ever quantised, and none computed on one
     max_wait_s: float | None = None  # refuse the request, with a time to retry, if it would wait longer for a start
+    chat: Chat | None = None  # made by `kvproto.chats.chat_of`
+
+    @property
+    def text(self) -> str | None:
+        """What its worker tokenises."""
+        return self.prompt if self.chat is None else self.chat.text
 
 
 @dataclass(slots=True)

@@ -112,7 +112,7 @@ class Placer:
             request=stream.request,
             model=generation.model,
             prompt_ids=generation.prompt_ids,
-            prompt=generation.prompt,
+            prompt=generation.text,
             session=generation.session,
             attempt=stream.attempts,
             excluded=tuple(trials.excluded),

@@ -148,6 +148,7 @@ class RequestDriver:
             traceparent=traceparent,
             continuations=assembly.continuations(),
             exact=generation.exact,
+            chat=generation.chat,
         )
         mover = stream.mover
         if mover is not None and (held_at := self._holder(mover.worker, placement.worker)):

@@ -185,8 +185,8 @@ def _deliver(choice: ChoiceText, frame: Tokens, out: list[Frame]) -> None:
     if known:
         if known >= len(frame.ids):
             return
-        ids, text, logprobs = frame.ids[known:], frame.text[known:], frame.logprobs[known:]
-        frame = replace(frame, index=next_index, ids=ids, text=text, logprobs=logprobs)
+        cut = {name: getattr(frame, name)[known:] for name in ("ids", "text", "logprobs", "deltas")}
+        frame = replace(frame, index=next_index, **cut)
     choice.ids.extend(frame.ids)
     for piece in frame.text:
         choice.chars += len(piece)

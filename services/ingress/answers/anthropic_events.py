@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from kvchat.message_builder import call_id
 from kvchat.parts import ArgumentsGrew, CallBegan, Part, Said, Thought
 from kvchat.source import MessageReader
 from kvfleet.ingress.answers.anthropic_answers import (
@@ -39,7 +40,6 @@ from kvfleet.ingress.answers.anthropic_answers import (
     message_usage,
 )
 from kvfleet.ingress.answers.openai_answers import cached_tokens
-from kvfleet.ingress.answers.tool_calls import call_id
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from kvchat.message_builder import call_id
 from kvchat.parts import ArgumentsGrew, CallBegan, Part, Said, Thought
 from kvchat.source import MessageReader
 from kvfleet.ingress.answers.openai_answers import (
@@ -51,7 +52,6 @@ from kvfleet.ingress.answers.response_answers import (
     ThoughtDone,
     ThoughtGrew,
 )
-from kvfleet.ingress.answers.tool_calls import call_id
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript

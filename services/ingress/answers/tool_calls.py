@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from kvchat.message_builder import call_id
 from kvchat.parts import ArgumentsGrew, CallBegan, Part, Said, Thought
 from kvfleet.ingress.http.answer_types import Described, Natural
-from kvproto.ids import base32
-
-ID_CHARS = 9  # as Mistral's templates want them
 
 
 class CallText(Described):
@@ -34,11 +31,6 @@ class CallDelta(Described):
     function: CallTextDelta
     id: str = ""
     type: Literal["function"] = "function"
-
-
-def call_id(request: str, choice: int, index: int) -> str:
-    """The same whenever the answer is read."""
-    return base32(hashlib.blake2b(f"{request}\0{choice}\0{index}".encode(), digest_size=8).digest())[:ID_CHARS]
 
 
 def delta_of(parts: Iterable[Part], request: str, choice: int) -> dict[str, Any]:

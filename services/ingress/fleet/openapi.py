@@ -22,12 +22,12 @@ from kvfleet.ingress.http.answer_types import described
 from kvfleet.ingress.http.error_bodies import ErrorAnswer
 from kvfleet.ingress.requests.anthropic import COUNT_TOKENS, MESSAGES
 from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE
-from kvfleet.ingress.requests.fields import BodyForm, Schema
 from kvfleet.ingress.requests.responses import INPUT_TOKENS, RESPONSES
 from kvfleet.ingress.requests.texts import DETOKENIZE, TOKENIZE
 from kvfleet.ingress.runs.event_ids import ACCEPT_PARAMETER, EVENT_ID, LAST_EVENT_ID
 from kvfleet.ingress.runs.repeats import IDEMPOTENCY_KEY, MAX_KEY_CHARS
 from kvproto.client import MAX_NEWEST
+from kvservice.fields import BodyForm, Schema
 
 VERSION = "3.1.0"
 TEXT: Schema = {"type": "string"}

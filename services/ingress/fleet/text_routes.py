@@ -18,9 +18,9 @@ from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts
 from kvfleet.ingress.requests.anthropic import read_count
 from kvfleet.ingress.requests.bodies import check_vocabulary
-from kvfleet.ingress.requests.fields import Body, parse_body
 from kvfleet.ingress.requests.texts import DETOKENIZE, TOKENIZE
 from kvproto.errors import InvalidRequest
+from kvservice.fields import Body, parse_body
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema as core
 
-from kvfleet.ingress.requests.fields import Schema
+from kvservice.fields import Schema
 
 Natural = Annotated[int, Field(ge=0)]
 

@@ -4,18 +4,16 @@ an executor, so that one caller's document delays no other's tokens."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvchat.messages import ChatMessage, template_values
 from kvfleet.ingress.prompts.chat_splice import Splice, SpliceIndex, join, match_history
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.requests.asks import prompt_too_long
 from kvfleet.ingress.requests.bodies import check_vocabulary
-from kvfleet.ingress.requests.messages import ChatMessage, template_values
-from kvproto.ids import base32
 
 T = TypeVar("T")
 
@@ -80,17 +78,6 @@ class Prompts:
         if size <= self.inline_chars:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
-
-
-def conversation_of(messages: tuple[ChatMessage, ...]) -> str:
-    """A key that any ingress derives from any turn of one chat, so that the chat stays where its blocks are: a hash of
-    its messages up to and with the first that is no instruction."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for message in messages:
-        hashed.update(f"{message.role}\0{len(message.content)}\0{message.content}".encode("utf-8", "surrogatepass"))
-        if message.role != "system":
-            break
-    return "chat-" + base32(hashed.digest())
 
 
 def scope_of(model: ServedModel, tenant: str) -> str:

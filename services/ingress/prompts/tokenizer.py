@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from kvfleet.ingress.prompts.chat_template import ChatTemplate
-from kvproto.errors import InvalidRequest, Unavailable
+from kvchat.chat_template import template_of
+from kvproto.errors import Unavailable
 from kvproto.messages import Bundle
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -101,7 +101,7 @@ class ModelTokenizer:
         self.special_texts = tuple(special.values())
         self.special = {text: token for token, text in special.items()}
         self.spelling = TokenSpelling(tokenizer, bundle.tokenizer_json)
-        self._template = _template_of(bundle)
+        self._template = template_of(bundle)
         self._max_token_chars = _longest_token(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -116,27 +116,11 @@ class ModelTokenizer:
 
     def render(self, messages: list[dict[str, Any]], values: Mapping[str, Any] = {}) -> str:
         """A chat with the generation prompt. Raises InvalidRequest without a template, or if it refuses."""
-        if isinstance(self._template, str):  # completions work all the same
-            raise InvalidRequest(self._template, field="model")
         return self._template.render(messages, values)
 
     def least_tokens(self, text: str) -> int:
         """A cheap lower bound for the tokens of a text; 0: unknown."""
         return -(-len(text.encode("utf-8", "surrogatepass")) // self._max_token_chars) if self._max_token_chars else 0
-
-
-def _template_of(bundle: Bundle) -> ChatTemplate | str:
-    """Or why there is none."""
-    if not bundle.chat_template:
-        return "this model has no chat template, use /v1/completions"
-    special = dict(bundle.special_tokens)
-    for name, token in (("bos_token", bundle.bos_token), ("eos_token", bundle.eos_token)):
-        if token is not None:
-            special.setdefault(name, token)
-    try:
-        return ChatTemplate(bundle.chat_template, special)
-    except InvalidRequest as error:
-        return error.message
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:

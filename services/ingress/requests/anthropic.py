@@ -16,15 +16,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from kvchat.conversation import MAX_MESSAGES
+from kvchat.messages import CalledFunction, ChatMessage, ToolCall
+from kvchat.tools import FunctionName, FunctionSpec, NamedFunction, NamedTool, ToolAsk, ToolSpec
 from kvfleet.ingress.requests.asks import ANYWHERE, MAX_STOPS, Count, PlacementAsk, SamplingAsk, Share, Stop
-from kvfleet.ingress.requests.bodies import MAX_MESSAGES, MAX_MODEL_CHARS, ChatAsk
-from kvfleet.ingress.requests.fields import Body, BodyForm, Flag, Number
+from kvfleet.ingress.requests.bodies import MAX_MODEL_CHARS, ChatAsk
 from kvfleet.ingress.requests.grammars import GrammarAsk
-from kvfleet.ingress.requests.messages import CalledFunction, ChatMessage, ToolCall
-from kvfleet.ingress.requests.tools import FunctionName, FunctionSpec, NamedFunction, NamedTool, ToolAsk, ToolSpec
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Grammar
 from kvproto.response_format import grammar_of_schema
+from kvservice.fields import Body, BodyForm, Flag, Number
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from kvfleet.ingress.requests.fields import Flag, Made, Number, Whole
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
 from kvproto.messages import Bundle, Grammar, Overflow, Sampling
+from kvservice.fields import Flag, Made, Number, Whole
 
 MAX_TOKENS_LIMIT = 16_777_216  # where no context bounds them
 MAX_TEMPERATURE = 2.0

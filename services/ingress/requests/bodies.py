@@ -6,8 +6,8 @@ OpenAI's servers. Ignored fields describe the caller, or ask for the default. De
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from pydantic import (
     BeforeValidator,
@@ -16,16 +16,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from kvchat.conversation import Conversation
 from kvfleet.ingress.requests.asks import ANYWHERE, MAX_CHOICES, Count, PlacementAsk, SamplingAsk
-from kvfleet.ingress.requests.fields import Body, BodyForm, Flag, Whole
 from kvfleet.ingress.requests.grammars import GrammarAsk
-from kvfleet.ingress.requests.messages import ChatMessage
-from kvfleet.ingress.requests.tools import ToolAsk
 from kvproto.errors import InvalidRequest
+from kvservice.fields import Body, BodyForm, Flag, Whole
 
 MAX_MODEL_CHARS = 256
 MAX_SEQ_ID_CHARS = 1024
-MAX_MESSAGES = 16_384
 MAX_CHAT_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 
@@ -73,25 +71,11 @@ class _OpenAiAsk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAsk(_OpenAiAsk):
-    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    tools: ToolAsk
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+class ChatAsk(_OpenAiAsk, Conversation):
     max_completion_tokens: Count | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[int, Whole(0, MAX_CHAT_LOGPROBS)] = 0
     seq_id: SeqId | None = None
-
-    @property
-    def template_values(self) -> dict[str, Any]:
-        """What the template gets besides the messages."""
-        values = dict(self.chat_template_kwargs)
-        if self.reasoning_effort is not None:
-            values["reasoning_effort"] = self.reasoning_effort
-        if self.tools.plan is not None:
-            values["tools"] = [*self.tools.plan.told]
-        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,21 +124,11 @@ CHAT = BodyForm(
 COMPLETION = BodyForm(CompletionAsk, {**_OTHERS, "suffix": ("",), "add_special_tokens": (True,)})
 
 
-OF_TEMPLATES = frozenset(("messages", "tools", "documents", "add_generation_prompt", "reasoning_effort"))
-
-
-def check_template_values(said: dict[str, Any]) -> None:
-    """Raises InvalidRequest for what has a field of its own."""
-    for name in OF_TEMPLATES.intersection(said):
-        raise InvalidRequest("has a field of its own", field=f"chat_template_kwargs.{name}")
-
-
 def read_chat(body: Body) -> ChatAsk:
     """Raises InvalidRequest naming the field."""
     ask = CHAT.read(body)
     if ask.top_logprobs and not ask.logprobs:
         raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
-    check_template_values(ask.chat_template_kwargs)
     sampling = replace(ask.sampling, grammar=ask.grammars.grammar)
     if ask.logprobs:  # 0: the token's own alone
         sampling = replace(sampling, logprobs=ask.top_logprobs)

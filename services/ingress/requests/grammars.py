@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from kvfleet.ingress.requests.fields import Flag
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Grammar, GrammarForm, ResponseFormat
 from kvproto.response_format import MAX_GRAMMAR_CHARS, grammar_of, grammar_of_schema
+from kvservice.fields import Flag
 
 MAX_CHOICES = 65_536
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from kvfleet.ingress.requests.messages import CalledFunction, ChatMessage, ToolCall
+from kvchat.messages import CalledFunction, ChatMessage, ToolCall
 
 ID = re.compile(r"resp_([a-z2-7]{26})\Z")
 ITEM_ID = "^(?:msg|fc|rs)_([a-z2-7]{26})_[0-9]{1,6}$"  # of an item that came out

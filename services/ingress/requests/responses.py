@@ -14,26 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from kvfleet.ingress.requests.asks import ANYWHERE, MAX_TEMPERATURE, Count, PlacementAsk, SamplingAsk, Share, Stops
-from kvfleet.ingress.requests.bodies import (
-    MAX_CHAT_LOGPROBS,
-    MAX_MESSAGES,
-    MAX_MODEL_CHARS,
-    ChatAsk,
-    check_template_values,
-)
-from kvfleet.ingress.requests.fields import Body, BodyForm, Flag, Number, Whole
-from kvfleet.ingress.requests.grammars import GrammarAsk
-from kvfleet.ingress.requests.messages import ChatMessage
-from kvfleet.ingress.requests.response_items import (
-    Item,
-    ItemKind,
-    MessageItem,
-    ReferenceItem,
-    messages_of,
-    without_nulls,
-)
-from kvfleet.ingress.requests.tools import (
+from kvchat.conversation import MAX_MESSAGES, TemplateValues
+from kvchat.messages import ChatMessage
+from kvchat.tools import (
     AllowedChoice,
     AllowedTools,
     FunctionName,
@@ -43,9 +26,25 @@ from kvfleet.ingress.requests.tools import (
     ToolAsk,
     ToolSpec,
 )
+from kvfleet.ingress.requests.asks import ANYWHERE, MAX_TEMPERATURE, Count, PlacementAsk, SamplingAsk, Share, Stops
+from kvfleet.ingress.requests.bodies import (
+    MAX_CHAT_LOGPROBS,
+    MAX_MODEL_CHARS,
+    ChatAsk,
+)
+from kvfleet.ingress.requests.grammars import GrammarAsk
+from kvfleet.ingress.requests.response_items import (
+    Item,
+    ItemKind,
+    MessageItem,
+    ReferenceItem,
+    messages_of,
+    without_nulls,
+)
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Grammar, GrammarForm, Overflow
 from kvproto.response_format import grammar_of_schema
+from kvservice.fields import Body, BodyForm, Flag, Number, Whole
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -135,7 +134,7 @@ class InputAsk:
     reasoning: ReasoningAsk | None = None
     text: TextAsk | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: TemplateValues = field(default_factory=dict)
 
     @property
     def items(self) -> tuple[ItemKind, ...]:
@@ -242,7 +241,6 @@ def read_response(body: Body) -> ResponseAsk:
         raise InvalidRequest("only allowed when store is true", field="background")
     if said.stream_options is not None and not said.stream:
         raise InvalidRequest("only allowed when stream is true", field="stream_options")
-    check_template_values(said.chat_template_kwargs)
     said.tool_ask()  # refuses what cannot be
     scored = said.top_logprobs is not None or LOGPROBS in said.include
     sampling = SamplingAsk(
@@ -264,7 +262,6 @@ def read_response(body: Body) -> ResponseAsk:
 def read_input(body: Body) -> ChatAsk:
     """Of /v1/responses/input_tokens. Raises InvalidRequest naming the field."""
     said = INPUT_TOKENS.read(body)
-    check_template_values(said.chat_template_kwargs)
     for name in ("previous_response_id", *(["input"] if said.references else [])):
         if getattr(said, name) is not None:
             raise InvalidRequest("stored items cannot be counted: send them", field=name)

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictInt
 
+from kvchat.messages import ChatMessage
 from kvfleet.ingress.requests.bodies import MAX_MODEL_CHARS, MAX_PROMPT_CHARS
-from kvfleet.ingress.requests.fields import BodyForm, Flag
-from kvfleet.ingress.requests.messages import ChatMessage
+from kvservice.fields import BodyForm, Flag
 
 ModelName = Annotated[str, Field(max_length=MAX_MODEL_CHARS)]
 

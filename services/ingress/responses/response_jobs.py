@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
+from kvchat.message_format import MessageReading
 from kvfleet.ingress.answers.response_answers import ReasoningTold
 from kvfleet.ingress.answers.response_events import ResponseForm
 from kvfleet.ingress.limits.callers import Caller
-from kvfleet.ingress.prompts.message_format import MessageReading
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.request_flow import RequestFlow, spelling_of
 from kvfleet.ingress.request_reader import Call, now

@@ -18,7 +18,6 @@ from kvfleet.ingress.answers.response_events import ResponseForm
 from kvfleet.ingress.http.exchange import Exchange, flag_query, integer_query
 from kvfleet.ingress.http.sse import complete
 from kvfleet.ingress.limits.callers import Caller
-from kvfleet.ingress.requests.fields import parse_body
 from kvfleet.ingress.requests.response_items import request_of
 from kvfleet.ingress.requests.responses import read_input, read_response
 from kvfleet.ingress.responses.background import Background
@@ -30,6 +29,7 @@ from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvproto.buckets import StaleRevision
 from kvproto.errors import Cancelled, InvalidRequest, KvfleetError, SessionBusy, from_code
 from kvproto.messages import ResponseAsked, ResponseStatus
+from kvservice.fields import parse_body
 
 log = logging.getLogger(__name__)
 

@@ -154,8 +154,8 @@ class Decider:
         """The region for a bare producer's request; None: it stays."""
         if not self.state.region_summaries.regions.own:
             return None
-        ask = event.ask
-        asked = PlaceRequest(event.request, model, ask.prompt_ids, ask.prompt, priority=min(ask.priority, 0))
+        ask, text = event.ask, event.ask.prompt if event.chat is None else event.chat.text
+        asked = PlaceRequest(event.request, model, ask.prompt_ids, text, priority=min(ask.priority, 0))
         wait_s = self.least_wait_s(asked, now)
         late = wait_s is not None and max_wait_s is not None and wait_s > limit_of(max_wait_s, asked.priority)
         region = self.state.region_summaries.refer(model, None if late else wait_s, (), now)

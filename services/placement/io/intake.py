@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from kvfleet.placement.events import CapsuleHeard, Fail, GenerateAsked, PlaceAsked, WatchesHeard, failed_frame
 from kvproto import codec, subjects
+from kvproto.chats import FIELDS, chat_of
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError
 from kvproto.ids import is_token, model_token
-from kvproto.messages import Capsule, Encoding, Frame, PlaceRequest, ProducerRequest, Watches
+from kvproto.messages import Capsule, Chat, Encoding, Frame, PlaceRequest, ProducerRequest, Watches
 from kvproto.response_format import grammar_of
 from kvproto.subjects import INGRESS_INBOX, PLACEMENT_INBOX, WORKER_INBOX
 
@@ -60,12 +61,7 @@ def read_generate(
         if ask.request is not None and not is_token(ask.request):
             raise InvalidRequest("must be 1 to 64 of A-Z a-z 0-9 _ -", field="request")
         request = ask.request or new_request
-        if ask.prompt is not None and ask.prompt_ids:
-            raise InvalidRequest("give either prompt or prompt_ids, not both", field="prompt")
-        if ask.prompt is None and not ask.prompt_ids:
-            raise InvalidRequest("give prompt or prompt_ids, not empty", field="prompt")
-        if ask.prompt == "":
-            raise InvalidRequest("must not be empty", field="prompt")
+        chat = _read_prompt(ask, unix_ms)
         if ask.model is not None:
             _check_model(ask.model, token)
         if ask.response_format is not None:
@@ -80,7 +76,25 @@ def read_generate(
     elif seed is None:
         digest = hashlib.blake2b(f"{tenant}.{request}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
-    return GenerateAsked(reply, encoding, tenant, token, request, seed, unix_ms, ask)
+    return GenerateAsked(reply, encoding, tenant, token, request, seed, unix_ms, ask, chat=chat)
+
+
+def _read_prompt(ask: ProducerRequest, unix_ms: int) -> Chat | None:
+    """The chat, if it is one. Raises InvalidRequest."""
+    if ask.prompt is not None and ask.prompt_ids:
+        raise InvalidRequest("give either prompt or prompt_ids, not both", field="prompt")
+    said = {name: value for name in FIELDS if (value := getattr(ask, name)) is not None}
+    if "messages" in said:
+        if ask.prompt is not None or ask.prompt_ids:
+            raise InvalidRequest("give either messages or a prompt, not both", field="messages")
+        return chat_of(**said, unix_s=unix_ms // 1000)
+    for name in said:
+        raise InvalidRequest("only allowed when messages are given", field=name)
+    if ask.prompt is None and not ask.prompt_ids:
+        raise InvalidRequest("give prompt, prompt_ids or messages, not empty", field="prompt")
+    if ask.prompt == "":
+        raise InvalidRequest("must not be empty", field="prompt")
+    return None
 
 
 def read_answer(data: bytes) -> list[Frame]:

@@ -96,13 +96,14 @@ def body_of(asked: GenerateAsked, model: str, watcher: str, max_priority: int) -
         prompt_ids=ask.prompt_ids,
         prompt=ask.prompt,
         encoding=asked.encoding,
-        session=ask.session,
+        session=ask.session or (asked.chat.conversation if asked.chat else None),
         priority=min(ask.priority, max_priority),
         deadline_ms=ask.deadline_ms,
         expires_unix_ms=None if ask.deadline_ms is None else min(asked.unix_ms + ask.deadline_ms, 2**53),
         traceparent=ask.traceparent,
         watcher=watcher,
         exact=ask.exact,
+        chat=asked.chat,
     )
 
 
@@ -114,7 +115,7 @@ def question_of(
         request=body.request,
         model=body.model,
         prompt_ids=body.prompt_ids + body.output_ids if body.prompt_ids else (),
-        prompt=body.prompt,
+        prompt=body.text,
         session=body.session,
         attempt=attempt,
         excluded=excluded,

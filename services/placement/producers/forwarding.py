@@ -193,7 +193,7 @@ class Forwarding:
 
     def _send(self, forwarded: Forwarded, offer: GenerateRequest, now: float) -> list[Action]:
         forwarded.unheard, forwarded.offered_at = False, now
-        forwarded.due = now + self._offer_timeout.seconds + TOKENISE_S * len(offer.prompt or "")
+        forwarded.due = now + self._offer_timeout.seconds + TOKENISE_S * len(offer.text or "")
         self.in_flight.offered[forwarded.key] = forwarded
         return [Forward(forwarded.worker, forwarded.tenant, offer, forwarded.reply(self.in_flight.inbox_prefix))]
 
@@ -308,7 +308,7 @@ class Forwarding:
             return silent.due
         if any(worker.id not in silent.tried for worker in self.state.fleet.ready(body.model).workers):
             return silent.due
-        until = silent.offered_at + LAST_CHANCE_S + TOKENISE_S * len(body.prompt or "")
+        until = silent.offered_at + LAST_CHANCE_S + TOKENISE_S * len(body.text or "")
         return until if body.deadline_ms is None else min(until, silent.asked_at + body.deadline_ms / 1000)
 
     def _next(self, unanswered: Forwarded, now: float) -> list[Action]:

@@ -1,10 +1,11 @@
 """What the worker's loop knows of an engine, and of the blocks below and beside it. Pure.
 
     serve ──▶ EnginePort   sequences, what is cached, how busy it is    the own engine's thread, a vLLM server
-          └─▶ TierPort     blocks of vaults and other workers           the data plane
+          ├─▶ TierPort     blocks of vaults and other workers           the data plane
+          └─▶ TextPort     texts and their tokens                       the model's tokenizer
 
-Both are used on the loop's thread and never block it. An engine hands its results, in the order in which they came
-about, to the callback that it was made with; an answer comes after all results that were there before it.
+The first two are used on the loop's thread and never block it. An engine hands its results, in the order in which they
+came about, to the callback that it was made with; an answer comes after all results that were there before it.
 """
 
 from __future__ import annotations
@@ -102,6 +103,17 @@ class AdapterPort(Protocol):
     async def unload(self, name: str) -> None:
         """Sequences that it has go on. Raises NotFound, or EngineFailure where the engine is gone."""
         ...
+
+
+class TextPort(Protocol):
+    """See `text.model_text`."""
+
+    @property
+    def special(self) -> Mapping[str, int]: ...
+
+    def encode(self, text: str, *, begins: bool, field: str) -> tuple[int, ...]: ...
+
+    def generated(self, prompt_ids: Sequence[int], ids: Sequence[int], *, skip_special: bool) -> str: ...
 
 
 class TierPort(Protocol):

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from kvfleet.worker.port.capacity import Attempt, Departures
 from kvfleet.worker.port.engine_port import Hashed
+from kvfleet.worker.serve.chat_intake import ChatIntake, TakenChat
 from kvfleet.worker.serve.request_intake import check_capacity, check_request, content_of, of_its_asker, sequences_of
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams import request_trace
@@ -65,6 +66,7 @@ class RequestDesk:
         parts = self.parts
         self._fleet_key = parts.settings.fleet_key.encode()
         self._engine, self._frames, self._outbox = parts.engine, parts.frames, parts.outbox
+        self._chats = ChatIntake(parts.bundle, parts.text)
 
     def close(self) -> None:
         self._preparers.shutdown(wait=False, cancel_futures=True)
@@ -89,11 +91,12 @@ class RequestDesk:
                 return
             meeting = self.parts.tiers.meet(request.source)
             known, grammar = len(request.prompt_ids) + _generated(request), request.sampling.grammar
-            if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting or grammar:
+            is_chat = request.chat is not None
+            if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting or grammar or is_chat:
                 self._preparing.add(asked.key)  # so that a cancel finds it
                 self.spawn(self._prepare_aside(asked, meeting), "preparing")
                 return
-            ids = request.prompt_ids or tuple(self.parts.encode_prompt(request.prompt or ""))
+            ids = request.prompt_ids or self._encode(request.prompt or "")
             self._take(asked, ids, self.parts.models.root(request.model, tenant, ids), give_way, {})
         except KvfleetError as error:
             if isinstance(error, CodecError):
@@ -101,34 +104,48 @@ class RequestDesk:
             self._refuse(message.reply, request, error)
 
     async def _prepare_aside(self, asked: Asked, meeting: Awaitable[None] | None) -> None:
-        """Tokenise and hash a long prompt, compile a grammar, aside: leases and streams do not wait for it."""
-        request = asked.request
+        """Tokenise and hash a long prompt, render a chat, compile a grammar, aside: leases and streams do not wait."""
+        request, chat = asked.request, None
         on_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
         try:
             if meeting is not None:
                 await meeting
-            if request.sampling.grammar is not None:
-                await self._engine.learn(request.sampling.grammar, asked.tenant)
-            ids = request.prompt_ids or tuple(await on_thread(self.parts.encode_prompt, request.prompt or ""))
+            if request.chat is not None:
+                chat = await on_thread(self._chats.take, request, request.chat)
+            grammar = (chat or request).sampling.grammar
+            if grammar is not None:
+                await self._engine.learn(grammar, asked.tenant)
+            ids = chat.ids if chat else request.prompt_ids or await on_thread(self._encode, request.prompt or "")
             root = self.parts.models.root(request.model, asked.tenant, ids)
             hashed: Hashed = {}
             if self.parts.tiers.would_look(request, len(ids) + _generated(request)):
                 hashed = await on_thread(self.parts.tiers.hash, request, root, ids)
             if asked.key in self._preparing:  # else it was cancelled meanwhile
                 give_way = self._check(request)  # others came meanwhile
-                self._take(asked, ids, root, give_way, hashed)
+                self._take(asked, ids, root, give_way, hashed, chat)
         except KvfleetError as error:
             self._refuse(asked.reply, request, error)
         finally:
             self._preparing.discard(asked.key)
 
-    def _take(self, asked: Asked, ids: tuple[int, ...], root: Root, give_way: int, hashed: Hashed) -> None:
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return self.parts.text.encode(text, begins=True, field="prompt")
+
+    def _take(
+        self,
+        asked: Asked,
+        ids: tuple[int, ...],
+        root: Root,
+        give_way: int,
+        hashed: Hashed,
+        chat: TakenChat | None = None,
+    ) -> None:
         """Raises InvalidRequest or Unavailable if the attempt is known and this cannot be a reader of it."""
         request, reply = asked.request, asked.reply
         content = content_of(request, ids, asked.tenant)
         known = self._frames.known(request.request, request.attempt)
         if known is None:
-            self._accept(asked, ids, root, content, hashed)
+            self._accept(asked, ids, root, content, hashed, chat)
             if give_way:
                 self._make_room(request, give_way)
             return
@@ -149,13 +166,21 @@ class RequestDesk:
             accepted = Accepted(request.request, request.attempt, self.parts.record.id, self.parts.record.epoch)
             self._outbox.send(reply, codec.encode_frames([accepted]))
 
-    def _accept(self, asked: Asked, ids: tuple[int, ...], root: Root, content: bytes, hashed: Hashed) -> None:
+    def _accept(
+        self,
+        asked: Asked,
+        ids: tuple[int, ...],
+        root: Root,
+        content: bytes,
+        hashed: Hashed,
+        chat: TakenChat | None,
+    ) -> None:
         request, tenant, reply = asked
         self.requests_total += 1
         about = {"request": request.request, "tenant": tenant}
         log.debug("request %s: attempt %d is taken", request.request, request.attempt, extra=about)
         now = asyncio.get_running_loop().time()
-        record = self._frames.open(request, reply, tenant, now, content)
+        record = self._frames.open(request, reply, tenant, now, content, chat.builders if chat else ())
         record.trace = trace = request_trace.begin(self.parts.tracer, self.parts.record.id, request, tenant)
         self.parts.broadcast.wake()
         self._acknowledge(request, reply)
@@ -176,6 +201,7 @@ class RequestDesk:
             deadline=deadline,
             location=self.parts.tiers.locate(request, root, ids, hashed, trace.span.traceparent if trace else ""),
             trace=trace.sequence if trace else None,
+            sampling=chat.sampling if chat else None,
         )
         for spec in specs:
             self._engine.submit(spec)

@@ -11,7 +11,7 @@ from kvfleet.worker.port.sequence_spec import Locate, SequenceSpec, SequenceTrac
 from kvproto import codec
 from kvproto.block_hash import Root, pack_ids
 from kvproto.errors import EXPIRES, Draining, InvalidRequest, Overloaded, Unavailable
-from kvproto.messages import GenerateRequest, Load, Rates
+from kvproto.messages import GenerateRequest, Load, Rates, Sampling
 from kvproto.subjects import PLACEMENT_INBOX, VAULT_INBOX, WORKER_INBOX, is_inbox, is_of_the_fleet
 
 NOT_FOR_FRAMES = (PLACEMENT_INBOX, WORKER_INBOX, VAULT_INBOX)  # frames there would be taken for answers
@@ -29,8 +29,9 @@ def check_request(request: GenerateRequest, *, draining: bool, unix_ms: float) -
     """Raises the KvfleetError for which this worker never takes the request."""
     if not is_inbox(request.inbox) or request.inbox.partition(".")[0] in NOT_FOR_FRAMES:
         raise InvalidRequest("must be a reader's inbox: it begins with _ and has no wildcard", field="inbox")
-    if bool(request.prompt_ids) == (request.prompt is not None):
-        raise InvalidRequest("exactly one of prompt_ids and prompt must be given and not empty", field="prompt")
+    if bool(request.prompt_ids) + (request.prompt is not None) + (request.chat is not None) != 1:
+        one_of = "exactly one of prompt_ids, prompt and chat must be given and not empty"
+        raise InvalidRequest(one_of, field="prompt")
     if request.prompt == "":
         raise InvalidRequest("must not be empty", field="prompt")
     if draining:
@@ -45,7 +46,9 @@ def content_of(request: GenerateRequest, ids: tuple[int, ...], tenant: str) -> b
     bias = dict(sorted(request.sampling.logit_bias.items()))
     asked = codec.encode(replace(request.sampling, logit_bias=bias))
     digest = hashlib.blake2b(pack_ids(ids), digest_size=16)
-    digest.update(b"%s\0%s\0%d\0%s" % (tenant.encode(), request.model.encode(), request.exact, asked))
+    chat = b"" if request.chat is None else request.chat.text.encode()  # more than what the model sees of it
+    named = tenant.encode(), request.model.encode()
+    digest.update(b"%s\0%s\0%d\0%d\0%s%s" % (*named, request.exact, len(chat), chat, asked))
     return digest.digest()
 
 
@@ -78,15 +81,17 @@ def sequences_of(
     adapter: str = "",
     location: Locate = lambda choice: None,
     trace: SequenceTrace | None = None,
+    sampling: Sampling | None = None,
 ) -> Iterator[SequenceSpec]:
-    """One per choice, from where an earlier attempt left it. `trace` goes to the first."""
+    """One per choice, from where an earlier attempt left it. `trace` goes to the first. `sampling`: instead of the
+    request's."""
     for choice in choices:
         before = request.continuation(choice)
         yield SequenceSpec(
             request=request.request,
             attempt=request.attempt,
             prompt_ids=prompt_ids,
-            sampling=request.sampling,
+            sampling=sampling or request.sampling,
             root=root,
             output_ids=before.output_ids,
             text_sent=before.text_sent,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvfleet.worker.port.engine_port import AdapterPort, EnginePort, TierPort
+from kvfleet.worker.port.engine_port import AdapterPort, EnginePort, TextPort, TierPort
 from kvfleet.worker.port.outputs import KvPublisher
 from kvfleet.worker.serve.broadcast import Broadcast
 from kvfleet.worker.serve.served_models import ServedModels
@@ -23,7 +23,7 @@ from kvservice.tracing import Tracer
 
 @dataclass(eq=False)
 class WorkerParts:
-    """`encode_prompt` raises InvalidRequest. `somebody_is_ready`: whether another worker of this model takes new work,
+    """`somebody_is_ready`: whether another worker of this model takes new work,
     and one for each of the models that it is told; None if unknown yet."""
 
     settings: WorkerSettings
@@ -33,7 +33,7 @@ class WorkerParts:
     engine: EnginePort
     tiers: TierPort
     bundle: Bundle
-    encode_prompt: Callable[[str], list[int]]
+    text: TextPort
     tracer: Tracer = tracing.NULL
     somebody_is_ready: Callable[[Iterable[str]], bool | None] = lambda models: False
     adapters: AdapterPort | None = None

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvchat.message_builder import MessageBuilder
 from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
 from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, Terminal, tracks_of
@@ -63,14 +64,20 @@ class FrameBook:
         return self._running.get((request, attempt)) or self._finished.get((request, attempt))
 
     def open(
-        self, request: GenerateRequest, reply: str, tenant: str, now: float, content: bytes = b""
+        self,
+        request: GenerateRequest,
+        reply: str,
+        tenant: str,
+        now: float,
+        content: bytes = b"",
+        builders: Sequence[MessageBuilder] = (),
     ) -> AttemptRecord:
         reader = Reader(request.inbox, request.encoding)
         self.leases.hold(reader)
         watchers = [reply] if request.watcher and is_inbox(reply) else []
         name, attempt = request.request, request.attempt
         record = AttemptRecord(
-            name, attempt, [reader], watchers, *tracks_of(request), tenant, request, content, accepted_at=now
+            name, attempt, [reader], watchers, *tracks_of(request, builders), tenant, request, content, accepted_at=now
         )
         self.milestones.note(record, Passed.ACCEPTED, now)
         self._running[record.key] = record
@@ -135,11 +142,7 @@ class FrameBook:
         if record is None:
             return []
         if type(output) is Tokens:
-            track = record.tracks[output.choice]
-            track.ids.extend(output.ids)
-            track.text.extend(output.text)
-            if output.logprobs:
-                track.logprobs.extend(output.logprobs)
+            output = record.tracks[output.choice].take(output)
             if not record.has_spoken:
                 record.has_spoken = True
                 self.milestones.note(record, Passed.FIRST_TOKEN, now)
@@ -154,7 +157,7 @@ class FrameBook:
         if isinstance(output, SequenceFailed):
             return [self.end(record, record.failed(output.error), now)]
         assert isinstance(output, ChoiceFinished)
-        record.tracks[output.choice].ended = output
+        output = record.tracks[output.choice].end(output)
         record.pending.discard(output.choice)
         framed: list[tuple[AttemptRecord, Frame]] = [(record, output)] if len(record.tracks) > 1 else []
         return framed if record.pending else [*framed, self._finish(record, now)]
@@ -169,7 +172,9 @@ class FrameBook:
         assert started is not None  # a choice starts before it ends
         reason, total = ends[0].reason, sum(end.output_tokens for end in ends)
         prompt, cached = started.prompt_tokens, started.cached_tokens
-        return self.end(record, Finished(*record.key, reason, prompt, total, cached, self.worker, ends[0].stop), now)
+        last = ends[0].stop, ends[0].message
+        finished = Finished(*record.key, reason, prompt, total, cached, self.worker, *last)
+        return self.end(record, finished, now)
 
     def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:
         """The milestone is of when it left the queue: its first step's outputs come a prefill later."""
@@ -187,6 +192,8 @@ class FrameBook:
         record.asked = None
         for reader in record.readers:
             self.leases.release(reader)
+        for track in record.tracks:
+            track.builder = None
         record.weight = LEAST_TOKENS + sum(track.weight for track in record.tracks)
         self._kept += record.weight
         self._finished[record.key] = self._running.pop(record.key)
@@ -213,7 +220,8 @@ class FrameBook:
             for start in range(skip, len(track.ids), count):
                 part = slice(start, start + count)
                 ids, text, logprobs = tuple(track.ids[part]), tuple(track.text[part]), tuple(track.logprobs[part])
-                frames.append(Tokens(request, attempt, choice, track.first_index + start, ids, text, logprobs))
+                deltas, index = tuple(track.deltas[part]), track.first_index + start
+                frames.append(Tokens(request, attempt, choice, index, ids, text, logprobs, deltas))
             if track.ended is not None and len(record.tracks) > 1:
                 frames.append(track.ended)
         if record.terminal is not None:

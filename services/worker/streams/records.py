@@ -11,11 +11,24 @@ such batch, so one that is gone is noticed with its first frame.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvchat.message_builder import MessageBuilder
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Encoding, Failed, Finished, GenerateRequest, Moved, Started, TokenLogprobs
+from kvproto.messages import (
+    AssistantDelta,
+    ChoiceFinished,
+    Encoding,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Moved,
+    Started,
+    TokenLogprobs,
+    Tokens,
+)
 
 if TYPE_CHECKING:  # it reads the clock, and this file is pure
     from kvfleet.worker.streams.request_trace import AttemptTrace
@@ -127,6 +140,8 @@ class Track:
     ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # none, or one per id
+    deltas: list[AssistantDelta] = field(default_factory=list)  # the same
+    builder: MessageBuilder | None = None  # of a chat's message, until the attempt has ended
     ended: ChoiceFinished | None = None
 
     @property
@@ -136,7 +151,24 @@ class Track:
     @property
     def weight(self) -> int:
         """Its size in tokens."""
-        return len(self.ids) + sum(1 + len(scored.top_ids) for scored in self.logprobs)
+        return len(self.ids) + len(self.deltas) + sum(1 + len(scored.top_ids) for scored in self.logprobs)
+
+    def take(self, tokens: Tokens) -> Tokens:
+        """The same, with what they add to a chat's message."""
+        if (builder := self.builder) is not None:
+            tokens = replace(tokens, deltas=tuple(map(builder.read, tokens.text)))
+        self.ids.extend(tokens.ids)
+        self.text.extend(tokens.text)
+        self.logprobs.extend(tokens.logprobs)
+        self.deltas.extend(tokens.deltas)
+        return tokens
+
+    def end(self, ended: ChoiceFinished) -> ChoiceFinished:
+        """The same, with a chat's message."""
+        if (builder := self.builder) is not None and ended.message is None:
+            ended = replace(ended, message=builder.end(ended.reason))
+        self.ended = ended
+        return ended
 
 
 @dataclass(slots=True)
@@ -201,14 +233,14 @@ def failure(request: str, attempt: int, error: KvfleetError, output_tokens: int 
     return Failed(request, attempt, *what, output_tokens, error.retry_after_s)
 
 
-def tracks_of(request: GenerateRequest) -> tuple[list[Track], set[int]]:
-    """All choices, and the numbers of those that have not ended."""
+def tracks_of(request: GenerateRequest, builders: Sequence[MessageBuilder] = ()) -> tuple[list[Track], set[int]]:
+    """All choices, and the numbers of those that have not ended. `builders`: of a chat's messages."""
     tracks: list[Track] = []
     for choice in range(request.sampling.n):
         before = request.continuation(choice)
         count = len(before.output_ids)
-        track = Track(count)
+        track = Track(count, builder=builders[choice] if builders else None)
         if before.finished is not None:
-            track.ended = ChoiceFinished(request.request, request.attempt, choice, before.finished, count)
+            track.end(ChoiceFinished(request.request, request.attempt, choice, before.finished, count))
         tracks.append(track)
     return tracks, {choice for choice, track in enumerate(tracks) if track.ended is None}

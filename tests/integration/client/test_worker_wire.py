@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvfleet.worker.backend import prompt_encoder_of
 from kvfleet.worker.serve import request_desk
+from kvfleet.worker.text.model_text import ModelText
 from kvfleet.worker.tiers import looking_tiers
 from kvproto import codec
 from kvproto.block_hash import HASH_BYTES, Root, chain, digest_term
@@ -241,7 +241,7 @@ async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, 
         def encode(self, text: str, add_special_tokens: bool) -> None:
             raise RuntimeError("a tokenizer's fault")
 
-    worker.loop.parts.encode_prompt = prompt_encoder_of(Broken())
+    worker.loop.parts.text = ModelText(Broken())
     for text in ("short", LONG_TEXT):
         receiver = Receiver(client)
         await send(client, request(client, prompt_ids=(), prompt=text))

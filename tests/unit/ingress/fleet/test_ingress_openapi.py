@@ -16,10 +16,10 @@ from kvfleet.ingress.app import create_app
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
 from kvfleet.ingress.fleet.report import newest_report, placements_report
 from kvfleet.ingress.requests.bodies import CHAT, COMPLETION, GENERATE, read_chat, read_completion, read_generate
-from kvfleet.ingress.requests.fields import BodyForm
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Actual, Candidate, Decision
+from kvservice.fields import BodyForm
 
 MESSAGES = [{"role": "user", "content": "x"}]
 BODIES: list[tuple[BodyForm[Any], Any, dict[str, Any]]] = [

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from ingress_build import demo_model, demo_tokenizer
 
 from kvfleet.ingress.prompts.chat_splice import STRIDE, SpliceIndex, join, match_history
-from kvfleet.ingress.prompts.prompts import conversation_of, scope_of
-from kvfleet.ingress.requests.bodies import ChatMessage
+from kvfleet.ingress.prompts.prompts import scope_of
 
 TOKENIZER = demo_tokenizer()
 SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|system|>"]
@@ -151,14 +150,6 @@ def test_a_look_up_does_not_visit_the_entries() -> None:
         index.remember("s", system + f"{n:05d}", (1, n), [9], TOKENIZER)
     found = index._candidates("s", system + "01234" + "and so on")
     assert len(found) == 1
-
-
-def test_all_turns_of_a_chat_have_one_key() -> None:
-    system, first, second = ChatMessage("system", "Be."), ChatMessage("user", "One"), ChatMessage("user", "Two")
-    key = conversation_of((system, first))
-    assert key == conversation_of((system, first, ChatMessage("assistant", "x"), second))
-    others = [(first,), (system, second), (ChatMessage("system", "Be"), ChatMessage("user", ".One")), (system,)]
-    assert len({key, *map(conversation_of, others)}) == 5
 
 
 def test_the_scope_of_a_prompt_is_tenant_model_and_tokenizer() -> None:

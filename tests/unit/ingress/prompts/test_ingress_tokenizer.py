@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import DEMO, demo_bundle, demo_tokenizer
 
-from kvfleet.ingress.prompts.chat_template import ChatTemplate
+from kvchat.chat_template import ChatTemplate
 from kvfleet.ingress.prompts.tokenizer import ModelTokenizer
 from kvproto.errors import InvalidRequest, Unavailable
 

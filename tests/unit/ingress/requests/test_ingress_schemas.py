@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvchat.messages import ChatMessage
 from kvfleet.ingress.requests.asks import MAX_TOKENS_LIMIT, SamplingAsk, plan_sampling
-from kvfleet.ingress.requests.bodies import ChatMessage, check_vocabulary, read_chat, read_completion, read_generate
-from kvfleet.ingress.requests.fields import MAX_DEPTH, parse_body
+from kvfleet.ingress.requests.bodies import check_vocabulary, read_chat, read_completion, read_generate
 from kvfleet.ingress.runs.repeats import digest_of
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
 from kvproto.messages import Bundle, Overflow, Sampling
+from kvproto.schema import MAX_DEPTH
+from kvservice.fields import parse_body
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

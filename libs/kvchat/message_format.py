@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvchat.formats import FORMATS, format_of
 from kvchat.formats.think import BEGIN, plain, thinking
 from kvchat.source import MessageReader
 from kvchat.tool_grammar import Dialect, after_thought, grammar_of
-from kvfleet.ingress.prompts.models import ServedModel
-from kvfleet.ingress.requests.bodies import ChatAsk
-from kvfleet.ingress.requests.tools import ToolPlan
+from kvchat.tools import ToolPlan
 from kvproto.errors import InvalidRequest
-from kvproto.messages import Sampling
+from kvproto.messages import Bundle, Sampling
 
 HARMONY = "harmony"
 
@@ -61,15 +60,14 @@ def _has_begun(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
-def format_of_message(ask: ChatAsk, model: ServedModel) -> MessageFormat | None:
-    """None: all is text. Raises InvalidRequest for tools, if the model's template knows none."""
-    plan, template = ask.tools.plan, model.bundle.chat_template or ""
-    name = model.bundle.tool_format or format_of(template)
+def format_of_message(plan: ToolPlan | None, bundle: Bundle, special: Mapping[str, int]) -> MessageFormat | None:
+    """None: all is text. `special`: ids of the model's special tokens. Raises InvalidRequest for tools, if the model's
+    template knows none."""
+    template = bundle.chat_template or ""
+    name = bundle.tool_format or format_of(template)
     if plan is not None and not name:
         raise InvalidRequest("this model's chat template knows none, nor was --tool-format said", field="tools")
     thinks = BEGIN in template
     if plan is None and not thinks and name != HARMONY:
         return None
-    return MessageFormat(
-        plan, name if plan or name == HARMONY else "", thinks, Dialect(template, model.tokenizer.special)
-    )
+    return MessageFormat(plan, name if plan or name == HARMONY else "", thinks, Dialect(template, special))

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvfleet.ingress.requests.fields import Made
+from kvservice.fields import Made
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ name of the field; unserved fields are accepted with their default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
@@ -16,8 +16,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema as core
 
 from kvproto.errors import InvalidRequest
-
-MAX_DEPTH = 64  # of what a field holds, in lists and objects: less than what orjson reads and what it writes
+from kvproto.schema import MAX_DEPTH, is_too_deep
 
 Body = dict[str, Any]
 Schema = dict[str, Any]
@@ -37,23 +36,10 @@ def parse_body(data: bytes) -> Body:
     if not isinstance(value, dict):
         raise InvalidRequest(f"must be a JSON object, got {_kind_of(value)}", field="body")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
+        for name, inner in value.items():
+            if is_too_deep(inner):
+                raise InvalidRequest(f"at most {MAX_DEPTH} lists and objects in one another", field=name[:80])
     return value
-
-
-def _check_depth(body: Body) -> None:
-    for name, value in body.items():
-        level = [value]
-        for _ in range(MAX_DEPTH):
-            level = [inner for outer in level for inner in _inside(outer) if type(inner) in (list, dict)]
-            if not level:
-                break
-        else:
-            raise InvalidRequest(f"at most {MAX_DEPTH} lists and objects in one another", field=name[:80])
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if type(value) is dict else value if type(value) is list else ()
 
 
 def _kind_of(value: object) -> str:
@@ -137,7 +123,7 @@ class BodyForm(Generic[T]):
         try:
             return self._adapter.validate_python(own)
         except ValidationError as error:
-            raise _refusal(error, body) from None
+            raise _refusal(error, body, self._parts) from None
 
 
 class _BodySchema(GenerateJsonSchema):
@@ -159,7 +145,7 @@ def _is_taken(value: Any, taken: tuple[Any, ...] | None) -> bool:
     return taken is None or any(value == one and (type(value) is bool) == (type(one) is bool) for one in taken)
 
 
-def _refusal(error: ValidationError, body: Body) -> InvalidRequest:
+def _refusal(error: ValidationError, body: Body, parts: Collection[str]) -> InvalidRequest:
     """The deepest fault: of a union's it is nearest to what the caller meant."""
     fault = max(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
     text, said = _KINDS.get(fault["type"], fault["msg"]), fault["input"]
@@ -168,11 +154,12 @@ def _refusal(error: ValidationError, body: Body) -> InvalidRequest:
     elif text.startswith(_BE):
         got = said if type(said) in (int, float) else _kind_of(said)
         text = f"must be{text.removeprefix(_BE)}, got {got}"
-    return InvalidRequest(text, field=_name(fault["loc"], body))
+    steps = fault["loc"]
+    return InvalidRequest(text, field=_name(steps[1:] if steps[0] in parts else steps, body))
 
 
 def _name(steps: tuple[int | str, ...], said: Any) -> str:
-    """Without steps that pydantic adds for parts and unions, and without keys of a field's own."""
+    """Without steps that pydantic adds for unions, and without keys of a field's own."""
     name = ""
     for step in steps[:-2] if steps[-1] == "[key]" else steps:
         if isinstance(step, int):

@@ -1,5 +1,6 @@
 """Chat templates, rendered as by transformers' `apply_chat_template(..., tokenize=False)`, which a test checks. Pure
-but for `strftime_now`. Templates come from model folders and are not trusted, hence the immutable sandbox."""
+but for the clock, where the time is not passed in. Templates come from model folders and are not trusted, hence the
+immutable sandbox."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvproto.errors import InvalidRequest
+from kvproto.messages import Bundle
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -77,7 +79,6 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals.update(
             raise_exception=_raise_exception,
-            strftime_now=lambda form: datetime.now().strftime(form),
             dict=_PlainDict(),
             namespace=_Namespace,
         )
@@ -87,12 +88,39 @@ class ChatTemplate:
         except jinja2.exceptions.TemplateError as error:
             raise InvalidRequest(f"the model's chat template does not compile: {error}", field="model") from None
 
-    def render(self, messages: list[dict[str, Any]], values: Mapping[str, Any] = {}) -> str:
-        """`values`: further ones, such as tools. Raises InvalidRequest if the template refuses these messages."""
-        usual = {"tools": None, "documents": None}
+    def render(
+        self, messages: list[dict[str, Any]], values: Mapping[str, Any] = {}, now: datetime | None = None
+    ) -> str:
+        """`values`: further ones, such as tools. `now`: for templates that tell the date. Raises InvalidRequest if the
+        template refuses these messages."""
+        now = now or datetime.now()
+        usual = {"tools": None, "documents": None, "strftime_now": now.strftime}
         fixed = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
         try:
             return self._template.render({**usual, **values, **fixed})
         except (jinja2.exceptions.TemplateError, TypeError, ValueError, KeyError) as error:
             why = f"the model's chat template refuses them: {str(error)[:300]}"
             raise InvalidRequest(why, field="messages") from None
+
+
+class NoTemplate:
+    """Completions work all the same."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def render(self, messages: object, values: object = None, now: object = None) -> str:
+        raise InvalidRequest(self._why, field="model")
+
+
+def template_of(bundle: Bundle) -> ChatTemplate | NoTemplate:
+    if not bundle.chat_template:
+        return NoTemplate("this model has no chat template, use /v1/completions")
+    special = dict(bundle.special_tokens)
+    for name, token in (("bos_token", bundle.bos_token), ("eos_token", bundle.eos_token)):
+        if token is not None:
+            special.setdefault(name, token)
+    try:
+        return ChatTemplate(bundle.chat_template, special)
+    except InvalidRequest as error:
+        return NoTemplate(error.message)

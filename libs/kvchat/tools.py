@@ -9,8 +9,8 @@ from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
 from kvchat.tool_grammar import Tool
-from kvfleet.ingress.requests.fields import Flag
 from kvproto.errors import InvalidRequest
+from kvservice.fields import Flag
 
 MAX_TOOLS = 1024
 
