@@ -46,6 +46,7 @@ from kvproto.messages import (
     Role,
     Sampling,
 )
+from kvproto.response_format import grammar_of
 from kvproto.schema import read_map, to_map
 from kvproto.streams.generation import ClientCounters, Generation, seed_of
 from kvproto.streams.request_driver import RequestDriver
@@ -157,6 +158,11 @@ class Client:
             one_of = "exactly one of prompt_ids, prompt and chat must be given and not empty"
             raise InvalidRequest(one_of, field="prompt")
         _check_text_and_ids(generation)
+        if generation.response_format is not None:
+            if generation.sampling.grammar is not None:
+                raise InvalidRequest("give either grammar or response_format, not both", field="grammar")
+            sampling = replace(generation.sampling, grammar=grammar_of(generation.response_format))
+            generation = replace(generation, sampling=sampling, response_format=None)
         read_map(Sampling, to_map(generation.sampling), "sampling")  # as the worker would find it
         _check_before(before, generation.sampling.n)
         request = generation.request or new_request_id()

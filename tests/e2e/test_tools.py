@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,9 @@ import httpx
 import jsonschema
 import pytest
 
+from kvproto.chats import FIELDS, chat_of
+from kvproto.client import Client, Generation
+from kvproto.messages import Finished, Sampling, Tokens
 from tests.e2e.test_http import two_ready
 from tests.support import sse
 from tests.support.up import Up
@@ -58,6 +62,37 @@ def asked_of(up: Up, body: dict[str, Any], *, kills: bool) -> tuple[str, str]:
                 os.kill(workers[worker]["pid"], signal.SIGKILL)
     assert killed == kills
     return said, reason
+
+
+async def asked_over_nats(up: Up, *, kills: bool) -> str:
+    """The arguments, of a Client that has no tokenizer and no template."""
+    chat = chat_of(**{name: ASKED[name] for name in FIELDS if name in ASKED})
+    sampling = Sampling(ASKED["max_tokens"], ASKED["temperature"], seed=ASKED["seed"])
+    said, killed = "", ""
+    async with await Client.open(up.nats_url) as client:
+        stream = client.generate(Generation("demo", sampling, chat=chat))
+        async for event in stream:
+            if isinstance(event, Tokens):
+                said += "".join(part.arguments for delta in event.deltas for part in delta.tool_calls)
+                if kills and not killed and len(said) > KILLED_AT:
+                    killed = str(stream.worker)
+                    os.kill(client.members.view.workers[killed].record.pid, signal.SIGKILL)
+    assert isinstance(event, Finished)
+    assert bool(killed) == kills
+    assert event.worker != killed
+    assert event.message is not None
+    assert event.message.finish_reason == "tool_calls"
+    assert [call.arguments for call in event.message.tool_calls] == [said]
+    return said
+
+
+async def test_the_same_bytes_come_over_nats_alone(up: Up) -> None:
+    whole, _ = await asyncio.to_thread(asked_of, up, {**ASKED, "top_p": 1, "top_k": 0}, kills=False)
+    assert await asked_over_nats(up, kills=False) == whole
+    with httpx.Client(base_url=up.base, trust_env=False) as http:
+        await asyncio.to_thread(two_ready, http)
+        assert await asked_over_nats(up, kills=True) == whole
+        await asyncio.to_thread(two_ready, http)  # for the next
 
 
 @pytest.mark.parametrize("kind", ["tool", "schema"])

@@ -54,10 +54,11 @@ THIRD_PARTY = {
     "kvproto": {"nats", "msgpack"},
     "kvproto.dataplane": {"msgpack", "xxhash"},  # of workers and vaults alone
     "kvproto.testing": {"pytest", "docker", "testcontainers"},
-    "kvservice": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys", "cryptography",
-                  "setproctitle", "opentelemetry"},
+    "kvservice": {"pydantic", "pydantic_core", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys",
+                  "cryptography", "setproctitle", "opentelemetry"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
     "kvsampling": {"torch", "numpy", "llguidance"},
+    "kvchat": {"pydantic", "pydantic_core", "jinja2"},
     "kvfleet_vllm": {"torch", "vllm", "msgpack"},
     "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_core", "pydantic_settings", "prometheus_client", "jwt", "httpx"},
@@ -190,7 +191,7 @@ def test_floors() -> None:
         "kvservice": {"kvproto", "kvservice"},
         "kvcpu": {"kvservice", "kvcpu"},
         "kvsampling": {"kvproto", "kvcpu", "kvsampling"},
-        "kvchat": {"kvproto", "kvchat"},
+        "kvchat": {"kvproto", "kvservice", "kvchat"},
         "kvfleet_vllm": {"kvproto", "kvsampling", "kvfleet_vllm"},
         "kvfleet": set[str](),
     }

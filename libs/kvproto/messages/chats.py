@@ -47,9 +47,11 @@ class AssistantCall:
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """A whole one: the joined deltas, and what waited until the end."""
+    """A whole one: the joined deltas, and what waited until the end. `partial`: it is too long for one message of NATS,
+    so it is the text of all tokens alone that has it."""
 
     finish_reason: Name  # as OpenAI's: stop, length or tool_calls
     content: Text = ""
     reasoning_content: Text = ""
     tool_calls: Annotated[tuple[AssistantCall, ...], MaxLength(65_536)] = ()
+    partial: bool = False

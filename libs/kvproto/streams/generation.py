@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvproto.errors import DeadlineExceeded, KvfleetError
 from kvproto.ids import DEFAULT_TENANT
-from kvproto.messages import Chat, Sampling
+from kvproto.messages import Chat, ResponseFormat, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Generation:
     exact: bool = False  # use no block that was ever quantised, and none computed on one
     max_wait_s: float | None = None  # refuse the request, with a time to retry, if it would wait longer for a start
     chat: Chat | None = None  # made by `kvproto.chats.chat_of`
+    response_format: ResponseFormat | None = None  # instead of a grammar in `sampling`
 
     @property
     def text(self) -> str | None:

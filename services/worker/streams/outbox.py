@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader
+from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, without_message
 from kvproto import codec
 from kvproto.connection import Connection
 from kvproto.errors import Cancelled, Unavailable
@@ -55,7 +56,7 @@ class Outbox:
                     self._send_plain(reader, frame)
             if record.watchers and isinstance(frame, TERMINAL):
                 for watcher in record.watchers:
-                    self.send(watcher, codec.encode_frames([frame]))
+                    self.send(watcher, codec.encode_frames([without_message(frame)]))
         for inbox, frames in batches.items():
             self._send_batch(inbox, frames)
 
@@ -71,17 +72,25 @@ class Outbox:
             self.send(inbox, NO_FRAMES)
 
     def _send_plain(self, reader: Reader, frame: Frame) -> None:
-        self.send(reader.inbox, codec.encode_plain_frame(frame, as_json=reader.encoding is Encoding.JSON))
+        encode = partial(codec.encode_plain_frame, as_json=reader.encoding is Encoding.JSON)
+        self.send(reader.inbox, self._fitting(frame, encode))
 
     def _send_batch(self, inbox: str, frames: list[Frame]) -> None:
         """Split where it is larger than a message: many streams with log probabilities are."""
         data = codec.encode_frames(frames)
-        if len(data) <= LARGEST_BATCH or len(frames) == 1:
+        if len(data) <= LARGEST_BATCH:
             self.send(inbox, data)
+            return
+        if len(frames) == 1:
+            self.send(inbox, self._fitting(frames[0], lambda frame: codec.encode_frames([frame])))
             return
         half = len(frames) // 2
         self._send_batch(inbox, frames[:half])
         self._send_batch(inbox, frames[half:])
+
+    def _fitting(self, frame: Frame, encode: Callable[[Frame], bytes]) -> bytes:
+        data = encode(frame)
+        return data if len(data) <= self.connection.max_payload else encode(without_message(frame))
 
     async def run(self) -> None:
         while True:

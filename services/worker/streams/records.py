@@ -19,10 +19,12 @@ from kvchat.message_builder import MessageBuilder
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
     AssistantDelta,
+    AssistantMessage,
     ChoiceFinished,
     Encoding,
     Failed,
     Finished,
+    Frame,
     GenerateRequest,
     Moved,
     Started,
@@ -231,6 +233,13 @@ class AttemptRecord:
 def failure(request: str, attempt: int, error: KvfleetError, output_tokens: int = 0) -> Failed:
     what = error.code, error.message, error.retryable, error.field
     return Failed(request, attempt, *what, output_tokens, error.retry_after_s)
+
+
+def without_message(frame: Frame) -> Frame:
+    """The same, without what it says of a chat's message."""
+    if isinstance(frame, ChoiceFinished | Finished) and frame.message is not None:
+        return replace(frame, message=AssistantMessage(frame.message.finish_reason, partial=True))
+    return replace(frame, deltas=()) if isinstance(frame, Tokens) else frame
 
 
 def tracks_of(request: GenerateRequest, builders: Sequence[MessageBuilder] = ()) -> tuple[list[Track], set[int]]:

@@ -25,6 +25,11 @@ from kvproto.messages import (
     AssistantMessage,
     ChoiceFinished,
     Finished,
+    FormatType,
+    Grammar,
+    GrammarForm,
+    JsonSchema,
+    ResponseFormat,
     Role,
     Sampling,
     Started,
@@ -457,3 +462,53 @@ async def test_an_old_workers_record_keeps_a_producers_chat_away(
     (failed,) = await whole(producer, {"messages": SAID})
     assert failed["code"] in ("no_workers", "unavailable")
     assert failed["retryable"]
+
+
+async def test_a_message_too_long_for_nats_is_in_the_tokens_alone(
+    fleet: FakeFleet,
+    placement: PlacementLoop,
+    producer: Producer,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await fleet.start("w0")
+    await known(placement, "w0")
+    await ready(client, 1)
+    monkeypatch.setattr("kvfleet.worker.streams.outbox.LARGEST_BATCH", 500)
+    monkeypatch.setattr(type(client.connection), "max_payload", 2000)
+    body = {"messages": SAID, "max_tokens": 1000, "temperature": 0}
+    frames = await whole(producer, body)
+    assert frames[-1]["message"] == {"finish_reason": "length", "partial": True}
+    text = "".join(text for frame in frames if frame["type"] == "tokens" for text in frame["text"])
+    assert len(text) > 2000
+    async with client.generate(Generation("demo", Sampling(1000, temperature=0.0), chat=chat_of(SAID))) as stream:
+        events = [event async for event in stream]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].message == AssistantMessage("length", partial=True)
+    assert "".join(piece for event in events if isinstance(event, Tokens) for piece in event.text) == text
+
+
+async def test_a_request_that_is_sent_again_has_its_message_again(
+    fleet: FakeFleet, placement: PlacementLoop, producer: Producer
+) -> None:
+    await fleet.start("w0")
+    await known(placement, "w0")
+    first, again = [(await whole(producer, {**ASKED, "request": "r1"}))[-1] for _ in range(2)]
+    assert first == again
+    (failed,) = await whole(producer, {**ASKED, "tool_choice": "auto", "request": "r1"})
+    assert (failed["code"], failed["field"]) == ("invalid_request", "request"), "its tools are part of what is asked"
+
+
+async def test_a_response_format_of_a_client(fleet: FakeFleet, client: Client) -> None:
+    await fleet.start("w0")
+    await ready(client, 1)
+    form = ResponseFormat(FormatType.JSON_SCHEMA, JsonSchema("note", PARAMETERS))
+    asked = Generation("demo", SAMPLING, prompt="Hark.", response_format=form)
+    jsonschema.validate(json.loads(await read_text(client.generate(asked))), PARAMETERS)
+    (message,), _ = await read(client.generate(replace(asked, prompt=None, chat=chat_of(SAID))))
+    jsonschema.validate(json.loads(message.content), PARAMETERS)
+    with pytest.raises(InvalidRequest, match="not both"):
+        client.generate(replace(asked, sampling=replace(SAMPLING, grammar=Grammar(GrammarForm.REGEX, "a"))))
+    with pytest.raises(InvalidRequest) as refused:
+        client.generate(replace(asked, response_format=ResponseFormat(FormatType.JSON_SCHEMA)))
+    assert refused.value.field == "response_format.json_schema"

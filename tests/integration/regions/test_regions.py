@@ -211,10 +211,11 @@ class Bare:
         self.frames: list[dict[str, Any]] = []
         self._as_json = as_json
 
-    async def ask(self, url: str) -> None:
+    async def ask(self, url: str, **more: Any) -> None:
         self.connection = await Connection.open(url, name="bare", inbox_prefix="_prd.public.bare")
         await self.connection.subscribe("_prd.public.bare.x", self._hear)
-        body = {"prompt_ids": list(PROMPT), "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        said = more or {"prompt_ids": list(PROMPT)}
+        body = {**said, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
         data = json.dumps(body).encode() if self._as_json else msgpack.packb(body)
         headers = JSON_HEADER if self._as_json else None
         await self.connection.publish("kvf.generate.public.demo", data, reply="_prd.public.bare.x", headers=headers)
@@ -239,6 +240,19 @@ async def test_a_bare_producers_request_goes_too(regions: TwoRegions, as_json: b
     await producer.ask(regions.us.url)
     await until(lambda: producer.ended)
     assert len(producer.ids) == 5
+    await producer.connection.close()
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+async def test_a_bare_producers_chat_goes_too(regions: TwoRegions, as_json: bool) -> None:
+    await regions.eu.worker("w7")
+    await hears_of(regions)
+    producer = Bare(as_json=as_json)
+    said = [{"role": "user", "content": "Who goes thère?"}]
+    await producer.ask(regions.us.url, messages=said, chat_template_kwargs={"deep": [[{"er": None}]]})
+    await until(lambda: producer.ended)
+    text = "".join(text for frame in producer.frames if frame["type"] == "tokens" for text in frame["text"])
+    assert producer.frames[-1]["message"] == {"finish_reason": "length", "content": text}
     await producer.connection.close()
 
 

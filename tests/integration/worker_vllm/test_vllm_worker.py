@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -10,12 +11,14 @@ from functools import reduce
 from operator import xor
 
 import httpx
+import jsonschema
 import pytest
 
 from kvproto import codec
 from kvproto.block_hash import digest_term
+from kvproto.chats import chat_of
 from kvproto.client import Client, Generation
-from kvproto.messages import Sampling, Snapshot, SnapshotRequest, State, Tier, Tokens
+from kvproto.messages import Finished, Sampling, Snapshot, SnapshotRequest, State, Tier, Tokens
 from kvproto.streams.stream import Stream
 from kvproto.testing.nats_process import free_port
 from tests.support.vllm_worker import VllmFleet
@@ -167,3 +170,39 @@ async def test_one_that_comes_back_as_another_ends_its_worker(
     assert told == [f"stopping: vLLM at {worker.double.url} came back as another: name 'another', it was 'demo'"]
     await worker.stop()
     await until(lambda: not list(client.members.view.ready()))
+
+
+async def test_a_chats_call_goes_on_elsewhere_when_its_vllm_dies(vllm_fleet: VllmFleet, client: Client) -> None:
+    """The worker beside vLLM renders it, keeps it to its tool, and reads its message, as any other does."""
+    for worker in ("v0", "v1"):
+        await vllm_fleet.start(worker, {"step_s": 0.005})
+    await ready(client, 2)
+    words = {"type": "array", "minItems": 8, "maxItems": 8, "items": {"type": "string", "pattern": "^[a-z]{4,8}$"}}
+    schema = {"type": "object", "properties": {"words": words}, "required": ["words"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "say", "parameters": schema}}
+    said = [{"role": "user", "content": "Speak."}]
+    chat = chat_of(said, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    asked = Generation("demo", Sampling(300, temperature=0.9, seed=7), chat=chat)
+
+    async def call(*, dies: bool) -> str:
+        count, joined, dead = 0, "", ""
+        async with client.generate(asked) as stream:
+            async for event in stream:
+                if isinstance(event, Tokens):
+                    count += len(event.ids)
+                    parts = [part for delta in event.deltas for part in delta.tool_calls]
+                    joined += "".join(part.arguments for part in parts)
+                    if dies and not dead and count > 20:
+                        dead = str(stream.worker)
+                        await vllm_fleet.workers[dead].double.die()
+        assert isinstance(event, Finished)
+        assert bool(dead) == dies
+        assert event.worker != dead
+        assert event.message is not None
+        assert event.message.finish_reason == "tool_calls"
+        assert event.message.tool_calls[0].arguments == joined
+        return joined
+
+    whole = await call(dies=False)
+    jsonschema.validate(json.loads(whole), schema)
+    assert await call(dies=True) == whole

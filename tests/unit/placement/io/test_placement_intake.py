@@ -199,3 +199,36 @@ class TestDisconnects:
     )
     def test_others_are_not(self, data: bytes) -> None:
         assert read_disconnect(data) is None
+
+
+class TestChats:
+    @pytest.mark.parametrize("as_json", [True, False])
+    def test_a_chat_is_one_text_for_the_worker(self, as_json: bool) -> None:
+        body = {"messages": [{"role": "user", "content": "Hellö"}], "tools": [{"x": [1]}], "tool_choice": "auto"}
+        data = json.dumps(body).encode() if as_json else msgpack.packb(body)
+        read = read_generate(
+            GENERATE, "_INBOX.x", data, as_json=as_json, new_request="r", new_seed=9, unix_ms=1_763_700_000_999
+        )
+        assert isinstance(read, GenerateAsked)
+        assert read.chat is not None
+        assert json.loads(read.chat.text) == body
+        assert read.chat.unix_s == 1_763_700_000
+        assert read.chat.conversation.startswith("chat-")
+
+    @pytest.mark.parametrize(
+        ("body", "field"),
+        [
+            ({"messages": [], "prompt": "x"}, "messages"),
+            ({"messages": [], "prompt_ids": [1]}, "messages"),
+            ({"prompt": "x", "tool_choice": "none"}, "tool_choice"),
+            ({"tools": []}, "tools"),
+            ({"prompt": "x", "reasoning_effort": "low"}, "reasoning_effort"),
+        ],
+    )
+    def test_what_does_not_go_together(self, body: dict[str, Any], field: str) -> None:
+        assert refused(body).failed.field == field
+
+    def test_bytes_are_no_json(self) -> None:
+        read = generate(msgpack.packb({"messages": [{"role": "user", "content": b"\xff"}]}), as_json=False)
+        assert isinstance(read, Fail)
+        assert (read.failed.code, read.failed.field) == ("invalid_request", "messages")

@@ -36,6 +36,7 @@ from kvfleet.placement.producers.in_flight import (
     OfferTimeout,
 )
 from kvfleet.placement.workers.fleet import PING_AGAIN_S, SILENT_AFTER_S
+from kvproto.chats import chat_of
 from kvproto.ids import model_token
 from kvproto.messages import Encoding, Milestone, Milestones, Overflow, Passed, Progress, State, Tokens
 
@@ -52,6 +53,22 @@ def the_forward(actions: list[Action]) -> Forward:
 
 def failures(actions: list[Action]) -> list[Fail]:
     return [a for a in actions if isinstance(a, Fail)]
+
+
+def test_a_chat_is_offered_where_its_conversation_is() -> None:
+    """Placement cannot render it: the chat's own key says where its blocks are, unless the producer names a session."""
+    turns = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
+    found = set()
+    for count in (1, 2):
+        core, chat = a_core("w1", "w2", "w3"), chat_of(turns[:count], unix_s=7)
+        event = replace(a_generate(prompt=None), chat=chat, request=f"r{count}")
+        forward = the_forward(core.handle(event, 1.0))
+        assert (forward.request.chat, forward.request.prompt, forward.request.prompt_ids) == (chat, None, ())
+        assert forward.request.session == chat.conversation
+        found.add(forward.worker)
+    assert len(found) == 1
+    event = replace(event, request="r3", ask=replace(event.ask, session="mine"))
+    assert the_forward(core.handle(event, 1.0)).request.session == "mine"
 
 
 def offer(core: PlacementCore, now: float = 1.0, **fields: object) -> Forward:

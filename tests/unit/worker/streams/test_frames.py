@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvchat.formats import FORMATS
+from kvchat.message_builder import MessageBuilder
+from kvchat.source import MessageReader
 from kvfleet.worker.port.outputs import (
     SequenceFailed,
     SequenceOutput,
@@ -21,8 +24,11 @@ from kvfleet.worker.streams.frames import (
     FrameBook,
 )
 from kvfleet.worker.streams.milestones import MilestoneLog
+from kvfleet.worker.streams.records import without_message
 from kvproto.errors import EngineFailure, Unavailable
 from kvproto.messages import (
+    AssistantDelta,
+    AssistantMessage,
     ChoiceFinished,
     Continuation,
     Encoding,
@@ -279,3 +285,72 @@ def test_what_is_kept_of_finished_ones_is_bounded_in_tokens(scored: bool, monkey
     book.add(Tokens("big", 0, 0, 0, (1,) * 20_000, ("",) * 20_000), 0.0)
     book.end(big, Finished("big", 0, FinishReason.STOP, 7, 0, 0, "w0"), 1.0)
     assert book.known("big", 0) is not None, "the last one is there however large it is"
+
+
+# ---------------------------------------------------------------------------------------------- chats
+
+
+def hermes(choice: int = 0) -> MessageBuilder:
+    return MessageBuilder(MessageReader(FORMATS["hermes"], ("f",)), "r", choice)
+
+
+PIECES = ("Well", ".\n", "<tool_call>", '{"name": "f", "arg', 'uments": {"a":', " 1}}", "</tool_call>")
+
+
+def test_a_chats_tokens_say_what_they_add_to_its_message() -> None:
+    book = make_book()
+    book.open(request(), "", "public", 0.0, builders=(hermes(),))
+    book.add(SequenceStarted("r", 0, 7, 0, 0.0), 0.0)
+    sent: list[Frame] = []
+    for at, piece in enumerate(PIECES):
+        sent += [frame for _, frame in book.add(Tokens("r", 0, 0, at, (at,), (piece,)), 0.0)]
+    ((_, done),) = book.add(ChoiceFinished("r", 0, 0, FinishReason.STOP, len(PIECES)), 1.0)
+    assert isinstance(done, Finished)
+    assert done.reason is FinishReason.STOP
+    assert done.message is not None
+    assert (done.message.finish_reason, done.message.content) == ("tool_calls", "Well.")
+    assert [(one.name, one.arguments) for one in done.message.tool_calls] == [("f", '{"a": 1}')]
+    *repeated, end = book.repeat("r", 0, 0)
+    assert end == done
+    (again,) = [frame for frame in repeated if isinstance(frame, Tokens)]
+    assert again.deltas == tuple(delta for frame in sent if isinstance(frame, Tokens) for delta in frame.deltas)
+    stream = StreamAssembly()
+    for frame in (*book.repeat("r", 0, 0)[:2], *sent[:3]):
+        stream.accept(frame)
+    (rest,) = stream.accept(again)
+    assert isinstance(rest, Tokens)
+    assert (rest.index, rest.deltas) == (3, again.deltas[3:]), "cut where it overlaps"
+
+
+def test_choice_0_that_ended_elsewhere_has_its_message_at_the_end() -> None:
+    book = make_book()
+    ended = Continuation((1, 2), 4, FinishReason.STOP)
+    asked = replace(request(continuations=(ended, Continuation())), sampling=Sampling(9, n=2))
+    builders = hermes(), hermes(1)
+    builders[0].read("Well")
+    book.open(asked, "", "public", 0.0, builders=builders)
+    book.add(SequenceStarted("r", 0, 7, 0, 0.0), 0.0)
+    book.add(Tokens("r", 0, 1, 0, (5,), ("No",)), 0.0)
+    framed = book.add(ChoiceFinished("r", 0, 1, FinishReason.LENGTH, 1), 1.0)
+    (_, second), (_, done) = framed
+    assert isinstance(second, ChoiceFinished)
+    assert second.message == AssistantMessage("length", "No")
+    assert isinstance(done, Finished)
+    assert done.message == AssistantMessage("stop", "Well")
+
+
+def test_a_frame_without_its_message() -> None:
+    message = AssistantMessage("stop", "x" * 99)
+    ends: list[Frame] = [
+        ChoiceFinished("r", 0, 1, FinishReason.LENGTH, 1, message=message),
+        Finished("r", 0, FinishReason.STOP, 1, 1, message=message),
+    ]
+    for end in ends:
+        bare = without_message(end)
+        assert isinstance(bare, ChoiceFinished | Finished)
+        assert bare.message == AssistantMessage("stop", partial=True)
+        assert replace(bare, message=message) == end
+    tokens = Tokens("r", 0, 0, 0, (1,), ("x",), deltas=(AssistantDelta("x"),))
+    assert without_message(tokens) == replace(tokens, deltas=())
+    for other in (Progress("r", 0, 1), Finished("r", 0, FinishReason.STOP, 1, 1)):
+        assert without_message(other) == other
