@@ -6,43 +6,54 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvchat.formats import FORMATS, format_of
+from kvchat.formats.own import own_format
 from kvchat.formats.think import BEGIN, plain, thinking
 from kvchat.source import MessageReader
-from kvchat.tool_grammar import Dialect, after_thought, grammar_of
+from kvchat.tool_grammar import Dialect, Tool, after_thought, grammar_of
 from kvchat.tools import ToolPlan
 from kvproto.errors import InvalidRequest
-from kvproto.messages import Bundle, Sampling
+from kvproto.messages import Bundle, Grammar, Sampling
 
 HARMONY = "harmony"
+PROMPT_END = 1024  # characters
 
 
 @dataclass(frozen=True, slots=True)
 class MessageReading:
-    """Makes readers of a message's text: all that they need, without the model. `names`: of what may be called."""
+    """Makes readers of a message's text: all that they need, without the model. Fields as `MessageFormat` has them;
+    `prompt_end` may have the message's beginning."""
 
     tools: str = ""
     thinks: bool = False
-    begun: bool = False  # to think, by the template
-    names: tuple[str, ...] = ()
+    own: str = ""
+    prompt_end: str = ""
+    callable: tuple[Tool, ...] = ()
 
     def __call__(self) -> MessageReader:
+        tools = {tool.name: tool.parameters for tool in self.callable}
+        if self.own:
+            return MessageReader(own_format(self.own).parse(self.prompt_end, tools), tools)
         parse = FORMATS.get(self.tools, plain)
-        return MessageReader(thinking(parse, begun=self.begun) if self.thinks else parse, self.names)
+        if self.thinks:
+            parse = thinking(parse, begun=_has_begun(self.prompt_end))
+        return MessageReader(parse, tools)
 
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """`tools`: of its calls; "" where there are none. `thinks`: its text begins with reasoning, or may."""
+    """`tools`: of its calls; "" where there are none. `thinks`: its text begins with reasoning, or may. `own`: its
+    tokenizer's, which reads all of it; "" where it is not read so."""
 
     plan: ToolPlan | None
     tools: str
     thinks: bool
     dialect: Dialect
+    own: str = ""
 
     def reading(self, prompt: str) -> MessageReading:
         """Of a message after a rendered prompt."""
-        names = tuple(tool.name for tool in self.plan.callable) if self.plan else ()
-        return MessageReading(self.tools, self.thinks, _has_begun(prompt), names)
+        callable_ = self.plan.callable if self.plan else ()
+        return MessageReading(self.tools, self.thinks, self.own, prompt[-PROMPT_END:], callable_)
 
     def bind(self, sampling: Sampling, prompt: str) -> Sampling:
         """Raises InvalidRequest for a grammar of the caller's that cannot be had together with tools."""
@@ -60,14 +71,21 @@ def _has_begun(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
-def format_of_message(plan: ToolPlan | None, bundle: Bundle, special: Mapping[str, int]) -> MessageFormat | None:
-    """None: all is text. `special`: ids of the model's special tokens. Raises InvalidRequest for tools, if the model's
-    template knows none."""
+def format_of_message(
+    plan: ToolPlan | None, bundle: Bundle, special: Mapping[str, int], grammar: Grammar | None
+) -> MessageFormat | None:
+    """None: all is text. `special`: ids of the model's special tokens. `grammar`: the caller's. Raises InvalidRequest
+    for tools, if the model's template knows none, or no format in which they can be enforced."""
     template = bundle.chat_template or ""
     name = bundle.tool_format or format_of(template)
-    if plan is not None and not name:
-        raise InvalidRequest("this model's chat template knows none, nor was --tool-format said", field="tools")
+    is_bound = grammar is not None or (plan is not None and plan.is_bound)
+    own = "" if bundle.tool_format or is_bound else bundle.response_schema
+    if plan is not None and not name and not own:
+        why = "this model's chat template knows none, nor was --tool-format said"
+        if bundle.response_schema:
+            why = "this model's format cannot be enforced: only its tokenizer describes it, nor was --tool-format said"
+        raise InvalidRequest(why, field="tools")
     thinks = BEGIN in template
-    if plan is None and not thinks and name != HARMONY:
+    if plan is None and not thinks and name != HARMONY and not own:
         return None
-    return MessageFormat(plan, name if plan or name == HARMONY else "", thinks, Dialect(template, special))
+    return MessageFormat(plan, name if plan or name == HARMONY else "", thinks, Dialect(template, special), own)

@@ -85,6 +85,11 @@ class PartialText:
         self._at = found + len(marker)
         return taken
 
+    def take_rest(self) -> str:
+        """All that is here."""
+        taken, self._at = self._text[self._at :], len(self._text)
+        return taken
+
     # What is told.
 
     def say(self, text: str, *, aloud: bool = True) -> None:

@@ -112,7 +112,8 @@ class RequestFlow:
             session = await self.parts.index.sessions.read(tenant, ask.seq_id) if ask.seq_id is not None else None
         history = session.ids if session and session.head and session.head.model == model.name else ()
         must_fit = prompt_must_fit(ask.sampling.overflow)
-        written = format_of_message(ask.tools.plan, model.bundle, model.tokenizer.special)
+        special, grammar = model.tokenizer.special, ask.sampling.grammar
+        written = format_of_message(ask.tools.plan, model.bundle, special, grammar)
         prompt = await self.prompts.chat(model, tenant, ask.messages, history, ask.template_values, must_fit=must_fit)
         self.parts.metrics.tally.spliced_tokens_total += prompt.spliced
         sampling = self._sampling(call, model, len(prompt.ids), "messages")

@@ -135,7 +135,7 @@ MESSAGES: dict[str, Any] = {
         "a" * 26, "m", m.ResponseStatus.FAILED, 1_763_700_000, m.StoredBytes(b"asked"), m.StoredBytes(b"", "g", 3),
         True, ("b" * 26,), 1_763_700_009, "engine_failure", "it failed",
     ),
-    "response_asked": m.ResponseAsked(b"{}", SAMPLING, "chat-x", "hermes", True, True, (1, 2, 70_000)),
+    "response_asked": m.ResponseAsked(b"{}", SAMPLING, "chat-x", "hermes", True, "{}", "<think>", (1, 2, 70_000)),
     "active_response": m.ActiveResponse("acme", "a" * 26, "i1", "k", -1, 2),
     "placement_stats": m.PlacementStats("p1", "ring", ("w1", "w2"), 10, 1, 2, 3),
     "placement_stats_hits": m.PlacementStats("p1", "cost", ("w1",), 10, 1, 2, 3, 1000, 600, 700, 120, 5000, 1),

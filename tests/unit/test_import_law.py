@@ -58,7 +58,7 @@ THIRD_PARTY = {
                   "cryptography", "setproctitle", "opentelemetry"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
     "kvsampling": {"torch", "numpy", "llguidance"},
-    "kvchat": {"pydantic", "pydantic_core", "jinja2"},
+    "kvchat": {"pydantic", "pydantic_core", "jinja2", "regex"},
     "kvfleet_vllm": {"torch", "vllm", "msgpack"},
     "kvfleet.ingress": {"starlette", "uvicorn", "httptools", "tokenizers", "jinja2", "orjson", "uvloop", "pydantic",
                          "pydantic_core", "pydantic_settings", "prometheus_client", "jwt", "httpx"},

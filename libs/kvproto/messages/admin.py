@@ -88,3 +88,4 @@ class Bundle:
     special_tokens: dict[str, str] = field(default_factory=dict)
     tool_format: Name = ""  # how it writes tool calls; "": as its template says
     public_prefixes: tuple[Tokens32, ...] = ()  # shared by all tenants: whole blocks of registered system prompts
+    response_schema: Text = ""  # of its tokenizer, as JSON: transformers' response_template, or response_schema

@@ -82,7 +82,8 @@ class ResponseAsked:
     conversation: Name = ""
     format: Name = ""  # of its calls
     thinks: bool = False
-    begun: bool = False  # to think, by its template
+    own: Text = ""  # its tokenizer's format
+    prompt_end: Text = ""  # which may have the message's beginning
     prompt_ids: Tokens32 = ()  # while it runs in the background
 
 

@@ -117,7 +117,8 @@ class ResponseJobs:
             said.session or "",
             read_as.tools,
             read_as.thinks,
-            read_as.begun,
+            read_as.own,
+            read_as.prompt_end,
             said.prompt_ids,
         )
         active = None
@@ -210,8 +211,8 @@ def form_of_stored(stored: StoredResponse, asked: ResponseAsked) -> ResponseForm
     """Without log probabilities."""
     fields, head = read_response(orjson.loads(asked.body)).fields, stored.head
     plan = fields.tool_ask().plan
-    names = tuple(tool.name for tool in plan.callable) if plan is not None else ()
-    reading = MessageReading(asked.format, asked.thinks, asked.begun, names)
+    callable_ = plan.callable if plan is not None else ()
+    reading = MessageReading(asked.format, asked.thinks, asked.own, asked.prompt_end, callable_)
     told = told_of(fields, head.model, asked.sampling)
     return ResponseForm(head.request, head.created_unix, told, reading, head.background, size=len(asked.body))
 

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from tokenizers import Tokenizer
 
+from kvchat.formats.own import own_format
 from kvfleet.worker.model.model_folder import context_length_of
 from kvproto import codec
 from kvproto.errors import InvalidRequest, UnsupportedModel
@@ -138,7 +139,21 @@ def read_bundle(
         special_tokens=special,
         tool_format=tool_format,
         public_prefixes=_whole_blocks(tokenizer_json, public_prefixes, block_size),
+        response_schema=_response_schema(tokenizer_config),
     )
+
+
+def _response_schema(tokenizer_config: dict[str, Any]) -> str:
+    """As JSON; "" if there is none that can be read."""
+    name = next((name for name in ("response_template", "response_schema") if tokenizer_config.get(name)), None)
+    said = "" if name is None else json.dumps(tokenizer_config[name], ensure_ascii=False)
+    try:
+        if said:
+            own_format(said)
+    except ValueError as error:
+        log.warning("the %s of the model's tokenizer is left aside: it %s", name, error)
+        return ""
+    return said
 
 
 def read_public_prefixes(path: Path | None) -> list[str]:

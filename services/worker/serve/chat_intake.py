@@ -36,7 +36,8 @@ class ChatIntake:
     def take(self, request: GenerateRequest, chat: Chat) -> TakenChat:
         """Takes long for a long one. Raises InvalidRequest naming the field."""
         asked = read_conversation(chat)
-        written = format_of_message(asked.tools.plan, self.bundle, self.text.special)
+        plan, grammar = asked.tools.plan, request.sampling.grammar
+        written = format_of_message(plan, self.bundle, self.text.special, grammar)
         now = datetime.fromtimestamp(chat.unix_s, UTC)
         prompt = self._template.render(template_values(asked.messages), asked.template_values, now)
         ids = self.text.encode(prompt, begins=False, field="messages")

@@ -145,6 +145,8 @@ async def test_the_history_has_calls_and_answers(served: Served, worker: Scripte
          "tools[0].function.parameters"),
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "perhaps"}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
         ({"guided_json": "[1]"}, "guided_json"),
         ({"guided_json": "{"}, "guided_json"),
@@ -203,3 +205,71 @@ async def test_a_schema_is_for_what_comes_behind_the_reasoning(served: Served, t
     grammar = thinker.requests[0][1].sampling.grammar
     assert grammar is not None
     assert "think>" in grammar.text
+
+
+# ---------------------------------------------------------------------------------------------- a tokenizer's own
+
+OWN = {
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
+        "tool_calls": {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "close": "<tool_call|>", "repeats": True,
+            "content": "json", "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+BEFORE = {
+    "type": "object",
+    "properties": {
+        "content": {"type": "string", "x-regex": r"^(?:<\|channel>.*?<channel\|>)?(.*?)(?:<\|tool_call>|$)"},
+        "thinking": {"type": "string", "x-regex": r"<\|channel>thought\n(.*?)<channel\|>"},
+        "tool_calls": {
+            "type": "array", "x-regex-iterator": r"<\|tool_call>(.*?)<tool_call\|>",
+            "items": {
+                "type": "object", "x-regex": r"call:(?P<name>\w+)(?P<arguments>\{.*\})",
+                "properties": {"name": {}, "arguments": {"type": "object", "x-parser": "gemma4-tool-call",
+                                                         "additionalProperties": {}}},
+            },
+        },
+    },
+}  # fmt: skip
+OWN_CALLS = (
+    "<|channel>thought\nHm.<channel|>Well."
+    '<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|><|tool_call>call:stop{}<tool_call|>'
+)
+
+
+@pytest.mark.parametrize("said", [OWN, BEFORE], ids=["response_template", "response_schema"])
+async def test_a_tokenizer_says_how_its_model_calls(
+    nats_url: str, fleet_buckets: Subjects, served: Served, said: dict[str, Any]
+) -> None:
+    template = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
+    bundle = demo_bundle("own", chat_template=template, response_schema=json.dumps(said))
+    worker = await ScriptedWorker.start(nats_url, fleet_buckets, "w2", bundle)
+    async with asyncio.timeout(LIMIT_S):
+        while "own" not in (await served.http.get("/v1/models")).text:
+            await asyncio.sleep(0.05)
+    says(worker, OWN_CALLS)
+    asked = {**CHAT, "model": "own", "max_tokens": 200}
+    async with client_of(served) as client:
+        answer = await client.chat.completions.create(**asked)
+        async with client.chat.completions.stream(**asked) as stream:
+            streamed = await stream.get_final_completion()
+    for one in (answer, streamed):
+        (choice,) = one.choices
+        assert choice.finish_reason == "tool_calls"
+        assert (choice.message.content, choice.message.to_dict()["reasoning_content"]) == ("Well.", "Hm.")
+        assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()] == [
+            ("weather", '{"city": "Paris"}'), ("stop", "{}"),
+        ]  # fmt: skip
+    refused = await served.http.post("/v1/chat/completions", json={**asked, "tool_choice": "required"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tools"
+    assert "cannot be enforced" in refused.json()["error"]["message"]
+    says(worker, "No call at all.")
+    plain = await served.http.post("/v1/chat/completions", json={**asked, "tools": []})
+    assert plain.json()["choices"][0]["message"]["content"] == "No call at all."
+    await worker.stop()

@@ -116,3 +116,15 @@ def test_a_bundle_and_an_engine_read_one_context_length(key: str, folder: Path) 
     config = SimpleNamespace(**{key: 77})
     config.get_text_config = lambda: config
     assert read(folder).context_length == supported_context(config) == 77
+
+
+@pytest.mark.parametrize("name", ["response_template", "response_schema"])
+def test_what_the_tokenizer_says_of_messages(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    good: dict[str, object] = {"start_anchor": "A:", "fields": {"content": {}}}
+    if name == "response_schema":
+        good = {"type": "object", "properties": {"content": {"type": "string", "x-regex": "(.*)"}}}
+    for said, kept in ((good, json.dumps(good)), ({"fields": {}}, ""), ({"x-regex": "("}, ""), ("text", ""), ({}, "")):
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, name: said}))
+        assert read(folder).response_schema == kept
+    assert caplog.text.count("is left aside: it cannot be read") == 3
