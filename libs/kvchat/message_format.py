@@ -71,6 +71,15 @@ def _has_begun(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
+def _own_of(bundle: Bundle) -> str:
+    """ "" for one of a later version than this."""
+    try:
+        own_format(bundle.response_schema)
+    except ValueError:
+        return ""
+    return bundle.response_schema
+
+
 def format_of_message(
     plan: ToolPlan | None, bundle: Bundle, special: Mapping[str, int], grammar: Grammar | None
 ) -> MessageFormat | None:
@@ -79,7 +88,7 @@ def format_of_message(
     template = bundle.chat_template or ""
     name = bundle.tool_format or format_of(template)
     is_bound = grammar is not None or (plan is not None and plan.is_bound)
-    own = "" if bundle.tool_format or is_bound else bundle.response_schema
+    own = "" if bundle.tool_format or is_bound else _own_of(bundle)
     if plan is not None and not name and not own:
         why = "this model's chat template knows none, nor was --tool-format said"
         if bundle.response_schema:

@@ -12,6 +12,7 @@ CLIENT = ModuleSource("libs/kvproto/client.py")
 STREAM = ModuleSource("libs/kvproto/streams/stream.py")
 GENERATION = ModuleSource("libs/kvproto/streams/generation.py")
 CONNECTION = ModuleSource("libs/kvproto/connection.py")
+CHATS = ModuleSource("libs/kvproto/chats.py")
 IDS = ModuleSource("libs/kvproto/ids.py")
 OF_A_CLIENT = ("open", "close", "generate", "explain", "newest_decisions", "admin", "bundle")
 OF_A_STREAM = ("read", "cancel", "closed", "error", "ids", "ids_of")
@@ -33,6 +34,8 @@ def page() -> str:
             ("field", "type", "default", ""),
             ((code(one.name), code(one.type), code(one.default), one.comment) for one in GENERATION.fields(kind)),
         )
+    (chat_of,) = (one for one in CHATS.tree.body if isinstance(one, ast.FunctionDef) and one.name == "chat_of")
+    lines += ["## chat_of", "", "```", signature(chat_of), "```", "", docstring(chat_of), ""]
     text = written(lines)
     for one in IDS.fields(IDS.tree):
         if one.name.startswith("DEFAULT_"):

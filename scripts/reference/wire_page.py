@@ -16,6 +16,7 @@ from scripts.reference.source import ModuleSource, bounded, docstring
 MESSAGES = "libs/kvproto/messages"
 MODULES = (  # from the first thing that is said of a request to the last
     ("Requests", "requests"),
+    ("Chats", "chats"),
     ("Frames", "frames"),
     ("Members", "members"),
     ("Placement", "placement"),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvproto.messages.vocabulary import Count, MaxLength, Name, Range, Text
-
-UnixSeconds = Annotated[int, Range(0, 253_402_300_799)]  # until the year 9999
+from kvproto.messages.vocabulary import Count, MaxLength, Name, Text, UnixSeconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ Addresses = Annotated[tuple[Annotated[str, MaxLength(256)], ...], MaxLength(8)] 
 Count = Annotated[int, Range(0, 2**63 - 1)]
 U64 = Annotated[int, Range(0, 2**64 - 1)]
 Seconds = Annotated[float, Range(0.0, 1e12)]
+UnixSeconds = Annotated[int, Range(0, 253_402_300_799)]  # until the year 9999
 LogitBias = Annotated[dict[int, float], MaxLength(4096)]  # token id -> added to its logit
 
 

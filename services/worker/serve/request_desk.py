@@ -21,7 +21,7 @@ from kvfleet.worker.serve.chat_intake import ChatIntake, TakenChat
 from kvfleet.worker.serve.request_intake import check_capacity, check_request, content_of, of_its_asker, sequences_of
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams import request_trace
-from kvfleet.worker.streams.records import AttemptRecord, Reader, failure
+from kvfleet.worker.streams.records import AttemptRecord, Reader, failure, without_message
 from kvproto import codec
 from kvproto.block_hash import Root
 from kvproto.connection import Message, is_no_responders
@@ -159,7 +159,7 @@ class RequestDesk:
             known.trace.span.link(request.traceparent)
         self._outbox.send_to(Reader(request.inbox, request.encoding), frames)
         if request.watcher and known.terminal is not None:
-            self._outbox.send(reply, codec.encode_frames([known.terminal]))
+            self._outbox.send(reply, codec.encode_frames([without_message(known.terminal)]))
 
     def _acknowledge(self, request: GenerateRequest, reply: str) -> None:
         if is_inbox(reply):

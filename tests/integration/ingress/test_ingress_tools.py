@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,9 +10,11 @@ import openai
 import pytest
 from ingress_rig import Served
 from openai.types.chat import ChatCompletion
-from scripted_worker import ScriptedWorker
+from scripted_worker import ScriptedWorker, demo_bundle
 
 from kvproto.messages import GrammarForm
+from kvproto.subjects import Subjects
+from tests.support.waiting import LIMIT_S
 
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -101,3 +101,10 @@ def test_tools_of_a_model_that_knows_none() -> None:
         format_in(bundle(own=""), **TOOLS)
     assert refused.value.field == "tools"
     assert format_in(bundle(own="")) is None
+
+
+def test_one_of_a_later_version_is_left_aside() -> None:
+    assert format_in(bundle(own='{"fields": {}, "version": 9}')) is None
+    found = format_in(bundle(HERMES, own='{"x-regex": "("}'), **TOOLS)
+    assert found is not None
+    assert (found.own, found.tools) == ("", "hermes")

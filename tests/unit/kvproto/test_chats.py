@@ -6,11 +6,12 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgpack
 import pytest
 
 from kvproto import codec
 from kvproto.chats import FIELDS, chat_of, conversation_of
-from kvproto.errors import InvalidRequest, Unavailable
+from kvproto.errors import CodecError, InvalidRequest, Unavailable
 from kvproto.messages import Chat, GenerateRequest, ProducerRequest, Sampling, State, WorkerRecord
 from kvproto.schema import MAX_DEPTH
 
@@ -89,3 +90,11 @@ def test_a_chat_tells_the_text_that_its_worker_tokenises() -> None:
     assert REQUEST.text == REQUEST.chat.text if REQUEST.chat else None
     assert codec.decode(GenerateRequest, codec.encode(REQUEST)) == REQUEST
     assert Chat("{}").unix_s == 0
+
+
+@pytest.mark.parametrize("rows", [5, [{}], [{}, 5], [{}, {"content": 5}], [{}, {"tool_calls": [{"index": -1}]}]])
+def test_deltas_that_are_none_are_refused_by_name(rows: Any) -> None:
+    row = [2, "r", 0, 0, 0, [1, 2], ["a", "b"], [], rows]
+    with pytest.raises(CodecError) as refused:
+        codec.decode_frames(bytes((codec.VERSION,)) + msgpack.packb([row]))
+    assert str(refused.value.field).startswith("tokens.deltas")
