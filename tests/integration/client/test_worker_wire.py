@@ -241,7 +241,9 @@ async def test_a_text_that_breaks_the_tokenizer_fails_alone(worker: FakeWorker, 
         def encode(self, text: str, add_special_tokens: bool) -> None:
             raise RuntimeError("a tokenizer's fault")
 
-    worker.loop.parts.text = ModelText(Broken())
+    own = worker.loop.parts.text
+    assert isinstance(own, ModelText)
+    own._tokenizer = Broken()
     for text in ("short", LONG_TEXT):
         receiver = Receiver(client)
         await send(client, request(client, prompt_ids=(), prompt=text))
