@@ -51,7 +51,7 @@ def test_the_tokenizers_own_reads_what_nothing_enforces(said: dict[str, Any], te
     assert found.own == OWN
     bound = found.bind(Sampling(1), "A:")
     assert (bound.grammar, bound.skip_special_tokens) == (None, False)
-    reader = found.reader("A:")
+    reader = found.reading("A:")()
     parts = reader.feed('(Hm.) Well. @f {"a": 1};') + reader.end()
     calls = [CallBegan(0, "f"), ArgumentsGrew(0, '{"a": 1}')]
     if said and said.get("tool_choice") != "none":
