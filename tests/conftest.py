@@ -68,7 +68,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part", choices=("quick", "slow", "vllm"), help="what `make test`, `make check-all` or `make vllm-check` runs"
+        "--part",
+        choices=("quick", "slow", "vllm", "clients"),
+        help="what `make test`, `make check-all`, `make vllm-check` or `make client-check` runs",
     )
 
 
@@ -102,7 +104,7 @@ SLOW = (
 # Those with real vLLM servers, of three processes each, which leave nothing of two cores to others.
 VLLM = (
     "tests/vllm/", "tests/chaos/test_chaos_vllm.py", "tests/e2e/test_up_vllm.py",
-    "tests/e2e/test_up_vllm_lora.py", "tests/engines/test_mixed_engines.py",
+    "tests/e2e/test_up_vllm_lora.py", "tests/engines/test_mixed_engines.py", "tests/clients/test_clients_vllm.py",
 )  # fmt: skip
 VLLM_KIND = "real vllm"  # of the engines that others of a test's parameters are
 
@@ -110,6 +112,8 @@ VLLM_KIND = "real vllm"  # of the engines that others of a test's parameters are
 def _part(nodeid: str) -> str:
     if nodeid.startswith(VLLM) or VLLM_KIND in nodeid:
         return "vllm"
+    if nodeid.startswith("tests/clients/"):
+        return "clients"
     return "slow" if nodeid.startswith(SLOW) else "quick"
 
 
