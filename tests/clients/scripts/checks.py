@@ -1,4 +1,4 @@
-"""Where the fleet is, and how a script's checks run. A check is a function `check_*`: it asserts, and returns what it saw.
+"""Where the fleet is, and how a script's checks run: functions `check_*` that assert, and return what they saw.
 
     python openai_chat.py               each check, in order
     python openai_chat.py check_whole   one of them
@@ -15,14 +15,29 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 BASE = os.environ.get("KVFLEET_BASE", "http://127.0.0.1:8080")
 OPENAI = f"{BASE}/v1"
 MODEL = os.environ.get("KVFLEET_MODEL", "demo")
 KEY = os.environ.get("KVFLEET_API_KEY", "none")
 TOKENIZER = os.environ.get("KVFLEET_TOKENIZER", "")  # a folder
+
+
+Raised = TypeVar("Raised", bound=Exception)
+
+
+def raised(kind: type[Raised], ask: Callable[..., Any], **fields: Any) -> Raised:
+    """What the client makes of an answer that is an error: of this class, and of none below it."""
+    try:
+        answer = ask(**fields)
+    except kind as error:
+        if type(error) is kind:
+            return error
+        raise
+    raise AssertionError(f"no {kind.__name__}, but {answer}")
 
 
 def run_command(name: str, *arguments: str) -> str:

@@ -25,11 +25,13 @@ UNTIL = {"until": ["\n"], "max_gen_toks": 16, "temperature": 0}
 
 def task(name: str, kind: str, target: str, metric: str, **more: Any) -> None:
     """A folder's task, as users write their own. JSON is YAML."""
-    Path("lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    lines = Path("lines.jsonl").resolve()
+    lines.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     said = {
-        "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(Path("lines.jsonl").resolve())}},
-        "test_split": "test", "output_type": kind, "doc_to_text": "{{before}}", "doc_to_target": target,
-        "target_delimiter": "", "metric_list": [{"metric": metric, "higher_is_better": True}], **more,
+        "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(lines)}},
+        "test_split": "test", "output_type": kind,
+        "doc_to_text": "{{before}}", "doc_to_target": target, "target_delimiter": "",
+        "metric_list": [{"metric": metric, "higher_is_better": True}], **more,
     }  # fmt: skip
     Path(f"{name}.yaml").write_text(json.dumps(said))
 
@@ -45,7 +47,8 @@ def run(model: str, route: str, tasks: str, *flags: str) -> Any:
     found = json.loads(newest.read_text())
     assert {one["effective"] for one in found["n-samples"].values()} == {len(LINES)}
     samples = [json.loads(line) for path in Path("results").rglob("samples_*.jsonl") for line in path.open()]
-    assert all(samples) and all(one["resps"][0] for one in samples)
+    assert samples
+    assert all(one["resps"][0] for one in samples)
     return found["results"]
 
 
