@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Exchange], Awaitable[None]]
 CLIENT_LEFT = 499
 FOR_ALL = ("/", "/dashboard/{file}", "/livez", "/readyz", "/ping", "/version", "/openapi.json")  # for any host and site
-EXPOSED = ["x-request-id", "x-trace-id", "retry-after", "x-should-retry"]
+EXPOSED = ["x-request-id", "request-id", "x-trace-id", "retry-after", "x-should-retry"]
 EXPOSED += [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Protocol
 
 from kvchat.message_format import MessageReading, format_of_message
-from kvfleet.ingress.answers.anthropic_answers import message_error
+from kvfleet.ingress.answers.anthropic_answers import ID_HEADERS, message_error
 from kvfleet.ingress.answers.anthropic_events import AnthropicForm
 from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_answers import cached_tokens
@@ -91,7 +91,7 @@ class RequestFlow:
 
     async def messages(self, exchange: Exchange) -> None:
         """POST /v1/messages, as Anthropic's."""
-        exchange.error_form = message_error
+        exchange.error_form, exchange.id_headers = message_error, ID_HEADERS
         call = await self.reader.read(exchange, "messages", read_messages)
         await self.serve(exchange, call, lambda: self.chat_job(call, _messages_form), streams=call.ask.stream)
 

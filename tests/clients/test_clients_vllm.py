@@ -15,8 +15,7 @@ from tests.support.up import Up
 from tests.support.vllm_server import ENV, READY_S, vllm_python
 from tests.support.waiting import LIMIT_S
 
-SCRIPTS = ("openai_chat", "openai_tools", "anthropic_messages")
-PENDING = {"anthropic_messages:check_request_id": "answers of /v1/messages have no header request-id"}
+SCRIPTS = ("openai_chat", "openai_tools", "openai_responses", "anthropic_messages")
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +37,6 @@ def clients(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     assert "Traceback" not in fleet.stderr
 
 
-@pytest.mark.parametrize(("script", "check"), checks(*SCRIPTS, pending=PENDING))
+@pytest.mark.parametrize(("script", "check"), checks(*SCRIPTS, pending={}))
 def test_client(clients: Clients, script: str, check: str) -> None:
     clients.passes(script, check)

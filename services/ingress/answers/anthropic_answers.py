@@ -122,6 +122,8 @@ MESSAGE_EVENTS = (MessageStart, BlockStart, BlockDelta, BlockStop, MessageDelta,
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
           429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 
+ID_HEADERS = (b"x-request-id", b"request-id")  # Anthropic's clients read the second
+
 
 def message_error(error: KvfleetError) -> bytes:
     status = error.http_status

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import orjson
 
-from kvfleet.ingress.answers.anthropic_answers import message_error
+from kvfleet.ingress.answers.anthropic_answers import ID_HEADERS, message_error
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.limits.callers import Caller
@@ -52,7 +52,7 @@ class TextRoutes:
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """POST /v1/messages/count_tokens, as Anthropic's."""
-        exchange.error_form = message_error
+        exchange.error_form, exchange.id_headers = message_error, ID_HEADERS
         caller, ask = await self._ask(exchange, read_count)
         model = await self._model(ask.model)
         prompt = await self.prompts.chat(model, caller.tenant, ask.messages, (), ask.template_values, must_fit=False)

@@ -52,6 +52,7 @@ class Exchange:
     trace: ExchangeTrace | None = None
     error_event: Callable[[KvfleetError], bytes] | None = None  # the last event of a stream that failed
     error_form: Callable[[KvfleetError], bytes] = error_body  # of an error that is the whole answer
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)  # of any answer: they have the request's id
     caller: Caller | None = None  # once it is known
     more_headers: Callable[[], Headers] = list  # of any answer; called when it begins
     usage: RunUsage | None = None  # of its run
@@ -154,7 +155,7 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         self.started = True
-        headers = [*headers, *self.more_headers(), (b"x-request-id", self.request_id.encode())]
+        headers = [*headers, *self.more_headers(), *((name, self.request_id.encode()) for name in self.id_headers)]
         if self.trace is not None:
             headers.append((b"x-trace-id", self.trace.span.ids.trace_id.encode()))
         await self.send({"type": "http.response.start", "status": status, "headers": headers})

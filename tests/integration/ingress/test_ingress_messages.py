@@ -56,7 +56,9 @@ def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def test_a_message(served: Served, worker: ScriptedWorker) -> None:
-    told = (await served.http.post("/v1/messages", json=ASKED, headers={"anthropic-version": "2023-06-01"})).json()
+    answer = await served.http.post("/v1/messages", json=ASKED, headers={"anthropic-version": "2023-06-01"})
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    told = answer.json()
     assert told["content"] == [{"type": "text", "text": "Hello!"}]
     assert (told["type"], told["role"], told["model"], told["stop_reason"]) == (
         "message",
