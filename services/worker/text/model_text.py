@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from kvfleet.worker.text.detokenizer import Detokenizer
-from kvproto.errors import InvalidRequest
+from kvproto.errors import EngineFailure, InvalidRequest
 
 
 class ModelText:
@@ -31,8 +31,10 @@ class ModelText:
         return ids
 
     def generated(self, prompt_ids: Sequence[int], ids: Sequence[int], *, skip_special: bool) -> str:
-        """What was said with these ids, as a stream of them says it."""
-        stream = (self._detokenizer if skip_special else self._detokenizer.whole).stream(prompt_ids)
-        if (text := stream.skip(ids)) is not None:
-            return text
-        return "".join(map(stream.push, ids)) + stream.flush()
+        """What was said with these ids, as a stream of them says it. Raises EngineFailure if that cannot be rebuilt."""
+        try:
+            stream = (self._detokenizer if skip_special else self._detokenizer.whole).stream(prompt_ids)
+            text = stream.skip(ids)
+            return text if text is not None else "".join(map(stream.push, ids)) + stream.flush()
+        except Exception as error:  # a tokenizer's bug is that request's alone
+            raise EngineFailure(f"the request's tokens could not be made text: {error}") from error

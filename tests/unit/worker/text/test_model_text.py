@@ -12,7 +12,7 @@ from test_detokenizer import byte_fallback, byte_level
 
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.model_text import ModelText
-from kvproto.errors import InvalidRequest
+from kvproto.errors import EngineFailure, InvalidRequest
 
 TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
 IDS = st.lists(st.integers(0, 258), max_size=80)
@@ -37,9 +37,12 @@ def test_special_tokens_and_refusals() -> None:
         text.encode("", begins=True, field="messages")
     assert refused.value.field == "messages"
 
-    def breaks(said: str, add_special_tokens: bool) -> SimpleNamespace:
+    def breaks(said: object, add_special_tokens: bool = False) -> SimpleNamespace:
         raise RuntimeError("a tokenizer's fault")
 
+    text._detokenizer = SimpleNamespace(stream=breaks)
+    with pytest.raises(EngineFailure, match="could not be made text"):
+        text.generated((), (1,), skip_special=True)
     text._tokenizer = SimpleNamespace(encode=breaks)
     with pytest.raises(InvalidRequest, match="a tokenizer's fault"):
         text.encode("x", begins=False, field="messages")
