@@ -180,11 +180,12 @@ class Client:
         if own not in (None, generation.tenant):
             raise PermissionDenied(f"this client is the tenant {own}'s", field="tenant")
         choices = generation.sampling.n
-        limit = min(generation.sampling.max_tokens * choices, BUFFER_TOKENS)
-        stream = Stream(request, limit, self.now, choices)
+        scores = generation.sampling.prompt_logprobs is not None
+        limit = BUFFER_TOKENS if scores else min(generation.sampling.max_tokens * choices, BUFFER_TOKENS)
+        stream = Stream(request, limit, self.now, choices, scores=scores)
         stream.tenant = own
         stream.trail = trail if trail is not None else Trail(generation.traceparent)
-        stream.assembly.resume(before)
+        stream.assembly.resume(before, generation.scored)
         self._streams[request] = stream
         self.inbox.receivers[request] = stream
         self.counters.requests_total += 1

@@ -85,10 +85,13 @@ def common_version(versions: tuple[int, ...]) -> int:
 def version_of_offer(worker: m.WorkerRecord, request: m.GenerateRequest) -> int:
     """The version to write a request to a worker in. Raises VersionMismatch, and Unavailable for a worker that would
     ignore a part of it."""
+    said = request.sampling
     if request.chat is not None and not worker.chats:
         raise Unavailable(f"worker {worker.id} renders no chats", field="messages")
-    if request.sampling.grammar is not None and not worker.grammars:
-        raise Unavailable(f"worker {worker.id} follows no grammars", field=request.sampling.grammar.said)
+    if said.grammar is not None and not worker.grammars:
+        raise Unavailable(f"worker {worker.id} follows no grammars", field=said.grammar.said)
+    if (said.prompt_logprobs is not None or not said.max_tokens) and not worker.scores:
+        raise Unavailable(f"worker {worker.id} scores no prompts", field="prompt_logprobs")
     return common_version(worker.versions)
 
 
@@ -137,7 +140,9 @@ def _parse_json(data: bytes) -> Any:
 
 def encode_plain_frame(frame: m.Frame, *, as_json: bool) -> bytes:
     """One frame as a map with its `type`, ids as a list."""
-    if type(frame) is m.Tokens and frame.logprobs:  # JSON knows no infinity, and maps are read with finite numbers only
+    if (
+        isinstance(frame, m.Tokens | m.PromptScores) and frame.logprobs
+    ):  # JSON knows no infinity, and maps are read with finite numbers only
         frame = replace(frame, logprobs=tuple(map(floored, frame.logprobs)))
     value = {"type": _TYPES[type(frame)], **to_map(frame, packed=False)}
     if as_json:
@@ -156,12 +161,14 @@ def decode_plain_frame(data: bytes, *, as_json: bool) -> m.Frame:
 
 
 # A frame's tag is its place here.
-_FRAMES = (m.Accepted, m.Started, m.Tokens, m.Finished, m.Failed, m.Moved, m.Progress, m.ChoiceFinished)
+_FRAMES = (
+    m.Accepted, m.Started, m.Tokens, m.Finished, m.Failed, m.Moved, m.Progress, m.ChoiceFinished, m.PromptScores,
+)  # fmt: skip
 _TAGS: dict[int, type[Any]] = dict(enumerate(_FRAMES))
 _TAG_OF = {kind: tag for tag, kind in _TAGS.items()}
 _TYPES = {kind: kind.__name__.lower() for kind in _TAGS.values()}
 _BY_TYPE = {name: kind for kind, name in _TYPES.items()}
-_TOKENS = 2
+_TOKENS, _SCORES = 2, 8
 
 
 def _frame_values(frame: m.Frame) -> list[Any]:
@@ -173,6 +180,8 @@ def _frame_values(frame: m.Frame) -> list[Any]:
         if frame.deltas:
             row.append([to_map(delta) for delta in frame.deltas])
         return row
+    if type(frame) is m.PromptScores:
+        return [_SCORES, frame.request, frame.attempt, frame.index, logprob_rows(frame.logprobs)]
     row = [_TAG_OF[type(frame)]]
     for f in schema_of(type(frame)):
         value = getattr(frame, f.name)
@@ -196,6 +205,8 @@ def decode_frames(data: bytes) -> list[m.Frame]:
             raise type_error("frame", "[tag, field...]", row)
         if row[0] == _TOKENS:
             out.append(_read_tokens(row))
+        elif row[0] == _SCORES:
+            out.append(_read_scores(row))
         elif row[0] in _TAGS:
             out.append(_read_row(_TAGS[row[0]], row))
     return out
@@ -225,6 +236,16 @@ def _read_deltas(rows: Any, tokens: int) -> tuple[m.AssistantDelta, ...]:
     return tuple(read_map(m.AssistantDelta, row, f"tokens.deltas[{at}]") for at, row in enumerate(rows))
 
 
+def _read_scores(row: list[Any]) -> m.PromptScores:
+    try:
+        _, request, attempt, index, rows = row[:5]
+    except ValueError:
+        raise CodecError("missing", field="promptscores") from None
+    if not (type(request) is str and type(attempt) is type(index) is int and attempt >= 0 and index >= 0):
+        raise CodecError("wrong type or value", field="promptscores")
+    return m.PromptScores(request, attempt, index, read_logprobs(rows, None, "promptscores.logprobs"))
+
+
 def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:
     out: dict[str, Any] = {}
     name = kind.__name__.lower()
@@ -238,7 +259,8 @@ def _read_row(kind: type[Any], row: list[Any]) -> m.Frame:
 
 
 #
-# Positional, `[logprob, [id...], [logprob...]]` per token. Minus infinity travels as -9999, as OpenAI writes it.
+# Positional, `[logprob, [id...], [logprob...], rank]` per token, without a rank of 0. Minus infinity travels as -9999,
+# as OpenAI writes it.
 
 FLOOR = -9999.0
 
@@ -246,19 +268,21 @@ FLOOR = -9999.0
 def floored(logprobs: m.TokenLogprobs) -> m.TokenLogprobs:
     """With no value below the floor; NaN becomes the floor."""
     tops = tuple(max(FLOOR, value) for value in logprobs.top_logprobs)
-    return m.TokenLogprobs(max(FLOOR, logprobs.logprob), logprobs.top_ids, tops)
+    return m.TokenLogprobs(max(FLOOR, logprobs.logprob), logprobs.top_ids, tops, logprobs.rank)
 
 
 def logprob_rows(logprobs: Sequence[m.TokenLogprobs]) -> list[Any]:
     """One row per token; values as in `floored`."""
     return [
-        [max(FLOOR, one.logprob), one.top_ids, [max(FLOOR, value) for value in one.top_logprobs]] for one in logprobs
+        [max(FLOOR, one.logprob), one.top_ids, [max(FLOOR, value) for value in one.top_logprobs]]
+        + ([one.rank] if one.rank else [])
+        for one in logprobs
     ]
 
 
-def read_logprobs(rows: Any, tokens: int, field: str) -> tuple[m.TokenLogprobs, ...]:
-    """Inverse of `logprob_rows`: none at all, or one per token. Raises CodecError."""
-    if type(rows) is not list or len(rows) not in (0, tokens):
+def read_logprobs(rows: Any, tokens: int | None, field: str) -> tuple[m.TokenLogprobs, ...]:
+    """Inverse of `logprob_rows`: none at all, or one per token (None: any number). Raises CodecError."""
+    if type(rows) is not list or (tokens is not None and len(rows) not in (0, tokens)):
         raise CodecError("wrong type or length", field=field)
     return tuple(_read(row, field) for row in rows)
 
@@ -269,9 +293,10 @@ def _read(row: Any, field: str) -> m.TokenLogprobs:
     logprob, ids, values = row[:3]
     if type(ids) is not list or type(values) is not list or len(ids) != len(values):
         raise CodecError("wrong type or length", field=field)
-    if any(type(token) is not int for token in ids):
+    rank = row[3] if len(row) > 3 else 0
+    if type(rank) is not int or rank < 0 or any(type(token) is not int for token in ids):
         raise CodecError("wrong type", field=field)
-    return m.TokenLogprobs(_number(logprob, field), tuple(ids), tuple(_number(value, field) for value in values))
+    return m.TokenLogprobs(_number(logprob, field), tuple(ids), tuple(_number(value, field) for value in values), rank)
 
 
 def _number(value: Any, field: str) -> float:

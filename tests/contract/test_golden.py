@@ -148,6 +148,12 @@ MESSAGES: dict[str, Any] = {
     ),
     "worker_record_of_grammars": replace(RECORD, grammars=True),
     "worker_record_of_chats": replace(RECORD, chats=True),
+    "worker_record_that_scores": replace(RECORD, scores=True),
+    "generate_request_of_scores": m.GenerateRequest(
+        **KEY, model="m", inbox="_ing.i1.b", prompt_ids=(1, 2, 3), sampling=m.Sampling(0, prompt_logprobs=5), scored=2
+    ),
+    "producer_request_of_scores": m.ProducerRequest(prompt="x", prompt_logprobs=0),
+    "resend_request_of_scores": m.ResendRequest(**KEY, from_index=0, inbox="_ing.i1.b", scored=17),
     "worker_record_engine": replace(RECORD, engine="vllm", engine_pid=4712),
     "heartbeat_restore_rates": replace(
         HEARTBEAT, rates=m.Rates(1234.5, 17.25, 270.0, {"host": 8e9, "vault": 1.5e8})
@@ -202,6 +208,9 @@ CHAT_FRAMES: list[m.Frame] = [  # since workers render chats
     m.ChoiceFinished(**KEY, choice=2, reason=m.FinishReason.STOP, output_tokens=9, message=MESSAGE),
     m.Finished(**KEY, reason=m.FinishReason.STOP, prompt_tokens=5, output_tokens=9, worker="w1", message=MESSAGE),
 ]  # fmt: skip
+SCORES = m.PromptScores(
+    **KEY, index=1, logprobs=(m.TokenLogprobs(-0.25, (1, 3), (-0.25, -9999.0), 1), m.TokenLogprobs(-2.5, rank=70_000))
+)
 EVENTS = m.KvEvents(
     "e",
     7,
@@ -218,6 +227,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
     out["frames"] = (codec.encode_frames(FRAMES), FRAMES, codec.decode_frames)
     out["frames_choices"] = (codec.encode_frames(CHOICE_FRAMES), CHOICE_FRAMES, codec.decode_frames)
     out["frames_chat"] = (codec.encode_frames(CHAT_FRAMES), CHAT_FRAMES, codec.decode_frames)
+    out["frames_scores"] = (codec.encode_frames([SCORES]), [SCORES], codec.decode_frames)
     out["events"] = (codec.encode_events(EVENTS), EVENTS, decode_events)
     for as_json in (False, True):
         kind = "json" if as_json else "msgpack"
@@ -231,6 +241,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
         scored, ended = CHOICE_FRAMES
         plain = {type(frame).__name__.lower(): frame for frame in (*FRAMES, ended)} | {"scored_tokens": scored}
         plain |= {f"{type(frame).__name__.lower()}_of_a_chat": frame for frame in CHAT_FRAMES}
+        plain["promptscores"] = SCORES
         for name, frame in plain.items():
             out[f"plain_{name}_{kind}"] = (
                 codec.encode_plain_frame(frame, as_json=as_json),

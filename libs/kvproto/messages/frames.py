@@ -37,11 +37,24 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's probabilities: the token's own, and the most probable ones, best first."""
+    """Natural logarithms of the model's probabilities: the token's own, and the most probable ones, best first. `rank`:
+    how many tokens are as probable at least, itself included; 0: not told, as of generated tokens."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Of the prompt's tokens `index` ... `index + len(logprobs) - 1`; the first token, 0, has none. They come in order,
+    all before the first generated token."""
+
+    request: Name
+    attempt: Count
+    index: Count
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,5 +138,5 @@ class Progress:
     step_age_s: Seconds = 0.0  # how long the engine has been in its present step
 
 
-Frame = Accepted | Started | Tokens | ChoiceFinished | Finished | Failed | Moved | Progress
+Frame = Accepted | Started | PromptScores | Tokens | ChoiceFinished | Finished | Failed | Moved | Progress
 TERMINAL = (Finished, Failed, Moved)

@@ -63,6 +63,7 @@ class WorkerRecord:
     adapters: Annotated[tuple[Adapter, ...], MaxLength(256)] = ()  # of `model`, loaded and ready whenever it is
     grammars: bool = False  # it follows `Sampling.grammar`, which others would ignore
     chats: bool = False  # it renders `GenerateRequest.chat`, which others would not find
+    scores: bool = False  # it follows `Sampling.prompt_logprobs`, and may generate nothing
 
     @property
     def models(self) -> dict[str, str]:

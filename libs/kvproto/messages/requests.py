@@ -63,10 +63,11 @@ class Sampling:
     `presence_penalty` (output only, as in OpenAI's API), `logit_bias`, no stop tokens before `min_tokens`, nothing that
     `grammar` does not allow next (its end comes first: it is no matter how many tokens there are); then
     temperature, `top_k`, `top_p` and `min_p` (least probability, as a share of the most probable token's). `logprobs`
-    asks for each token's log probability before all of that, and those of so many alternatives.
+    asks for each token's log probability before all of that, and those of so many alternatives; `prompt_logprobs` for
+    the prompt's tokens, all but the first. `max_tokens` 0 generates nothing: the prompt's scores are all there is.
     """
 
-    max_tokens: Annotated[int, Range(1, 16_777_216)]
+    max_tokens: Annotated[int, Range(0, 16_777_216)]
     temperature: Annotated[float, Range(0.0, 100.0)] = 1.0
     top_p: Annotated[float, Range(0.0, 1.0)] = 1.0
     top_k: Annotated[int, Range(0, 2**31 - 1)] = 0
@@ -87,6 +88,7 @@ class Sampling:
     overflow: Overflow = Overflow.ERROR
     grammar: Grammar | None = None
     skip_special_tokens: bool = True  # else they are part of the text, spelled out
+    prompt_logprobs: Annotated[int, Range(0, 128)] | None = None  # alternatives, as in `logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class GenerateRequest:
     source_addresses: Addresses = ()  # of a source in another region
     source_seal: Annotated[bytes, MaxLength(64)] = b""
     again: bool = False  # repeated, as the answer may be lost: a known reader gets no frame twice
+    scored: Count = 0  # leading tokens of the prompt that need no scores: the client has theirs
     chat: Chat | None = None  # instead of a prompt
 
     @property
@@ -223,6 +226,7 @@ class ProducerRequest:
     parallel_tool_calls: Any = None
     reasoning_effort: Any = None
     chat_template_kwargs: Any = None
+    prompt_logprobs: Annotated[int, Range(0, 128)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +249,7 @@ class ResendRequest:
     from_index: Count
     inbox: Annotated[str, MaxLength(512)]
     from_indices: Annotated[tuple[Count, ...], MaxLength(128)] = ()
+    scored: Count = 0  # as a GenerateRequest's
 
 
 @dataclass(frozen=True, slots=True)

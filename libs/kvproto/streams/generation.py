@@ -35,6 +35,7 @@ class Generation:
     traceparent: str | None = None
     exact: bool = False  # use no block that was ever quantised, and none computed on one
     max_wait_s: float | None = None  # refuse the request, with a time to retry, if it would wait longer for a start
+    scored: int = 0  # leading tokens of the prompt whose scores the caller has
     chat: Chat | None = None  # made by `kvproto.chats.chat_of`
     response_format: ResponseFormat | None = None  # instead of a grammar in `sampling`
 

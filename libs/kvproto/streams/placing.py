@@ -76,7 +76,7 @@ class Placer:
                 return placement
             except KvfleetError as error:
                 stream.trail.unplaced(error)
-                begun = bool(trials.excluded or stream.assembly.tokens)
+                begun = bool(trials.excluded) or stream.assembly.has_begun
                 if isinstance(error, ModelNotFound) and not begun:
                     raise  # else it had a worker, which a placement that has just started does not know yet
                 waits = begun or not self.connection.is_connected or self.in_grace()
@@ -103,10 +103,10 @@ class Placer:
         return not self.connection.is_settled(RECONNECT_GRACE_S)
 
     async def _ask(self, stream: Stream, generation: Generation, trials: Trials, traceparent: str | None) -> Placement:
-        begun = bool(stream.attempts or stream.assembly.tokens)
+        begun = bool(stream.attempts) or stream.assembly.has_begun
         worker = generation.worker
         policy = generation.policy or (DIRECT if worker is not None else None)
-        if policy == DIRECT and (stream.assembly.tokens or stream.assembly.started is not None):
+        if policy == DIRECT and (stream.assembly.has_begun or stream.assembly.started is not None):
             policy, worker = None, None  # the named worker has lost it
         question = PlaceRequest(
             request=stream.request,

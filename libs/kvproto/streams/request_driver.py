@@ -62,7 +62,7 @@ class RequestDriver:
 
     async def run(self, stream: Stream, generation: Generation) -> None:
         trials = Trials(generation, self.now())
-        if stream.assembly.tokens:
+        if stream.assembly.has_begun:
             trials.be_patient(self.now())
         try:
             await self._try(stream, generation, trials)
@@ -149,6 +149,7 @@ class RequestDriver:
             continuations=assembly.continuations(),
             exact=generation.exact,
             chat=generation.chat,
+            scored=assembly.scored,
         )
         mover = stream.mover
         if mover is not None and (held_at := self._holder(mover.worker, placement.worker)):
@@ -222,7 +223,8 @@ class RequestDriver:
         assembly = stream.assembly
         inbox = self.inbox.of(stream.request, assembly.attempt)
         first, *others = indices = assembly.next_indices
-        question = ResendRequest(stream.request, assembly.attempt, first, inbox, indices if others else ())
+        more = indices if others else ()
+        question = ResendRequest(stream.request, assembly.attempt, first, inbox, more, assembly.scored)
         await self.connection.publish(
             self.subjects.worker_resend(worker, stream.tenant), codec.encode(question), reply=inbox
         )

@@ -25,6 +25,7 @@ from kvproto.messages import (
     Moved,
     Placement,
     Progress,
+    PromptScores,
     Started,
     Tokens,
 )
@@ -36,7 +37,7 @@ from kvproto.trace_context import Trail
 
 log = logging.getLogger(__name__)
 
-Event = Started | Tokens | ChoiceFinished | Finished
+Event = Started | PromptScores | Tokens | ChoiceFinished | Finished
 
 
 class Signal(Enum):
@@ -64,17 +65,20 @@ class Mover:
 
 
 class Stream:
-    """Events of one request, each exactly once and in order: `Started`, `Tokens`..., `Finished`; or an error raised.
+    """Events of one request, each exactly once and in order: `Started`, `PromptScores`... where they are asked for,
+    `Tokens`..., `Finished`; or an error raised.
 
     Use as `async with client.generate(...) as stream: async for event in stream: ...`. Leaving the block early cancels
     the request at the worker. Each of several choices is in order by itself, and ends with `ChoiceFinished`; they share
     one buffer.
     """
 
-    def __init__(self, request: str, buffer_tokens: int, clock: Callable[[], float], choices: int = 1) -> None:
+    def __init__(
+        self, request: str, buffer_tokens: int, clock: Callable[[], float], choices: int = 1, *, scores: bool = False
+    ) -> None:
         self.request = request
         self.tenant: str | None = None  # in subjects of messages to a worker; None for roles of the fleet
-        self.assembly = StreamAssembly(choices)
+        self.assembly = StreamAssembly(choices, scores=scores)
         self.placement: Placement | None = None
         self.trail = Trail()
         self.mover: Mover | None = None
@@ -196,6 +200,9 @@ class Stream:
             if type(frame) is Tokens:
                 self._ready.append(frame)
                 self._buffered += len(frame.ids)
+            elif isinstance(frame, PromptScores):
+                self._ready.append(frame)
+                self._buffered += len(frame.logprobs)
             elif isinstance(frame, Failed | Moved):
                 self.signal(Signal.TERMINAL)
             elif isinstance(frame, Finished):

@@ -8,6 +8,8 @@ choice is in order by itself:
     have       x x x x . w w         w waits; missing() = (4, 2)
     choice 1   0 1                   next_index = 2
     have       x x E                 E: it has ended, also for later attempts
+
+Where the prompt's scores are asked for, they come after `Started` and before all tokens, which wait for them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvproto.messages import ChoiceFinished, Continuation, Failed, Finished, Frame, Moved, Started, Tokens
+from kvproto.messages import (
+    ChoiceFinished,
+    Continuation,
+    Failed,
+    Finished,
+    Frame,
+    Moved,
+    PromptScores,
+    Started,
+    Tokens,
+)
 
 MAX_WAITING = 4096  # frames after a gap; more are dropped and asked for again
 
@@ -30,12 +42,19 @@ class ChoiceText:
 
 
 class StreamAssembly:
-    """State of one request with `n` choices."""
+    """State of one request with `n` choices. `scored` leading tokens of the prompt need no more scores, the first among
+    them; 0: `scores` of none are wanted."""
 
-    __slots__ = ("_ends", "_held", "_waiting", "attempt", "choices", "fenced", "started", "terminal")
+    __slots__ = (
+        "_ends", "_held", "_is_open", "_scores", "_waiting", "attempt", "choices", "fenced", "scored", "started",
+        "terminal",
+    )  # fmt: skip
 
-    def __init__(self, n: int = 1) -> None:
+    def __init__(self, n: int = 1, *, scores: bool = False) -> None:
         self.attempt = 0
+        self.scored = int(scores)
+        self._scores: dict[int, PromptScores] = {}  # waiting, by index
+        self._is_open = False  # what comes after the prompt can be delivered
         self.choices = [ChoiceText() for _ in range(n)]
         self.started: Started | None = None
         self.terminal: Finished | Failed | Moved | None = None
@@ -62,7 +81,12 @@ class StreamAssembly:
     @property
     def is_waiting(self) -> bool:
         """Whether a frame cannot be delivered yet."""
-        return bool(self._waiting or self._ends or self._held is not None)
+        return bool(self._waiting or self._scores or self._ends or self._held is not None)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything is here that another attempt goes on after."""
+        return self.scored > 1 or any(choice.ids for choice in self.choices)
 
     def continuations(self) -> tuple[Continuation, ...]:
         """Of the next attempt's choices; () for one choice, or where nothing was delivered."""
@@ -73,8 +97,9 @@ class StreamAssembly:
             for choice in self.choices
         )
 
-    def resume(self, before: Sequence[Continuation]) -> None:
-        """Go on after the caller's tokens."""
+    def resume(self, before: Sequence[Continuation], scored: int = 0) -> None:
+        """Go on after the caller's tokens, and after the scores of `scored` leading tokens of the prompt."""
+        self.scored = max(self.scored, scored) if self.scored else 0
         for at, one in enumerate(before):
             ended = ChoiceFinished("", 0, at, one.finished, len(one.output_ids)) if one.finished else None
             self.choices[at] = ChoiceText(list(one.output_ids), one.text_sent, ended)
@@ -83,6 +108,7 @@ class StreamAssembly:
         """Fence off frames of older attempts."""
         self.attempt = attempt
         self._waiting.clear()
+        self._scores.clear()
         self._ends.clear()
         self._held = None
         self.terminal = None
@@ -96,6 +122,11 @@ class StreamAssembly:
             return self._tokens(frame)
         if isinstance(frame, Started):
             return self._start(frame)
+        if isinstance(frame, PromptScores):
+            known = self._scores.get(frame.index)
+            if len(self._scores) < MAX_WAITING and (known is None or len(known.logprobs) < len(frame.logprobs)):
+                self._scores[frame.index] = frame
+            return self._open([])
         if isinstance(frame, ChoiceFinished):
             if not 0 <= frame.choice < len(self.choices) or self.choices[frame.choice].ended is not None:
                 return []
@@ -108,7 +139,7 @@ class StreamAssembly:
 
     def missing(self) -> tuple[int, ...] | None:
         """The indices from which frames must be sent again; None if there is no gap."""
-        if self._waiting or self._ends or (self._held is not None and self._counts_more(self._held)):
+        if self._waiting or self._scores or self._ends or (self._held is not None and self._counts_more(self._held)):
             return self.next_indices
         return None
 
@@ -126,7 +157,7 @@ class StreamAssembly:
             return False  # its missing tokens are generated again
         if isinstance(frame, Moved):
             return frame.output_tokens > self.tokens
-        if self.started is None or frame.output_tokens > self.tokens:
+        if not self._is_open or frame.output_tokens > self.tokens:
             return True
         return len(self.choices) > 1 and any(choice.ended is None for choice in self.choices)
 
@@ -136,7 +167,22 @@ class StreamAssembly:
                 self.started = frame
             return []
         self.started = frame
-        out: list[Frame] = [frame]
+        return self._open([frame])
+
+    def _open(self, out: list[Frame]) -> list[Frame]:
+        """Deliver the scores that are next; after the last ones, or where none are wanted, what waits for them."""
+        if self.started is None:
+            return out
+        for index in sorted(self._scores):
+            if index > self.scored:
+                break
+            frame = self._scores.pop(index)
+            if self.scored and (new := frame.logprobs[self.scored - index :]):
+                out.append(replace(frame, index=self.scored, logprobs=new))
+                self.scored += len(new)
+        self._is_open = not self.scored or self.scored >= self.started.prompt_tokens
+        if not self._is_open:
+            return out
         for at, choice in enumerate(self.choices):
             self._ripen(at, choice, out)
         return self._release(out)
@@ -145,7 +191,7 @@ class StreamAssembly:
         at = frame.choice
         if not 0 <= at < len(self.choices) or (choice := self.choices[at]).ended is not None:
             return []
-        if frame.index > len(choice.ids) or self.started is None:
+        if frame.index > len(choice.ids) or not self._is_open:
             known = self._waiting.get((at, frame.index))
             if len(self._waiting) < MAX_WAITING and (known is None or len(known.ids) < len(frame.ids)):
                 self._waiting[at, frame.index] = frame
@@ -168,7 +214,7 @@ class StreamAssembly:
 
     def _release(self, out: list[Frame]) -> list[Frame]:
         """Append the ends and the terminal frame whose tokens are all delivered."""
-        if self._ends and self.started is not None:
+        if self._ends and self._is_open:
             for at in [at for at, end in self._ends.items() if end.output_tokens <= len(self.choices[at].ids)]:
                 self.choices[at].ended = end = self._ends.pop(at)
                 out.append(end)

@@ -15,6 +15,7 @@ from kvproto.messages import (
     FinishReason,
     Frame,
     Moved,
+    PromptScores,
     Started,
     TokenLogprobs,
     Tokens,
@@ -236,3 +237,66 @@ def test_moved_is_settled_where_they_will_not_come() -> None:
     assert stream.missing() is None or stream.terminal is not None
     stream.begin(1)
     assert stream.accept(Moved("r", 1, 0)) != [], "nothing of this one is missing"
+
+
+# ---------------------------------------------------------------------------------------------- the prompt's scores
+
+PROMPT = 9
+
+
+def scores(index: int, count: int = 1, attempt: int = 0) -> PromptScores:
+    return PromptScores("r", attempt, index, tuple(TokenLogprobs(-float(one)) for one in range(index, index + count)))
+
+
+def scored(out: list[Frame]) -> list[float]:
+    return [one.logprob for f in out if isinstance(f, PromptScores) for one in f.logprobs]
+
+
+@given(data=st.data(), total=st.integers(0, 4))
+def test_scores_come_once_in_order_and_before_all_tokens_whatever_the_order(data: st.DataObject, total: int) -> None:
+    cuts = data.draw(st.lists(st.tuples(st.integers(1, PROMPT - 1), st.integers(1, 5)), max_size=9))
+    frames: list[Frame] = [scores(at) for at in range(1, PROMPT)]
+    frames += [scores(at, min(count, PROMPT - at)) for at, count in cuts]
+    frames += [tokens(at) for at in range(total)]
+    frames += [Started("r", 0, "w", PROMPT, {}), finished(total)]
+    stream = StreamAssembly(scores=True)
+    out: list[Frame] = []
+    for frame in data.draw(st.permutations(frames)):
+        out += stream.accept(frame)
+        assert stream.is_waiting == (stream.missing() is not None)
+    kinds = [type(f) for f in out]
+    assert kinds == sorted(kinds, key=[Started, PromptScores, Tokens, Finished].index)
+    assert scored(out) == [-float(one) for one in range(1, PROMPT)]
+    assert [f.index for f in out if isinstance(f, Tokens)] == list(range(total))
+    assert isinstance(stream.terminal, Finished)
+
+
+def test_a_later_attempt_brings_the_scores_that_are_missing_and_no_other() -> None:
+    stream = StreamAssembly(scores=True)
+    out = [*stream.accept(Started("r", 0, "w", PROMPT, {})), *stream.accept(scores(1, 3)), *stream.accept(scores(6))]
+    assert stream.scored == 4
+    assert stream.has_begun
+    stream.begin(1)
+    out += stream.accept(scores(5, 4, attempt=0))  # of the old one
+    out += stream.accept(tokens(0, attempt=1))
+    assert stream.missing() == (0,)
+    for frame in (Started("r", 1, "v", PROMPT, {}), scores(3, 3, 1), scores(6, 3, 1), finished(1, 1)):
+        out += stream.accept(frame)
+    assert scored(out) == [-float(one) for one in range(1, PROMPT)]
+    assert [type(f).__name__ for f in out[-2:]] == ["Tokens", "Finished"]
+
+
+def test_it_goes_on_after_the_scores_that_its_caller_has() -> None:
+    stream = StreamAssembly(scores=True)
+    stream.resume((), PROMPT)
+    out = [*stream.accept(Started("r", 0, "w", PROMPT, {})), *stream.accept(tokens(0)), *stream.accept(finished(1))]
+    assert [type(f).__name__ for f in out] == ["Started", "Tokens", "Finished"]
+
+
+def test_scores_that_nobody_wants_are_dropped() -> None:
+    stream = StreamAssembly()
+    stream.resume((), PROMPT)
+    assert stream.accept(scores(1)) == []
+    out = [*stream.accept(Started("r", 0, "w", PROMPT, {})), *stream.accept(scores(1)), *stream.accept(tokens(0))]
+    assert [type(f).__name__ for f in out] == ["Started", "Tokens"]
+    assert stream.scored == 0

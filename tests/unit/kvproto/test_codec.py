@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvproto import codec
 from kvproto import messages as m
-from kvproto.errors import CodecError, InvalidRequest, UnknownEnumValue, VersionMismatch
+from kvproto.errors import CodecError, InvalidRequest, Unavailable, UnknownEnumValue, VersionMismatch
 from kvproto.messages.vocabulary import Ids, Range
 from kvproto.schema import read_map
 from tests.support.kv_events import decode_events
@@ -27,9 +27,10 @@ u32 = st.integers(0, 2**32 - 1)
 hashes = st.binary(min_size=16, max_size=16)
 logprob = st.floats(-9999.0, 0.0)
 logprobs = st.builds(
-    lambda own, top: m.TokenLogprobs(own, tuple(i for i, _ in top), tuple(v for _, v in top)),
+    lambda own, top, rank: m.TokenLogprobs(own, tuple(i for i, _ in top), tuple(v for _, v in top), rank),
     logprob,
     st.lists(st.tuples(u32, logprob), max_size=3),
+    st.integers(0, 2**32),
 )
 
 
@@ -52,7 +53,7 @@ def values(hint: Any, bounds: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return st.sampled_from(hint)
     if dataclasses.is_dataclass(hint):
-        return instances(hint)
+        return logprobs if hint is m.TokenLogprobs else instances(hint)
     numbers = limits.get(Range, Range(-(2**63), 2**64 - 1))
     if hint is int:
         return st.integers(int(numbers.low), int(numbers.high))
@@ -249,7 +250,7 @@ def test_missing_fields_are_named_or_take_their_default(kind: type) -> None:
     assert caught.value.field == required[0]
 
 
-@given(st.lists(frames, min_size=1, max_size=3), st.integers(8, 255))
+@given(st.lists(frames, min_size=1, max_size=3), st.integers(9, 255))
 def test_frames_of_a_later_kind_are_left_out(known: list[m.Frame], tag: int) -> None:
     rows = msgpack.unpackb(codec.encode_frames(known)[1:])
     later = bytes((codec.VERSION,)) + msgpack.packb([[tag, "x"], *rows, [tag]])
@@ -388,13 +389,36 @@ def test_log_probabilities_are_finite_on_the_wire(value: float) -> None:
 @pytest.mark.parametrize(
     "scores",
     [None, {}, 5, [[-1.0, [], []]], [[-1.0]] * 2, [[-1.0, [1], []]] * 2, [["x", [], []]] * 2, [[math.inf, [], []]] * 2,
-     [[-1.0, ["x"], [-1.0]]] * 2, [[-1.0, [1], [None]]] * 2, [{}] * 2],
+     [[-1.0, ["x"], [-1.0]]] * 2, [[-1.0, [1], [None]]] * 2, [{}] * 2, [[-1.0, [], [], -1]] * 2,
+     [[-1.0, [], [], 1.5]] * 2],
 )  # fmt: skip
 def test_malformed_log_probabilities_are_refused(scores: Any) -> None:
     row = [2, "r", 0, 0, 4, [5, 6], ["a", ""], scores]
     with pytest.raises(CodecError) as caught:
         codec.decode_frames(b"\x01" + msgpack.packb([row]))
     assert caught.value.field == "tokens.logprobs"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[8], [8, "r", 0, 1], [8, "r", 0, -1, []], [8, "r", -1, 1, []], [8, 5, 0, 1, []], [8, "r", 0, 1.0, []],
+     [8, "r", 0, 1, 5]],
+)  # fmt: skip
+def test_malformed_scores_of_a_prompt_are_refused(row: list[Any]) -> None:
+    with pytest.raises(CodecError) as caught:
+        codec.decode_frames(b"\x01" + msgpack.packb([row]))
+    assert str(caught.value.field).startswith("promptscores")
+
+
+def test_the_scores_of_a_prompt_are_asked_of_workers_that_know_them() -> None:
+    record = m.WorkerRecord("w", "e", "l", m.State.READY, "m", "a", "h", 1, (1, 1))
+    for sampling in (m.Sampling(1, prompt_logprobs=0), m.Sampling(0)):
+        asked = m.GenerateRequest("r", 0, "m", sampling, "_i")
+        with pytest.raises(Unavailable) as caught:
+            codec.version_of_offer(record, asked)
+        assert (caught.value.field, caught.value.retryable) == ("prompt_logprobs", True)
+        assert codec.version_of_offer(dataclasses.replace(record, scores=True), asked) == 1
+    assert codec.version_of_offer(record, m.GenerateRequest("r", 0, "m", m.Sampling(1), "_i")) == 1
 
 
 def test_one_choice_is_written_as_it_always_was() -> None:
