@@ -37,3 +37,14 @@ class Scored:
 
 
 Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """Scores of a prompt's tokens, and what was drawn after them."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+    drawn: int | Scored | None
+
+
+Ran = Drawn | ScoredPrompt  # what came of one sequence's part of a step

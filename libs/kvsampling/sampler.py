@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ _NO_MEMORY = (
     "ALLOCATION_FAILED",
 )
 
+NOT_FINITE = "the model computed logits that are not finite"
 ROWS_AT_ONCE = 16  # bounds the copies of large vocabularies, float32 or float64
 
 
@@ -60,6 +62,21 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         return [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
 
 
+def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprobs]:
+    """What the model thinks of `tokens`, one per row of `logits` `[rows, vocab]`: with ranks. Raises EngineFailure."""
+    way = _way(logits.device)
+    found: list[TokenLogprobs] = []
+    for at in range(0, len(tokens), ROWS_AT_ONCE):
+        rows, some = logits[at : at + ROWS_AT_ONCE].float(), tokens[at : at + ROWS_AT_ONCE]
+        if not all(map(math.isfinite, way.greedy(rows)[1])):
+            raise EngineFailure(NOT_FINITE)
+        own = rows.gather(-1, torch.tensor(some, device=rows.device)[:, None])
+        ranks = (rows >= own).sum(dim=-1).tolist()
+        scored = _score(way, rows, some, [alternatives] * len(some))
+        found += [replace(one, rank=rank) for one, rank in zip(scored, ranks, strict=True)]
+    return found
+
+
 def warm_up(device: torch.device) -> None:
     """Compile or load what `sample` needs on this device, which takes seconds."""
     sample(torch.zeros(1, 8, device=device), [Draw(Sampling(1, logprobs=1), 0, 0)])
@@ -73,13 +90,14 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     for row, draw in enumerate(draws):
         (changed if wants_changes(draw) else plain).append(row)
     for rows, some in _parts(plain, draws):
-        _put(drawn, rows, _draw(way, _rows(logits, rows), some, "the model computed logits that are not finite"))
+        _put(drawn, rows, _draw(way, _rows(logits, rows), some, NOT_FINITE))
     for rows, some in _parts(changed, draws):
         _put(drawn, rows, _draw_changed(way, _rows(logits, rows), some))
     scored = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
     for rows, some in _parts([row for row in scored if isinstance(drawn[row], int)], draws):
-        tokens = [drawn[row] for row in rows]
-        _put(drawn, rows, _score(way, _rows(logits, rows), tokens, [one.sampling.logprobs or 0 for one in some]))
+        tokens = [token for row in rows if isinstance(token := drawn[row], int)]
+        logprobs = _score(way, _rows(logits, rows), tokens, [one.sampling.logprobs or 0 for one in some])
+        _put(drawn, rows, [Scored(*one) for one in zip(tokens, logprobs, strict=True)])
     return drawn
 
 
@@ -106,7 +124,7 @@ def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Draw
     for row, draw in enumerate(draws):
         try:
             if not math.isfinite(peaks[row]):
-                raise EngineFailure("the model computed logits that are not finite")
+                raise EngineFailure(NOT_FINITE)
             changes[row] = LogitChanges.of(draw, logits.shape[-1])
         except KvfleetError as error:
             drawn[row] = error
@@ -118,20 +136,17 @@ def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Draw
     return drawn
 
 
-def _score(way: _Way, logits: Tensor, tokens: Sequence[Drawn], asked: Sequence[int]) -> list[Drawn]:
-    """The drawn tokens with the model's own log probabilities of them and of `asked` alternatives."""
+def _score(way: _Way, logits: Tensor, tokens: Sequence[int], asked: Sequence[int]) -> list[TokenLogprobs]:
+    """The model's own log probabilities of the tokens and of `asked` alternatives."""
     masses, best = way.masses_and_best(logits, min(max(1, *asked), logits.shape[-1]))
     ids = np.column_stack((np.array(tokens, dtype=np.int64), best))
     values = logits.gather(-1, torch.from_numpy(ids).to(logits.device)).double().tolist()
     bits = weight_bits(logits.shape[-1])
-    scored: list[Drawn] = []
-    for token, count, mass, others, (own, *found) in zip(
-        tokens, asked, masses.tolist(), best.tolist(), values, strict=True
-    ):
+    scored = []
+    for count, mass, others, (own, *found) in zip(asked, masses.tolist(), best.tolist(), values, strict=True):
         whole = found[0] + math.log(mass) - bits * math.log(2)  # log of the sum of e**logit
-        assert isinstance(token, int)
         alternatives = tuple(value - whole for value in found[:count])
-        scored.append(Scored(token, TokenLogprobs(own - whole, tuple(others[:count]), alternatives)))
+        scored.append(TokenLogprobs(own - whole, tuple(others[:count]), alternatives))
     return scored
 
 

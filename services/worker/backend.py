@@ -98,4 +98,5 @@ def worker_record(
         adapters=adapters,
         grammars=find_spec("llguidance") is not None,
         chats=True,
+        scores=True,
     )

@@ -22,7 +22,7 @@ from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, Sequence
 from kvfleet.worker.port.sequence_spec import Key, SequenceSpec
 from kvproto.block_hash import chain
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, FinishReason, Sampling, TokenLogprobs, Tokens
+from kvproto.messages import ChoiceFinished, FinishReason, PromptScores, Sampling, TokenLogprobs, Tokens
 from kvservice.event_log import EventLog
 from tests.support.waiting import until
 
@@ -54,6 +54,7 @@ class Stream:
     ids: tuple[int, ...]
     pieces: tuple[str, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    scores: tuple[TokenLogprobs, ...]  # of the prompt
     end: ChoiceFinished | SequenceFailed | None
 
     @property
@@ -81,18 +82,25 @@ class Stream:
 
 
 def stream_of(spec: SequenceSpec, outputs: Iterable[SequenceOutput]) -> Stream:
-    """Checks the grammar: started once and first, tokens without a gap, nothing after the end."""
+    """Checks the grammar: started once and first, scores and tokens without a gap, nothing after the end."""
     started: SequenceStarted | None = None
     end: ChoiceFinished | SequenceFailed | None = None
     ids: list[int] = []
     pieces: list[str] = []
     logprobs: list[TokenLogprobs] = []
+    scores: list[TokenLogprobs] = []
     for output in outputs:
         assert end is None, f"{output} after the end"
         match output:
             case SequenceStarted():
                 assert started is None, "started twice"
                 started = output
+            case PromptScores():
+                assert started is not None, "scores before the start"
+                assert spec.scored is not None, "scores that are not asked for"
+                assert output.index == max(spec.scored, 1) + len(scores), "a gap, or a score twice"
+                assert not ids, "scores after tokens"
+                scores += output.logprobs
             case Tokens():
                 assert started is not None, "tokens before the start"
                 assert output.index == len(spec.output_ids) + len(ids), "a gap, or a token twice"
@@ -107,7 +115,7 @@ def stream_of(spec: SequenceSpec, outputs: Iterable[SequenceOutput]) -> Stream:
                 end = output
             case SequenceFailed():
                 end = output
-    return Stream(started, tuple(ids), tuple(pieces), tuple(logprobs), end)
+    return Stream(started, tuple(ids), tuple(pieces), tuple(logprobs), tuple(scores), end)
 
 
 def seam(stream: Stream) -> tuple[int, str]:
@@ -139,7 +147,8 @@ class Recorder:
             self.fed_tokens += result.fed_tokens
             self.events.note(result.changes)
             for output in result.outputs:
-                self.outputs[output.request, output.attempt, output.choice].append(output)
+                choice = 0 if isinstance(output, PromptScores) else output.choice
+                self.outputs[output.request, output.attempt, choice].append(output)
                 self.order.append(output)
         self.events.flush(0.0)
         self.digests.add(self.events.digest)

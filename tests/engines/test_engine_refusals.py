@@ -25,7 +25,7 @@ WRONG: dict[str, tuple[Asked, str, str]] = {
     "id too large": (lambda rig: {"prompt": (rig.vocab_size,)}, "prompt_ids", "0 to 1023"),
     "id below 0": (lambda rig: {"prompt": (3, -1)}, "prompt_ids", "0 to 1023"),
     "output id": (lambda rig: {"output_ids": (rig.vocab_size,)}, "output_ids", "0 to 1023"),
-    "no tokens": (lambda rig: {"sampling": Sampling(0)}, "max_tokens", "at least 1"),
+    "fewer tokens than none": (lambda rig: {"sampling": Sampling(-1)}, "max_tokens", "at least 0"),
     "cold": (lambda rig: {"sampling": Sampling(1, temperature=-0.1)}, "temperature", "at least 0"),
     "not a number": (lambda rig: {"sampling": Sampling(1, temperature=float("nan"))}, "temperature", "at least 0"),
     "top_p": (lambda rig: {"sampling": Sampling(1, top_p=1.5)}, "top_p", "0 to 1"),

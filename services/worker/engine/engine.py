@@ -31,8 +31,18 @@ from kvfleet.worker.text.text_stream import NOTHING
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers, Verifier
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
-from kvproto.messages import ChoiceFinished, FinishReason, Load, Rates, Tier, TierEvents, TokenLogprobs, Tokens
-from kvsampling.draw import Drawn
+from kvproto.messages import (
+    ChoiceFinished,
+    FinishReason,
+    Load,
+    PromptScores,
+    Rates,
+    Tier,
+    TierEvents,
+    TokenLogprobs,
+    Tokens,
+)
+from kvsampling.draw import Ran, ScoredPrompt
 from kvsampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
@@ -172,9 +182,9 @@ class Engine:
         self._commit(plan, self._run(plan))
         return self._result(plan, now)
 
-    def _run(self, plan: StepPlan) -> list[Drawn]:
-        """Draws of the plan's slices. A slice that does not fit into memory alone fails and leaves the plan; an aborted
-        step empties it."""
+    def _run(self, plan: StepPlan) -> list[Ran]:
+        """What came of the plan's slices. A slice that does not fit into memory alone fails and leaves the plan; an
+        aborted step empties it."""
         if plan.slices:
             self.runner.copy_blocks(plan.copies)
         self.tiers.copied()
@@ -183,28 +193,29 @@ class Engine:
         abort = self.runner.abort
         abort.begin(plan.sequences)
         try:
-            drawn = run_step(self.runner.run, plan.slices, self.scheduler.pacer.budget)
+            ran = run_step(self.runner.run, plan.slices, self.scheduler.pacer.budget)
         except StepAborted:
             self.counters.steps_aborted_total += 1
             plan.slices, plan.sequences, plan.decodes = [], [], 0
             return []
         finally:
             abort.end()
-        for at in reversed(range(len(drawn))):
-            if isinstance(error := drawn[at], OutOfMemory):
-                del drawn[at]
+        for at in reversed(range(len(ran))):
+            if isinstance(error := ran[at], OutOfMemory):
+                del ran[at]
                 self._fail(plan.drop(at), error)
-        return drawn
+        return ran
 
-    def _commit(self, plan: StepPlan, drawn: list[Drawn]) -> None:
-        self._traced.steps += bool(drawn)
+    def _commit(self, plan: StepPlan, ran: list[Ran]) -> None:
+        self._traced.steps += bool(ran)
         advance = self.scheduler.tables.advance
         size = self.pool.block_size
         windowed = self.scheduler.tables.window is not None
-        for sequence, part, token in zip(plan.sequences, plan.slices, drawn, strict=True):
-            if isinstance(token, KvfleetError):
-                self._fail(sequence, token, keep_tail=False)
+        for sequence, part, came in zip(plan.sequences, plan.slices, ran, strict=True):
+            if isinstance(came, KvfleetError):
+                self._fail(sequence, came, keep_tail=False)
                 continue
+            token = came.drawn if isinstance(came, ScoredPrompt) else came
             count = len(part.ids)
             sequence.account.step_tokens += count
             end = part.start + count
@@ -214,10 +225,19 @@ class Engine:
                 sequence.computed = end
             if token is not None and count > 1:
                 self.tiers.offloader.offer(sequence, self._times.prefill_tokens_per_s)
+            if isinstance(came, ScoredPrompt):
+                self._score(sequence, came.logprobs)
             if isinstance(token, int):
                 self._advance(sequence, token, None)
             elif token is not None:
                 self._advance(sequence, token.token, token.logprobs)
+
+    def _score(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        request, attempt, _ = sequence.key
+        self._outputs.append(PromptScores(request, attempt, sequence.scored, logprobs))
+        sequence.scored += len(logprobs)
+        if (reason := sequence.end) is not None:  # nothing is to be generated
+            self._finish(sequence, reason)
 
     def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         stopped = token in sequence.stop_ids

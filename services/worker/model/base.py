@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kvfleet.worker.schedule.sequence import Sequence as Work
 from kvfleet.worker.schedule.step_plan import Slice
-from kvsampling.draw import Drawn
+from kvsampling.draw import Ran
 
 
 class StepAborted(Exception):
@@ -86,8 +86,8 @@ class ModelRunner(Protocol):
     memory: BlockMemory
     tolerance: float  # the most that a `difference` between blocks of two different batches is due to rounding
 
-    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
-        """One forward pass: store KV of all slices' tokens in their blocks, draw where a slice says so.
+    def run(self, slices: Sequence[Slice]) -> list[Ran]:
+        """One forward pass: store KV of all slices' tokens in their blocks, score and draw where a slice says so.
 
         A slice attends to all tokens before it in its own blocks and to nothing else. One result per slice, in order.
         Running the same slices again gives the same state. Raises OutOfMemory if the pass does not fit, and StepAborted

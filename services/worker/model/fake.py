@@ -5,7 +5,7 @@ the sequence's blocks. So a block that is lost, corrupted or written at the wron
 
 Greedy takes the favourite, which is made from the blocks; a random draw takes any token, each as likely. The log
 probabilities say that the token r places after the favourite in the vocabulary (around its end) has a probability in
-proportion to 1 / ((r + 1) (r + 2)). Bans and biases count, penalties do not.
+proportion to 1 / ((r + 1) (r + 2)), in prompts as well. Bans and biases count, penalties do not.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.model.base import Abort, BlockMemory, StepAborted, host_memory
-from kvfleet.worker.schedule.step_plan import Slice
+from kvfleet.worker.schedule.step_plan import Scoring, Slice
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
-from kvsampling.draw import Draw, Drawn, Scored
+from kvsampling.draw import Draw, Ran, Scored, ScoredPrompt
 
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -98,13 +98,14 @@ class FakeRunner:
         self._totals = [0] * self.num_blocks  # a full block's last slot, for sums without arithmetic per block
         self.memory: BlockMemory = FakeMemory(self.slots, self._totals, self.block_size)
 
-    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+    def run(self, slices: Sequence[Slice]) -> list[Ran]:
         self._wait(slices)
-        drawn: list[Drawn] = []
+        ran: list[Ran] = []
         for part in slices:
             self._store(part)
-            drawn.append(None if part.draw is None else self._token(part, part.draw))
-        return drawn
+            drawn = None if part.draw is None else self._token(part, part.draw)
+            ran.append(drawn if part.scoring is None else ScoredPrompt(self._scores(part, part.scoring), drawn))
+        return ran
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         size = self.block_size
@@ -135,12 +136,25 @@ class FakeRunner:
             if offset == size - 1:
                 self._totals[block] = slots[slot]
 
-    def _token(self, part: Slice, draw: Draw) -> int | Scored:
-        """Reads every block of the sequence, then hashes with what the draw depends on."""
-        full, rest = divmod(part.end, self.block_size)
+    def _seen(self, part: Slice, end: int) -> int:
+        """Reads every block of the sequence up to `end`."""
+        full, rest = divmod(end, self.block_size)
         seen = sum(map(self._totals.__getitem__, part.blocks[:full]))
         if rest:
             seen += self.slots[part.blocks[full] * self.block_size + rest - 1]
+        return seen
+
+    def _scores(self, part: Slice, scoring: Scoring) -> tuple[TokenLogprobs, ...]:
+        scored = []
+        for position, token in enumerate(scoring.ids, scoring.first):
+            favourite = self._hashed(self._seen(part, position))
+            logprobs = self._scored(token, favourite, scoring.alternatives).logprobs
+            scored.append(replace(logprobs, rank=(token - favourite) % self.vocab_size + 1))
+        return tuple(scored)
+
+    def _token(self, part: Slice, draw: Draw) -> int | Scored:
+        """Hashes what was seen with what the draw depends on."""
+        seen = self._seen(part, part.end)
         sampling = draw.sampling
         token = favourite = self._hashed(seen)
         if sampling.temperature > 0:

@@ -1,8 +1,17 @@
-"""Runs a Hugging Face model on a step's slices, as one flat row of tokens. Owns the model and its KV pool."""
+"""Runs a Hugging Face model on a step's slices, as one flat row of tokens. Owns the model and its KV pool.
+
+Logits are made of few rows at once: a long prompt's, with a large vocabulary, would fill the memory. So the layers run
+once, and the head on what they gave, piece by piece:
+
+    layers ──▶ [tokens, hidden], kept ─┬─▶ head ─▶ logits of the rows to draw
+                                       └─▶ head ─▶ logits of some rows to score, again and again
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +24,12 @@ from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, stream_of
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.schedule.step_plan import Slice
-from kvproto.errors import OutOfMemory
-from kvsampling.draw import Drawn
-from kvsampling.sampler import is_out_of_memory, sample
+from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
+from kvproto.messages import TokenLogprobs
+from kvsampling.draw import Drawn, Ran, ScoredPrompt
+from kvsampling.sampler import is_out_of_memory, sample, score
+
+SCORED_BYTES = 32 * 2**20  # of float32 logits at once, to score a prompt
 
 
 class TorchRunner:
@@ -45,15 +57,18 @@ class TorchRunner:
         exact = loaded.kv_shape.dtype is torch.float32 and not loaded.kv_shape.quantized
         self.tolerance = 1e-3 if exact else 0.1
 
-    def run(self, slices: Sequence[Slice]) -> list[Drawn]:
+    def run(self, slices: Sequence[Slice]) -> list[Ran]:
         batch = RaggedBatch.of(slices, self.block_size)
         self.pool.reach(int(batch.slots.max()) // self.block_size)
         for draw in batch.draws:
             if draw.matcher is not None:
                 draw.matcher.prepare(draw.output_ids)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._kept_layers(slices):
                 drawn = iter(sample(self.logits(batch, batch.rows), batch.draws))
+                ran = [
+                    self._ran(batch, at, None if part.draw is None else next(drawn)) for at, part in enumerate(slices)
+                ]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -65,7 +80,7 @@ class TorchRunner:
                 self._stream.stepped()
         if self._stream is not None and not batch.draws:
             self._stream.wait_for_step()  # as draws do; else the step would seem to take no time
-        return [None if part.draw is None else next(drawn) for part in slices]
+        return ran
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
         """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`. Raises StepAborted."""
@@ -78,6 +93,43 @@ class TorchRunner:
             )
         logits: Tensor = output.logits[0]
         return logits
+
+    def _ran(self, batch: RaggedBatch, at: int, drawn: Drawn) -> Ran:
+        part = batch.slices[at]
+        if (scoring := part.scoring) is None or isinstance(drawn, KvfleetError):
+            return drawn
+        first, count = int(batch.first[at]) + scoring.first - 1 - part.start, len(scoring.ids)
+        some = max(1, SCORED_BYTES // (4 * self.vocab_size))
+        found: list[TokenLogprobs] = []
+        try:
+            for begin in range(0, count, some):
+                ids = scoring.ids[begin : begin + some]
+                rows = np.arange(first + begin, first + begin + len(ids))
+                found += score(self.logits(batch, rows), ids, scoring.alternatives)
+        except EngineFailure as error:
+            return error
+        return ScoredPrompt(tuple(found), drawn)
+
+    @contextlib.contextmanager
+    def _kept_layers(self, slices: Sequence[Slice]) -> Iterator[None]:
+        """Where anything is to be scored, the model's layers run once within it. One that does not tell them from its
+        head runs whole again, which gives the same."""
+        layers: Any = self._model.base_model
+        if layers is self._model or all(part.scoring is None for part in slices):
+            yield
+            return
+        forward, kept = layers.forward, list[Any]()
+
+        def once(*args: Any, **keywords: Any) -> Any:
+            if not kept:
+                kept.append(forward(*args, **keywords))
+            return kept[0]
+
+        layers.forward = once
+        try:
+            yield
+        finally:
+            layers.forward = forward
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self.pool.copy(copies)

@@ -9,6 +9,7 @@ from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import StopStrings, TextStream
 from kvproto.errors import EngineFailure, InvalidRequest
+from kvproto.messages import Overflow
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,10 @@ def check_spec(spec: SequenceSpec, vocab_size: int) -> None:
     for name, ids in (("prompt_ids", spec.prompt_ids), ("output_ids", spec.output_ids)):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise InvalidRequest(f"token ids must lie in 0 to {vocab_size - 1}", field=name)
-    if sampling.max_tokens < 1:
-        raise InvalidRequest("must be at least 1", field="max_tokens")
+    if sampling.max_tokens < 0:
+        raise InvalidRequest("must be at least 0", field="max_tokens")
+    if sampling.prompt_logprobs is not None and sampling.overflow in (Overflow.TRUNCATE_LEFT, Overflow.SLIDING):
+        raise InvalidRequest("a prompt is scored as a whole, or not at all", field="context_overflow")
     if not sampling.temperature >= 0:
         raise InvalidRequest("must be at least 0", field="temperature")
     if not 0 <= sampling.top_p <= 1:

@@ -1,7 +1,7 @@
 """What a step hands from the engine thread to the loop. Pure.
 
-Per sequence: `SequenceStarted` once it is scheduled, `Tokens` any number of times, then exactly one of
-`ChoiceFinished` and `SequenceFailed`. An id is held back for as long as its text is.
+Per sequence: `SequenceStarted` once it is scheduled, `PromptScores` where they are asked for, `Tokens` any number of
+times, then exactly one of `ChoiceFinished` and `SequenceFailed`. An id is held back for as long as its text is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, KvEvents, Tier, TierEvents, Tokens
+from kvproto.messages import ChoiceFinished, KvEvents, PromptScores, Tier, TierEvents, Tokens
 from kvservice.event_log import IDLE_PERIOD_S, EventLog
 
 
@@ -49,7 +49,7 @@ class SequenceFailed:
     choice: int = 0
 
 
-SequenceOutput = SequenceStarted | Tokens | ChoiceFinished | SequenceFailed
+SequenceOutput = SequenceStarted | PromptScores | Tokens | ChoiceFinished | SequenceFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,3 +65,4 @@ class SequenceSpec:
     exact: bool = False  # nothing lossy is used
     trace: SequenceTrace | None = None  # of a traced request
     location: ChainLocation | None = None
+    scored: int | None = None  # leading tokens of the prompt that need no scores; None: no token does

@@ -34,8 +34,9 @@ class BlockTables:
         return blocks if self.window is None else min(blocks, self.pool.blocks_for(self.window - 1) + 1)
 
     def match(self, sequence: Sequence) -> Match:
-        """What is cached of a sequence but its last token, which is run again for its logits."""
-        limit = len(sequence.ids) - 1
+        """What is cached of a sequence but its last token, which is run again for its logits. While its prompt is to be
+        scored: what comes before the first logits that this takes."""
+        limit = len(sequence.ids) - 1 if sequence.is_scored else sequence.scored - 1
         match = self.pool.match(sequence.root, sequence.hashes, sequence.ids, limit, exact=sequence.spec.exact)
         full = len(match.blocks)
         for sibling in sequence.siblings:  # a running one's partial block is not in the index, but can be copied

@@ -19,7 +19,7 @@ from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.schedule.block_tables import BlockTables
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
 from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
-from kvfleet.worker.schedule.step_plan import Slice, StepPlan
+from kvfleet.worker.schedule.step_plan import Scoring, Slice, StepPlan
 from kvfleet.worker.schedule.tenant_shares import TenantShares
 from kvfleet.worker.schedule.waiting_queue import PromptLeaders, ServiceOrder, WaitingQueue
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
@@ -122,7 +122,7 @@ class Scheduler:
         if first is None or first.state is SequenceState.RUNNING:
             return
         match = self.tables.match(first)
-        if PromptLeaders(begun, self.pool.block_size).find(first, match) is not None:
+        if first.is_scored and PromptLeaders(begun, self.pool.block_size).find(first, match) is not None:
             return
         victims: list[Sequence] = []
         given = 0
@@ -202,11 +202,12 @@ class Scheduler:
         if (leader := leaders.known(sequence)) is not None:
             return leader
         match = self.tables.match(sequence)
-        if (leader := leaders.find(sequence, match)) is not None:
+        reuses = sequence.is_scored  # else it computes its prompt whatever others have of it
+        if reuses and (leader := leaders.find(sequence, match)) is not None:
             return leader
         if not self.tables.fits(sequence, match, len(self.running)):
             return None
-        claimed = self.tables.window is None and self.claims(sequence, match, len(self.running))
+        claimed = reuses and self.tables.window is None and self.claims(sequence, match, len(self.running))
         self.waiting.remove(sequence)
         if claimed:
             sequence.state = SequenceState.RESTORING
@@ -228,10 +229,11 @@ class Scheduler:
         count = self.tables.extend(sequence, wanted, spare=len(self.running) - 1)
         if not count:
             return
-        draw = _draw(sequence) if count == remaining else None
+        draw = _draw(sequence) if count == remaining and sequence.window.max_tokens else None
         if (trace := sequence.spec.trace) is not None:
             trace.chunks, trace.fed_tokens = trace.chunks + 1, trace.fed_tokens + count
-        plan.slices.append(Slice(sequence.ids[start : start + count], start, sequence.blocks, draw))
+        scoring = None if sequence.is_scored else _scoring(sequence).between(start, start + count)
+        plan.slices.append(Slice(sequence.ids[start : start + count], start, sequence.blocks, draw, scoring))
         plan.sequences.append(sequence)
         allowance.spend(start, count)
         if start + count > sequence.charged:
@@ -285,6 +287,12 @@ def _draw(sequence: Sequence) -> Draw:
     banned = sequence.banned if index < spec.sampling.min_tokens else ()
     prompt, outputs = sequence.prompt_seen or (), sequence.outputs or ()
     return Draw(spec.sampling, spec.choice, index, prompt, outputs, banned, sequence.matcher)
+
+
+def _scoring(sequence: Sequence) -> Scoring:
+    """All that is left of it."""
+    scored, alternatives = sequence.scored, sequence.spec.sampling.prompt_logprobs
+    return Scoring(scored, sequence.ids[scored : sequence.num_prompt], alternatives or 0)
 
 
 def _may_push_out(one: Sequence, other: Sequence, now: float) -> bool:

@@ -64,6 +64,7 @@ class Sequence:
     banned: tuple[int, ...] = field(init=False)  # until `min_tokens` are out
     num_outputs: int = field(init=False)
     num_prompt: int = field(init=False)  # as used by the first attempt, whatever was dropped since
+    scored: int = field(init=False)  # leading tokens of the prompt that need no scores any more
     start: int = field(init=False)
     ids: list[int] = field(init=False)
     root: Root = field(init=False)
@@ -94,6 +95,7 @@ class Sequence:
         self.num_outputs = len(spec.output_ids)
         self.start, first = window.start(prompt + self.num_outputs), window.start(prompt)
         self.num_prompt = prompt - first
+        self.scored = self.num_prompt if spec.scored is None else min(max(spec.scored, 1), self.num_prompt)
         wants = spec.sampling
         if wants.presence_penalty or wants.frequency_penalty or wants.repetition_penalty != 1.0:
             self.prompt_seen = array("q", spec.prompt_ids[first:])
@@ -117,6 +119,11 @@ class Sequence:
         return self.state is SequenceState.WAITING and not self.started and not self.spec.output_ids
 
     @property
+    def is_scored(self) -> bool:
+        """Nothing of its prompt is to be scored any more. Until then what is cached gives no scores."""
+        return self.scored >= self.num_prompt
+
+    @property
     def remaining(self) -> int:
         """Known tokens without KV."""
         return len(self.ids) - self.computed
@@ -126,7 +133,7 @@ class Sequence:
         """Why generation ends now, stop tokens aside; None if it goes on."""
         if self.text.stop:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_outputs >= self.window.max_tokens else None
+        return FinishReason.LENGTH if self.num_outputs >= self.window.max_tokens and self.is_scored else None
 
     @property
     def is_full(self) -> bool:

@@ -29,7 +29,7 @@ from math import inf, sqrt
 
 from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import KvfleetError, OutOfMemory
-from kvsampling.draw import Drawn
+from kvsampling.draw import Ran, ScoredPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ POSITION_SPREAD = 64.0  # positions closer together than that tell little about 
 RECENT_STEPS = 64
 RECENT_S = 10.0
 
-Run = Callable[[Items[Slice]], list[Drawn]]
+Run = Callable[[Items[Slice]], list[Ran]]
 
 
 class LongestStep:
@@ -256,9 +256,9 @@ class StepPacer:
         self.times.observe(decodes, prompt_tokens, position_sum, seconds, now)
 
 
-def run_step(run: Run, slices: Items[Slice], budget: TokenBudget) -> list[Drawn]:
-    """Draws of the slices, in order; OutOfMemory in place of one whose token does not fit alone. A step above a reduced
-    budget is not tried in one pass."""
+def run_step(run: Run, slices: Items[Slice], budget: TokenBudget) -> list[Ran]:
+    """What came of the slices, in order; OutOfMemory in place of one whose token does not fit alone. A step above a
+    reduced budget is not tried in one pass."""
     tokens = sum(len(part.ids) for part in slices)
     if budget.most > budget.tokens < tokens:
         return _in_halves(run, slices, OutOfMemory(f"a step of {tokens} tokens is too large for now"))
@@ -270,8 +270,8 @@ def run_step(run: Run, slices: Items[Slice], budget: TokenBudget) -> list[Drawn]
         return _in_halves(run, slices, error)
 
 
-def _in_halves(run: Run, slices: Items[Slice], error: OutOfMemory) -> list[Drawn]:
-    def run_part(part: Items[Slice]) -> list[Drawn]:
+def _in_halves(run: Run, slices: Items[Slice], error: OutOfMemory) -> list[Ran]:
+    def run_part(part: Items[Slice]) -> list[Ran]:
         try:
             return run(part)
         except OutOfMemory as error:
@@ -283,10 +283,19 @@ def _in_halves(run: Run, slices: Items[Slice], error: OutOfMemory) -> list[Drawn
         at = min(at, len(slices) - 1)
         return run_part(slices[:at]) + run_part(slices[at:])
     (whole,) = slices
-    middle = len(whole.ids) // 2
-    if not middle:
+    if len(whole.ids) < 2:
         return [error]
-    (first,) = run_part([Slice(whole.ids[:middle], whole.start, whole.blocks, None)])
+    halves = whole.halves()
+    (first,) = run_part(halves[:1])
     if isinstance(first, KvfleetError):
         return [first]
-    return run_part([Slice(whole.ids[middle:], whole.start + middle, whole.blocks, whole.draw)])
+    (second,) = run_part(halves[1:])
+    return [_joined(first, second)]
+
+
+def _joined(first: Ran, second: Ran) -> Ran:
+    """Of two parts of one slice, of which the first drew nothing."""
+    if not isinstance(first, ScoredPrompt) or isinstance(second, KvfleetError):
+        return second
+    rest = second if isinstance(second, ScoredPrompt) else ScoredPrompt((), second)
+    return ScoredPrompt(first.logprobs + rest.logprobs, rest.drawn)

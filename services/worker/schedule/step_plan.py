@@ -14,19 +14,44 @@ from kvsampling.draw import Draw
 
 
 @dataclass(slots=True)
+class Scoring:
+    """Score the tokens `ids`, which are at positions from `first` on: each by the logits of the one before it."""
+
+    first: int
+    ids: Items[int]
+    alternatives: int
+
+    def between(self, start: int, end: int) -> Scoring | None:
+        """Those that tokens at positions `start` ... `end - 1` score."""
+        first, last = max(self.first, start + 1), min(self.first + len(self.ids), end + 1)
+        ids = self.ids[first - self.first : last - self.first]
+        return Scoring(first, ids, self.alternatives) if first < last else None
+
+
+@dataclass(slots=True)
 class Slice:
     """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`. Token p lives in
     slot p % block_size of `blocks[p // block_size]`, -1 where no layer reaches the block any more. `draw` is None
-    where more of the prompt follows."""
+    where more of the prompt follows, or nothing is to be drawn."""
 
     ids: Items[int]
     start: int
     blocks: Items[int]
     draw: Draw | None
+    scoring: Scoring | None = None
 
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
+
+    def halves(self) -> tuple[Slice, Slice]:
+        middle = len(self.ids) // 2
+
+        def part(ids: Items[int], start: int, draw: Draw | None) -> Slice:
+            scoring = self.scoring and self.scoring.between(start, start + len(ids))
+            return Slice(ids, start, self.blocks, draw, scoring)
+
+        return part(self.ids[:middle], self.start, None), part(self.ids[middle:], self.start + middle, self.draw)
 
 
 @dataclass(slots=True)

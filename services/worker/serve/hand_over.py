@@ -166,4 +166,5 @@ def _carried(record: AttemptRecord, asked: GenerateRequest, worker: str, now: fl
         source=worker,
         source_tokens=0,
         handed_over=True,
+        scored=record.scored,
     )

@@ -318,7 +318,12 @@ class RequestDesk:
             log.warning("%s asks for an attempt of another tenant", asked.inbox)
             return
         frames = self._frames.repeat(
-            asked.request, asked.attempt, asked.from_index, asked.from_indices, step_age_s=self._engine.step_age_s
+            asked.request,
+            asked.attempt,
+            asked.from_index,
+            asked.from_indices,
+            asked.scored,
+            step_age_s=self._engine.step_age_s,
         )
         if not frames:
             lost = WorkerLost(f"worker {self.parts.record.id} does not know this attempt")

@@ -83,8 +83,9 @@ def sequences_of(
     trace: SequenceTrace | None = None,
     sampling: Sampling | None = None,
 ) -> Iterator[SequenceSpec]:
-    """One per choice, from where an earlier attempt left it. `trace` goes to the first. `sampling`: instead of the
-    request's."""
+    """One per choice, from where an earlier attempt left it. The first has the `trace`, and scores the prompt.
+    `sampling`: instead of the request's."""
+    scored = None if request.sampling.prompt_logprobs is None else request.scored
     for choice in choices:
         before = request.continuation(choice)
         yield SequenceSpec(
@@ -103,5 +104,6 @@ def sequences_of(
             exact=request.exact,
             location=location(choice),
             trace=trace,
+            scored=scored,
         )
-        trace = None
+        trace = scored = None

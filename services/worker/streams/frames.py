@@ -15,9 +15,20 @@ from dataclasses import dataclass, field
 from kvchat.message_builder import MessageBuilder
 from kvfleet.worker.port.outputs import SequenceFailed, SequenceOutput, SequenceStarted
 from kvfleet.worker.streams.milestones import MilestoneLog
-from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, Terminal, tracks_of
+from kvfleet.worker.streams.records import AttemptRecord, Leases, Reader, Terminal, tracks_of, weight_of
 from kvproto.errors import Unavailable
-from kvproto.messages import ChoiceFinished, Finished, Frame, GenerateRequest, Moved, Passed, Progress, Started, Tokens
+from kvproto.messages import (
+    ChoiceFinished,
+    Finished,
+    Frame,
+    GenerateRequest,
+    Moved,
+    Passed,
+    Progress,
+    PromptScores,
+    Started,
+    Tokens,
+)
 from kvproto.subjects import is_inbox
 
 KEEP_FINISHED_S = 30.0
@@ -26,7 +37,7 @@ LEAST_TOKENS = 32  # what an empty record counts
 MAX_READERS = 16  # of an attempt, and as many watchers
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
 TOKENS_PER_RESEND = 2048
-SCORED_PER_RESEND = 128  # with log probabilities of up to 128 alternatives each
+SCORED_PER_FRAME = 128  # with log probabilities of up to 128 alternatives each
 
 Key = tuple[str, int]
 
@@ -77,8 +88,9 @@ class FrameBook:
         watchers = [reply] if request.watcher and is_inbox(reply) else []
         name, attempt = request.request, request.attempt
         record = AttemptRecord(
-            name, attempt, [reader], watchers, *tracks_of(request, builders), tenant, request, content, accepted_at=now
-        )
+            name, attempt, [reader], watchers, *tracks_of(request, builders), tenant, request, content, accepted_at=now,
+            first_scored=max(request.scored, 1),
+        )  # fmt: skip
         self.milestones.note(record, Passed.ACCEPTED, now)
         self._running[record.key] = record
         return record
@@ -90,7 +102,8 @@ class FrameBook:
         Unavailable if the attempt began after this reader's tokens, or has MAX_READERS.
         """
         here = [len(request.continuation(choice).output_ids) for choice in range(len(record.tracks))]
-        if any(track.first_index > count for track, count in zip(record.tracks, here, strict=True)):
+        lacks = request.sampling.prompt_logprobs is not None and record.first_scored > max(request.scored, 1)
+        if lacks or any(track.first_index > count for track, count in zip(record.tracks, here, strict=True)):
             raise Unavailable("this attempt goes on after tokens that are elsewhere: its beginning is not here")
         if record.terminal is None:
             watches = request.watcher and is_inbox(reply) and reply not in record.watchers
@@ -106,7 +119,7 @@ class FrameBook:
             self.leases.hold(reader)
         elif request.again and record.is_read_at(request.inbox):
             return []  # all of it was sent there
-        return self.repeat(*record.key, 0, here)[1:]
+        return self.repeat(*record.key, 0, here, request.scored)[1:]
 
     def leave(self, record: AttemptRecord, inbox: str = "") -> bool:
         """A reader leaves a running attempt (all, without `inbox`). Returns whether it was the last: the attempt is to
@@ -147,6 +160,10 @@ class FrameBook:
                 record.has_spoken = True
                 self.milestones.note(record, Passed.FIRST_TOKEN, now)
             return [(record, output)]
+        if isinstance(output, PromptScores):
+            known = len(record.scores)
+            record.scores.extend(output.logprobs)
+            return [(record, frame) for frame in _scores(record, known)]
         if isinstance(output, SequenceStarted):
             self.recomputed_total += output.recomputed_tokens
             if record.started is not None:
@@ -194,7 +211,7 @@ class FrameBook:
             self.leases.release(reader)
         for track in record.tracks:
             track.builder = None
-        record.weight = LEAST_TOKENS + sum(track.weight for track in record.tracks)
+        record.weight = LEAST_TOKENS + weight_of(record.scores) + sum(track.weight for track in record.tracks)
         self._kept += record.weight
         self._finished[record.key] = self._running.pop(record.key)
         self.milestones.note(record, Passed.ENDED, now, 0, {}, terminal.output_tokens, record.code)
@@ -205,18 +222,26 @@ class FrameBook:
         return record, terminal
 
     def repeat(
-        self, request: str, attempt: int, from_index: int, from_indices: Sequence[int] = (), *, step_age_s: float = 0.0
+        self,
+        request: str,
+        attempt: int,
+        from_index: int,
+        from_indices: Sequence[int] = (),
+        scored: int = 0,
+        *,
+        step_age_s: float = 0.0,
     ) -> list[Frame]:
-        """Progress, and all frames from `from_index` on, or from a choice's entry in `from_indices`. Empty for an
-        unknown attempt."""
+        """Progress, and all frames from `from_index` on, or from a choice's entry in `from_indices`; of the prompt's
+        scores those past the first `scored` tokens. Empty for an unknown attempt."""
         if (record := self.known(request, attempt)) is None:
             return []
         frames: list[Frame] = [Progress(request, attempt, record.output_tokens, step_age_s)]
         if record.started is not None:
             frames.append(record.started)
+        frames += _scores(record, max(0, scored - record.first_scored))
         for choice, track in enumerate(record.tracks):
             skip = max(0, (from_indices[choice] if choice < len(from_indices) else from_index) - track.first_index)
-            count = SCORED_PER_RESEND if track.logprobs else TOKENS_PER_RESEND
+            count = SCORED_PER_FRAME if track.logprobs else TOKENS_PER_RESEND
             for start in range(skip, len(track.ids), count):
                 part = slice(start, start + count)
                 ids, text, logprobs = tuple(track.ids[part]), tuple(track.text[part]), tuple(track.logprobs[part])
@@ -243,3 +268,11 @@ class FrameBook:
     def _forget(self) -> None:
         _, record = self._finished.popitem(last=False)
         self._kept -= record.weight
+
+
+def _scores(record: AttemptRecord, skip: int) -> list[Frame]:
+    """All but the first `skip`, in frames that no message is too small for."""
+    return [
+        PromptScores(*record.key, record.first_scored + at, tuple(record.scores[at : at + SCORED_PER_FRAME]))
+        for at in range(skip, len(record.scores), SCORED_PER_FRAME)
+    ]

@@ -11,7 +11,7 @@ such batch, so one that is gone is noticed with its first frame.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -153,7 +153,7 @@ class Track:
     @property
     def weight(self) -> int:
         """Its size in tokens."""
-        return len(self.ids) + len(self.deltas) + sum(1 + len(scored.top_ids) for scored in self.logprobs)
+        return len(self.ids) + len(self.deltas) + weight_of(self.logprobs)
 
     def take(self, tokens: Tokens) -> Tokens:
         """The same, with what they add to a chat's message."""
@@ -173,9 +173,14 @@ class Track:
         return ended
 
 
+def weight_of(logprobs: Iterable[TokenLogprobs]) -> int:
+    return sum(1 + len(scored.top_ids) for scored in logprobs)
+
+
 @dataclass(slots=True)
 class AttemptRecord:
-    """`pending` are the choices that the engine is to generate."""
+    """`pending` are the choices that the engine is to generate. `scores` are those of the prompt's tokens from number
+    `first_scored` on, above 1 in a continued attempt."""
 
     request: str
     attempt: int
@@ -187,6 +192,8 @@ class AttemptRecord:
     asked: GenerateRequest | None  # until it has ended
     content: bytes  # digest of what was asked for
     accepted_at: float
+    first_scored: int = 1
+    scores: list[TokenLogprobs] = field(default_factory=list)
     has_spoken: bool = False  # its first token has come
     started: Started | None = None
     terminal: Terminal | None = None
@@ -201,6 +208,11 @@ class AttemptRecord:
     @property
     def key(self) -> tuple[str, int]:
         return self.request, self.attempt
+
+    @property
+    def scored(self) -> int:
+        """Leading tokens of the prompt that need no scores any more."""
+        return self.first_scored + len(self.scores)
 
     @property
     def ends(self) -> list[ChoiceFinished]:

@@ -19,7 +19,7 @@ from kvfleet.worker.streams.frames import (
     KEEP_FINISHED_S,
     MAX_READERS,
     PAUSED_LIMIT_S,
-    SCORED_PER_RESEND,
+    SCORED_PER_FRAME,
     TOKENS_PER_RESEND,
     FrameBook,
 )
@@ -224,9 +224,9 @@ def test_what_is_repeated_restores_every_choice() -> None:
 def test_repeats_with_log_probabilities_come_in_smaller_pieces() -> None:
     book = make_book()
     book.open(request(), "", "public", 0.0)
-    say(book, *(tokens(0, i, i) for i in range(SCORED_PER_RESEND + 1)))
+    say(book, *(tokens(0, i, i) for i in range(SCORED_PER_FRAME + 1)))
     frames = [frame for frame in book.repeat("r", 0, 0) if isinstance(frame, Tokens)]
-    assert [len(frame.ids) for frame in frames] == [len(frame.logprobs) for frame in frames] == [SCORED_PER_RESEND, 1]
+    assert [len(frame.ids) for frame in frames] == [len(frame.logprobs) for frame in frames] == [SCORED_PER_FRAME, 1]
 
 
 # ---------------------------------------------------------------------------------------------- bounds
