@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as flat
 from itertools import count
@@ -10,7 +10,7 @@ from itertools import count
 from kvfleet.worker.port.acceptance import check_spec, stop_ids_of, text_of
 from kvfleet.worker.port.capacity import Attempt
 from kvfleet.worker.port.engine_counters import EngineCounters
-from kvfleet.worker.port.giving_way import by_priority
+from kvfleet.worker.port.giving_way import by_priority, giving_way
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
@@ -88,6 +88,19 @@ class LiveVllmSequences:
         sequence.siblings.remove(sequence)
         if not sequence.siblings:
             del self._choices[sequence.key[:2]]
+
+    def giving_way(self, request: str, attempt: int, count: int) -> list[VllmSequence]:
+        """`count` fresh ones of lower priority than the attempt's, or else these if fresh."""
+        if not (found := self.find(request, attempt)):
+            return []
+        waiting = [one for one in self if not (one.is_running or one.is_paused)]
+        shed = giving_way(waiting, found[0].spec.priority, count)
+        return shed or ([] if any(one.started or one.is_running for one in found) else found)
+
+    def queued_before(self, some: Sequence[VllmSequence]) -> int:
+        """Tokens to be computed before all of them are, as priorities say."""
+        least = min((one.spec.priority for one in some), default=0)
+        return sum(one.queued_tokens for one in self if one.spec.priority >= least) if some else 0
 
     def load(self, preemptions: int, tiers: Mapping[str, TierLoad], now: float) -> Load:
         live, accounts = [one for one in self if not one.is_paused], self.counters.costs.accounts.values()

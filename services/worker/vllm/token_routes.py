@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,25 @@ class TokenRoutes:
                         for part in _parts(line[6:], alternatives):
                             yield part
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineFailure(f"vLLM at {self.url} is gone: {type(error).__name__}: {error}") from error
+            raise self._gone(error) from error
         raise EngineFailure(f"vLLM at {self.url} ended a stream before its end")
+
+    async def score(self, body: Mapping[str, Any]) -> tuple[TokenLogprobs, ...]:
+        """Of all tokens of a prompt but the first, by a body that asks for `prompt_logprobs` and for no stream, where
+        vLLM tells none. Leaving the call aborts it. Raises as `generate` does."""
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._session.post(GENERATE, data=orjson.dumps(body), headers=headers) as answer:
+                found = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise self._gone(error) from error
+        if answer.status != 200:
+            raise _refusal(answer.status, found.decode(errors="replace"))
+        asked = body["sampling_params"]["prompt_logprobs"]
+        return await asyncio.to_thread(_scores, found, body["token_ids"], asked)  # it may have megabytes
+
+    def _gone(self, error: Exception) -> EngineFailure:
+        return EngineFailure(f"vLLM at {self.url} is gone: {type(error).__name__}: {error}")
 
     async def abort(self, request: str) -> None:
         """Raises EngineFailure."""
@@ -124,6 +142,23 @@ def _part(choice: Mapping[str, Any], alternatives: int) -> NextTokens:
     scored = (choice.get("logprobs") or {}).get("content") or ()
     logprobs = tuple(_logprobs(one, alternatives) for one in scored)
     return NextTokens(tuple(choice["token_ids"] or ()), logprobs, choice["finish_reason"], choice.get("stop_reason"))
+
+
+def _scores(data: bytes, ids: Sequence[int], alternatives: int) -> tuple[TokenLogprobs, ...]:
+    """Raises EngineFailure."""
+    scores = []
+    try:
+        for token, told in zip(ids, orjson.loads(data)["prompt_logprobs"], strict=True):
+            if told is not None:  # but for the first
+                own, best = told[str(token)], sorted((-one["logprob"], int(at)) for at, one in told.items())
+                tops = tuple(at for _, at in best[:alternatives]), tuple(-value for value, _ in best[:alternatives])
+                scores.append(TokenLogprobs(own["logprob"], *tops, own["rank"]))
+        if len(scores) != len(ids) - 1:
+            raise ValueError(f"{len(scores)} scores")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise EngineFailure(f"vLLM sent scores of a prompt of {len(ids)} tokens that are none: {why}") from error
+    return tuple(scores)
 
 
 def _logprobs(scored: Mapping[str, Any], alternatives: int) -> TokenLogprobs:

@@ -9,6 +9,7 @@ from kvfleet.worker.vllm.foreign_blocks import ForeignHash
 from kvfleet.worker.vllm.token_routes import NextTokens
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvproto.errors import KvfleetError
+from kvproto.messages import TokenLogprobs
 
 
 class VllmCalls(Protocol):
@@ -17,6 +18,8 @@ class VllmCalls(Protocol):
     sockets: Sockets
 
     def generate(self, body: Mapping[str, Any], alternatives: int) -> AsyncGenerator[NextTokens, None]: ...
+
+    async def score(self, body: Mapping[str, Any]) -> tuple[TokenLogprobs, ...]: ...
 
     async def abort(self, name: str) -> None:
         """Raises EngineFailure."""

@@ -20,8 +20,7 @@ from typing import Any
 
 from kvfleet.worker.port.capacity import Attempt, full
 from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
-from kvfleet.worker.port.giving_way import giving_way
-from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted
+from kvfleet.worker.port.outputs import SequenceFailed
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.text.grammar_guard import GrammarGuard
 from kvfleet.worker.vllm.chain_evictions import SETTLE_S, ChainEvictions
@@ -36,7 +35,18 @@ from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvfleet_vllm.wire import EngineStep, Scheduled
 from kvproto.block_hash import Root, chain
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, InvalidRequest, KvfleetError
-from kvproto.messages import ChoiceFinished, FinishReason, Grammar, Inspection, Load, Rates, Tier, TierEvents, Tokens
+from kvproto.messages import (
+    ChoiceFinished,
+    FinishReason,
+    Grammar,
+    Inspection,
+    Load,
+    PromptScores,
+    Rates,
+    Tier,
+    TierEvents,
+    Tokens,
+)
 from kvproto.tasks import end
 from kvservice.distribution import Distribution
 
@@ -130,18 +140,10 @@ class VllmEngine(EnginePort):
                 self._go_on(sequence)
 
     def make_room(self, request: str, attempt: int, count: int) -> asyncio.Future[frozenset[Attempt]]:
-        found, shed = self.live.find(request, attempt), []
-        if found:
-            waiting = [one for one in self.live if not (one.is_running or one.is_paused)]
-            shed = giving_way(waiting, found[0].spec.priority, count)
-            if not shed and not any(one.started or one.is_running for one in found):
-                shed = found
-        rate, error = self.step_rates.rates.prefill_tokens_per_s, full(0.0)
-        if shed and rate:
-            least = min(one.spec.priority for one in shed)
-            error = full(sum(one.queued_tokens for one in self.live if one.spec.priority >= least) / rate)
+        shed = self.live.giving_way(request, attempt, count)
+        ahead, rate = self.live.queued_before(shed), self.step_rates.rates.prefill_tokens_per_s
         for sequence in shed:
-            self._fail(sequence, error)
+            self._fail(sequence, full(ahead / rate if rate else 0.0))
         return self.results.answer(frozenset(sequence.key[:2] for sequence in shed))
 
     async def let_go(self, attempts: Sequence[Attempt], *, keep: bool) -> None:
@@ -241,6 +243,8 @@ class VllmEngine(EnginePort):
                 leader = sequence.siblings[0]
                 if leader is not sequence and not sequence.outputs and not leader.outputs:
                     await leader.begun.wait()
+                if not sequence.is_scored and await self._score(sequence):
+                    return
                 while not await self._ask(sequence):
                     pass  # its context was full, and slid
         except TimeoutError:
@@ -255,19 +259,14 @@ class VllmEngine(EnginePort):
 
     async def _ask(self, sequence: VllmSequence) -> bool:
         """Generate as far as one request of vLLM's goes. Returns whether it has ended. Raises KvfleetError."""
-        sequence.name = name = f"{self.prefix}{next(self._numbers)}"
-        sequence.scheduled.clear()
-        if not self._asked:
-            self.on_answer()
-        self._asked[name] = sequence
+        self._name(sequence)
         finish = None
         asked = sequence.spec.sampling.logprobs or 0
         body = sequence.body(self.model.name, self.server.sockets, await self.tiers.prepare(sequence))
         async with contextlib.aclosing(self.server.generate(body, asked)) as answer:
             async for part in answer:
                 self.on_answer()
-                if not sequence.scheduled.is_set():
-                    await self._until_scheduled(sequence)
+                await self._until_scheduled(sequence)
                 if self._take(sequence, part):
                     return True
                 finish = part.finish or finish
@@ -276,8 +275,30 @@ class VllmEngine(EnginePort):
             raise EngineFailure(f"vLLM ended it early: {finish}")
         return False
 
+    async def _score(self, sequence: VllmSequence) -> bool:
+        """Returns whether it has ended, as nothing is to be generated. Raises KvfleetError."""
+        self._name(sequence)
+        scores = await self.server.score(sequence.scoring_body(self.model.name, self.server.sockets))
+        await self._until_scheduled(sequence)
+        self._withdrawn(sequence)
+        request, attempt, _ = sequence.key
+        self.results.tell(PromptScores(request, attempt, sequence.scored, scores[sequence.scored - 1 :]))
+        sequence.scored = sequence.num_prompt
+        if (reason := sequence.end) is not None:
+            self._finish(sequence, reason, by_vllm=True)
+        return reason is not None
+
+    def _name(self, sequence: VllmSequence) -> None:
+        sequence.name = name = f"{self.prefix}{next(self._numbers)}"
+        sequence.scheduled.clear()
+        if not self._asked:
+            self.on_answer()
+        self._asked[name] = sequence
+
     async def _until_scheduled(self, sequence: VllmSequence) -> None:
         """The news comes over another socket than the tokens, at about the same time."""
+        if sequence.scheduled.is_set():
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NEWS_S):  # until Python 3.12 `wait_for` may swallow that it was cancelled
                 await sequence.scheduled.wait()
@@ -312,13 +333,7 @@ class VllmEngine(EnginePort):
             self.counters.started(sequence.account, sequence.length, sequence.cached_tokens, told.restored, waited)
         if (trace := sequence.spec.trace) is not None:
             trace.admitted = now
-        cached = min(sequence.cached_tokens, sequence.length)
-        again = sequence.length - cached if sequence.spec.output_ids else 0
-        request, attempt, choice = sequence.key
-        restored = sequence.restored
-        self.results.tell(
-            SequenceStarted(request, attempt, sequence.num_prompt, cached, waited, choice, restored, again)
-        )
+        self.results.tell(sequence.start_after(waited))
 
     def _finish(self, sequence: VllmSequence, reason: FinishReason, *, by_vllm: bool = False) -> None:
         self._leave(sequence, by_vllm=by_vllm)

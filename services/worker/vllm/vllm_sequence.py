@@ -5,7 +5,7 @@
        └─ the first choice of a fresh attempt computes the prompt, the others wait for its first token
 
 vLLM is asked for plain tokens up to a number or a stop id. Text, stop strings and the sliding context are ours, and so
-is the draw, so that a sequence goes on anywhere as it would have here.
+is the draw, so that a sequence goes on anywhere as it would have here. A request of its own scores a prompt, first.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvfleet.worker.port.outputs import SequenceStarted
 from kvfleet.worker.port.sequence_spec import Key, SequenceSpec
 from kvfleet.worker.port.tenant_costs import TenantAccount
 from kvfleet.worker.text.context_window import ContextWindow
@@ -69,6 +70,7 @@ class VllmSequence:
     root: bytes = field(init=False)
     outputs: list[int] = field(init=False)
     num_prompt: int = field(init=False)  # of its tokens vLLM sees at first, whatever a sliding context drops later
+    scored: int = field(init=False)  # leading tokens of the prompt that need no scores any more
     name: str = ""  # under which vLLM has it
     restored: dict[Tier, int] = field(default_factory=dict)  # tokens that came from below
     cached_tokens: int = 0  # of what it begins with; until it is scheduled, by what vLLM has told of its blocks
@@ -84,6 +86,7 @@ class VllmSequence:
         self.root = own_root(self.spec.root)
         self.outputs = list(self.spec.output_ids)
         self.num_prompt = len(self.spec.prompt_ids) - self.window.start(len(self.spec.prompt_ids))
+        self.scored = self.num_prompt if self.spec.scored is None else min(max(self.spec.scored, 1), self.num_prompt)
 
     @property
     def key(self) -> Key:
@@ -92,6 +95,11 @@ class VllmSequence:
     @property
     def is_fresh(self) -> bool:
         return not (self.is_running or self.is_paused or self.started or self.spec.output_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Nothing of its prompt is to be scored any more."""
+        return self.scored >= self.num_prompt
 
     @property
     def start(self) -> int:
@@ -117,7 +125,13 @@ class VllmSequence:
         """Why it ends now, stop ids aside."""
         if self.text.stop:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.outputs) >= self.window.max_tokens else None
+        return FinishReason.LENGTH if len(self.outputs) >= self.window.max_tokens and self.is_scored else None
+
+    def start_after(self, waited: float) -> SequenceStarted:
+        request, attempt, choice = self.key
+        cached = min(self.cached_tokens, self.length)
+        again = self.length - cached if self.spec.output_ids else 0
+        return SequenceStarted(request, attempt, self.num_prompt, cached, waited, choice, self.restored, again)
 
     def take(self, token: int, logprobs: TokenLogprobs | None) -> tuple[Released, FinishReason | None]:
         """What may be told of the next token, and why the sequence ends with it, if so."""
@@ -135,10 +149,9 @@ class VllmSequence:
 
     def body(self, model: str, sockets: Sockets, store: Mapping[str, Any]) -> dict[str, Any]:
         """Of a request to vLLM's token route. `store`: what its connector is to read and save."""
-        spec, asked, ids = self.spec, self.spec.sampling, self.ids
-        most = self.window.max_tokens - len(self.outputs)
+        asked, most = self.spec.sampling, self.window.max_tokens - len(self.outputs)
         if self.window.limit is not None:
-            most = min(most, self.window.limit - len(ids))
+            most = min(most, self.window.limit - self.length)
         params: dict[str, Any] = {
             "max_tokens": most,
             "temperature": 0,
@@ -150,12 +163,21 @@ class VllmSequence:
         self.is_drawn = self._wants_draw()
         if self.is_drawn:
             params["extra_args"] = {wire.KEY: self._draw(sockets)}
+        return self._request(model, sockets, store) | {"stream": True, "sampling_params": params}
+
+    def scoring_body(self, model: str, sockets: Sockets) -> dict[str, Any]:
+        """Of a request for the prompt's scores. vLLM reuses nothing for it, and keeps what it computes."""
+        params = {"max_tokens": 1, "temperature": 0, "detokenize": False}
+        params["prompt_logprobs"] = self.spec.sampling.prompt_logprobs or 0
+        self.is_drawn = False
+        return self._request(model, sockets, {}) | {"stream": False, "sampling_params": params}
+
+    def _request(self, model: str, sockets: Sockets, store: Mapping[str, Any]) -> dict[str, Any]:
+        spec = self.spec
         return {
             "request_id": self.name,
             "model": spec.adapter or model,
-            "token_ids": ids,
-            "stream": True,
-            "sampling_params": params,
+            "token_ids": self.ids,
             "cache_salt": salt_of_root(self.root),
             "priority": -spec.priority,  # vLLM serves the least first
             "kv_transfer_params": {wire.KEY: {"version": wire.VERSION, "socket": sockets.news, **store}},

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet_vllm import wire
 from kvproto.block_hash import HASH_BYTES
 from kvproto.errors import EngineFailure, KvfleetError, ModelNotFound, Unavailable
-from kvproto.messages import TierEvents
+from kvproto.messages import TierEvents, TokenLogprobs
 from kvproto.tasks import VitalTasks, end
 
 log = logging.getLogger(__name__)
@@ -135,10 +135,19 @@ class VllmServer(VllmCalls):
         self._tasks.spawn(self._watch(), "vllm-watch")
 
     async def generate(self, body: Mapping[str, Any], alternatives: int) -> AsyncGenerator[NextTokens, None]:
-        try:
+        with self._asking():
             async with contextlib.aclosing(self.routes.generate(body, alternatives)) as answer:
                 async for part in answer:
                     yield part
+
+    async def score(self, body: Mapping[str, Any]) -> tuple[TokenLogprobs, ...]:
+        with self._asking():
+            return await self.routes.score(body)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
         except EngineFailure:
             self._suspect.set()
             raise

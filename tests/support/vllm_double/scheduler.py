@@ -37,6 +37,7 @@ class Request:
     state: int = toy_model.FIRST
     cached: int | None = None  # tokens that it found at first
     is_resumed: bool = False
+    states: list[int] = field(default_factory=list)  # after each token of a prompt that is to be scored
     finish: str | None = None
 
     @property
@@ -46,6 +47,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.outputs)
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.params.get("prompt_logprobs") is not None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -119,7 +124,8 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.slots and not output.preempted_req_ids:
             request = min(self.waiting, key=lambda one: one.order)
             request.hashes = hashes_of(request.salt, request.ids, self.cache.size, request.lora)
-            found = self.cache.find(request.hashes[: (request.num_tokens - 1) // self.cache.size])
+            reused = 0 if request.wants_scores else (request.num_tokens - 1) // self.cache.size
+            found = self.cache.find(request.hashes[:reused])
             self.cache.take(found)
             computed = len(found) * self.cache.size
             request.blocks, request.named, request.computed = list(found), len(found), computed
@@ -151,6 +157,7 @@ class Scheduler:
             state = before if part.start % size == 0 else part.request.state
             for at in range(part.start, part.start + part.tokens):
                 state = toy_model.after(state, part.ids[at : at + 1])
+                part.request.states[at:] = [state]
                 if (at + 1) % size == 0:
                     part.blocks[at // size].state = state
             part.request.state = state

@@ -15,9 +15,11 @@ from aiohttp import web
 from kvfleet_vllm.row_sampling import sampling_of
 from kvfleet_vllm.wire import KEY
 from kvproto.testing.nats_process import free_ports
+from tests.support.vllm_double import toy_model
 from tests.support.vllm_double.block_cache import Lora
 from tests.support.vllm_double.engine import Engine, Told, request_of
 from tests.support.vllm_double.made_with import MadeWith, Spoiled
+from tests.support.vllm_double.scheduler import Request
 
 ROUTES = "/inference/v1/"
 ADAPTERS = LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -140,6 +142,8 @@ class VllmDouble:
             return refusal
         if body.get("priority", 0) > -1000:
             self.bodies.append(body)
+        if not body.get("stream"):
+            return await self._whole(body)
         answer = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await answer.prepare(http)
         params, engine = body["sampling_params"], self.engine
@@ -150,7 +154,7 @@ class VllmDouble:
                 await _write(answer, _error(400, str(error)))
                 await answer.write(b"data: [DONE]\n\n")
                 return answer
-        made = request_of(body, self.made.context - len(body["token_ids"]), self.adapters.get(body.get("model", "")))
+        made = self._request(body)
         queue = engine.add(made)
         try:
             while True:
@@ -171,6 +175,29 @@ class VllmDouble:
             if made.priority > -1000:
                 self.cached.append(made.cached)
         return answer
+
+    async def _whole(self, body: dict[str, Any]) -> web.Response:
+        """The only form in which vLLM tells scores of a prompt."""
+        made = self._request(body)
+        queue = self.engine.add(made)
+        ids: list[int] = []
+        try:
+            while made.finish is None or not queue.empty():
+                told = await queue.get()
+                if told.error is not None:
+                    return _refusal(500, told.error)
+                ids += told.ids
+        finally:
+            if made.finish is None:
+                self.engine.abort(made.request_id)
+            self.engine.queues.pop(made.request_id, None)
+            self.cached.append(made.cached)
+        asked = made.params["prompt_logprobs"]
+        found = toy_model.prompt_scores(made.prompt, made.states, self.made.vocab_size, asked)
+        return web.json_response({"choices": [{"index": 0, "token_ids": ids}], "prompt_logprobs": found})
+
+    def _request(self, body: dict[str, Any]) -> Request:
+        return request_of(body, self.made.context - len(body["token_ids"]), self.adapters.get(body.get("model", "")))
 
     def _refuses(self, body: dict[str, Any]) -> web.Response | None:
         ids, params, context = body["token_ids"], body["sampling_params"], self.made.context

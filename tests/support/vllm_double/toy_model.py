@@ -7,6 +7,7 @@ tenant's, changes all that follows.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,18 @@ def after(state: int, ids: Iterable[int]) -> int:
 
 def logits(state: int, vocab_size: int) -> npt.NDArray[np.float32]:
     return np.random.Generator(np.random.PCG64(state)).standard_normal(vocab_size, np.float32) * 2
+
+
+def prompt_scores(prompt: list[int], states: list[int], vocab_size: int, count: int) -> list[dict[str, Any] | None]:
+    """As vLLM tells them: of each token but the first, and of the best `count` ones."""
+    told: list[dict[str, Any] | None] = [None]
+    for state, token in zip(states[: len(prompt) - 1], prompt[1:], strict=True):
+        row = torch.from_numpy(logits(state, vocab_size).copy())
+        values = torch.log_softmax(row, -1)
+        best = torch.argsort(values, descending=True, stable=True)[:count].tolist()
+        ranks = {token: int((values >= values[token]).sum())} | {one: at for at, one in enumerate(best, 1)}
+        told.append({str(one): {"logprob": float(values[one]), "rank": at} for one, at in ranks.items()})
+    return told
 
 
 def logprobs(row: Tensor, drawn: int, count: int) -> list[tuple[int, float, int]]:
