@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -130,7 +131,7 @@ async def test_a_pause_neither_repeats_nor_loses_a_score(rig: EngineRig) -> None
     for _ in range(3):
         rig.engine.pause("paused", 0)
         rig.engine.resume("paused", 0)
-        await rig.obeyed()
+        await asyncio.sleep(0.01)
     await rig.until(("paused", 0, 0))
     stream = rig.stream(("paused", 0, 0))
     assert stream.result == calm.result

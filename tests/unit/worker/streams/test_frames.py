@@ -24,7 +24,9 @@ from kvfleet.worker.streams.frames import (
     FrameBook,
 )
 from kvfleet.worker.streams.milestones import MilestoneLog
+from kvfleet.worker.streams.outbox import LARGEST_BATCH
 from kvfleet.worker.streams.records import without_message
+from kvproto import codec
 from kvproto.errors import EngineFailure, Unavailable
 from kvproto.messages import (
     AssistantDelta,
@@ -38,6 +40,7 @@ from kvproto.messages import (
     Frame,
     GenerateRequest,
     Progress,
+    PromptScores,
     Sampling,
     Started,
     TokenLogprobs,
@@ -51,7 +54,7 @@ def make_book() -> FrameBook:
 
 
 def request(**changes: object) -> GenerateRequest:
-    return GenerateRequest("r", 0, "demo", Sampling(9), "_ing.x.b", prompt_ids=(1,), **changes)  # type: ignore[arg-type]
+    return GenerateRequest("r", 0, "demo", Sampling(9), **{"inbox": "_ing.x.b", "prompt_ids": (1,), **changes})  # type: ignore[arg-type]
 
 
 def test_life_of_an_attempt() -> None:
@@ -354,3 +357,63 @@ def test_a_frame_without_its_message() -> None:
     assert without_message(tokens) == replace(tokens, deltas=())
     for other in (Progress("r", 0, 1), Finished("r", 0, FinishReason.STOP, 1, 1)):
         assert without_message(other) == other
+
+
+# ---------------------------------------------------------------------------------------------- the prompt's scores
+
+
+def scored(count: int, first: int = 1, tops: int = 0) -> PromptScores:
+    tops_of = tuple(range(tops)), (-1.0,) * tops
+    return PromptScores("r", 0, first, tuple(TokenLogprobs(-float(at), *tops_of, 3) for at in range(count)))
+
+
+def asking(scored: int = 0, **changes: object) -> GenerateRequest:
+    return replace(request(**changes), sampling=Sampling(9, prompt_logprobs=128), scored=scored)
+
+
+def joined(frames: list[Frame]) -> list[TokenLogprobs]:
+    return [one for frame in frames if isinstance(frame, PromptScores) for one in frame.logprobs]
+
+
+def test_scores_are_cut_so_that_no_message_is_too_small_for_them() -> None:
+    book = make_book()
+    book.open(asking(), "", "public", 0.0)
+    out = say(book, SequenceStarted("r", 0, 2001, 0, 0.0), scored(700, 1, 128), scored(1300, 701, 128))
+    assert joined(out) == [*scored(700, 1, 128).logprobs, *scored(1300, 701, 128).logprobs]
+    frames = [frame for frame in out if isinstance(frame, PromptScores)]
+    assert [frame.index for frame in frames][:7] == [1, 129, 257, 385, 513, 641, 701]
+    assert all(len(codec.encode_frames([frame])) < LARGEST_BATCH for frame in frames)
+    assert all(len(codec.encode_plain_frame(frame, as_json=True)) < 1024 * 1024 for frame in frames)
+
+
+def test_scores_are_repeated_from_where_they_are_missing() -> None:
+    book = make_book()
+    book.open(asking(), "", "public", 0.0)
+    say(book, SequenceStarted("r", 0, 301, 0, 0.0), scored(300), tokens(0, 0, 1))
+    for known, expected in ((0, 300), (1, 300), (200, 101), (301, 0)):
+        frames = book.repeat("r", 0, 0, (), known)
+        assert [type(frame) for frame in frames[:2]] == [Progress, Started]
+        assert isinstance(frames[-1], Tokens)
+        assert joined(frames) == list(scored(300).logprobs)[300 - expected :]
+    say(book, done(0, 1))
+    assert book.known("r", 0).weight >= 300  # type: ignore[union-attr]
+    assert joined(book.repeat("r", 0, 0)) == list(scored(300).logprobs)
+
+
+def test_a_continued_attempt_numbers_its_scores_from_the_first_that_was_missing() -> None:
+    book = make_book()
+    record = book.open(asking(scored=200), "", "public", 0.0)
+    out = say(book, SequenceStarted("r", 0, 301, 0, 0.0), scored(50, 200))
+    assert [frame.index for frame in out if isinstance(frame, PromptScores)] == [200]
+    assert record.scored == 250
+    assert joined(book.repeat("r", 0, 0, (), 230)) == list(scored(50, 200).logprobs)[30:]
+
+
+def test_a_reader_joins_only_where_the_scores_begin_that_it_lacks() -> None:
+    book = make_book()
+    record = book.open(asking(scored=200), "", "public", 0.0)
+    say(book, SequenceStarted("r", 0, 301, 0, 0.0), scored(50, 200))
+    with pytest.raises(Unavailable, match="its beginning is not here"):
+        book.join(record, asking(scored=100, inbox="_INBOX.other"), "")
+    frames = book.join(record, asking(scored=210, inbox="_INBOX.other"), "")
+    assert joined(frames) == list(scored(50, 200).logprobs)[10:]

@@ -195,3 +195,63 @@ async def test_leaving_closes_the_connection(server: Server, routes: TokenRoutes
 async def test_an_abort_names_the_id_as_vllm_knows_it(server: Server, routes: TokenRoutes) -> None:
     await routes.abort("a")
     assert server.asked == [(ABORT, {"request_ids": ["generate-tokens-a"]})]
+
+
+# ---------------------------------------------------------------------- scores of a prompt
+
+SCORING = {"token_ids": [7, 3, 22], "sampling_params": {"prompt_logprobs": 2}}
+
+
+def told(*entries: Any) -> str:
+    return orjson.dumps({"choices": [{"token_ids": [5]}], "prompt_logprobs": list(entries)}).decode()
+
+
+def entry(logprob: float, rank: int | None = None) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": None}
+
+
+async def test_scores_of_a_prompt(server: Server, routes: TokenRoutes) -> None:
+    """A token beyond the best ones stands first in vLLM's list, and is no alternative; equal ones come in id order."""
+    server.refuses(200, told(None, {"3": entry(-0.5, 1), "9": entry(-1.0, 2)},
+                             {"22": entry(-9.0, 70), "8": entry(-1.0, 1), "4": entry(-1.0, 2)}))  # fmt: skip
+    assert await routes.score(SCORING) == (
+        TokenLogprobs(-0.5, (3, 9), (-0.5, -1.0), 1),
+        TokenLogprobs(-9.0, (4, 8), (-1.0, -1.0), 70),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nonsense",
+        "[]",
+        "{}",
+        '{"prompt_logprobs": null}',
+        told(None, {"3": entry(-0.5, 1)}),  # too few
+        told(None, None, {"22": entry(-0.5, 1)}),
+        told(None, {"4": entry(-0.5, 1)}, {"22": entry(-0.5, 1)}),  # not of the prompt's token
+        told(None, {"3": {}}, {"22": entry(-0.5, 1)}),
+        told(None, 5, {"22": entry(-0.5, 1)}),
+    ],
+)
+async def test_what_is_no_scores_is_the_engines_failure(server: Server, routes: TokenRoutes, text: str) -> None:
+    server.refuses(200, text)
+    with pytest.raises(EngineFailure, match="scores"):
+        await routes.score(SCORING)
+
+
+async def test_a_refusal_to_score(server: Server, routes: TokenRoutes) -> None:
+    server.refuses(400, '{"error":{"message":"prompt_logprobs of 99"}}')
+    with pytest.raises(InvalidRequest, match="of 99"):
+        await routes.score(SCORING)
+
+
+async def test_a_server_that_dies_while_it_scores(server: Server, routes: TokenRoutes) -> None:
+    async def die(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    server.answer = die
+    with pytest.raises(EngineFailure, match="is gone"):
+        await routes.score(SCORING)
