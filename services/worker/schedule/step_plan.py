@@ -6,7 +6,7 @@ A Slice never changes; freezing it would cost three times as much.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvfleet.worker.schedule.sequence import Sequence
 from kvproto.errors import KvfleetError
@@ -49,7 +49,7 @@ class Slice:
 
         def part(ids: Items[int], start: int, draw: Draw | None) -> Slice:
             scoring = self.scoring and self.scoring.between(start, start + len(ids))
-            return Slice(ids, start, self.blocks, draw, scoring)
+            return replace(self, ids=ids, start=start, draw=draw, scoring=scoring)
 
         return part(self.ids[:middle], self.start, None), part(self.ids[middle:], self.start + middle, self.draw)
 
