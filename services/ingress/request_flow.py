@@ -26,6 +26,7 @@ from kvfleet.ingress.answers.anthropic_events import AnthropicForm
 from kvfleet.ingress.answers.native_events import NativeForm
 from kvfleet.ingress.answers.openai_answers import cached_tokens
 from kvfleet.ingress.answers.openai_events import OpenAiForm
+from kvfleet.ingress.answers.prompt_answers import ShownPrompt
 from kvfleet.ingress.answers.response_events import ResponseForm
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
@@ -45,6 +46,7 @@ from kvfleet.ingress.requests.bodies import (
     ChatAsk,
     CompletionAsk,
     GenerateAsk,
+    Prompt,
     read_chat,
     read_completion,
     read_generate,
@@ -97,7 +99,8 @@ class RequestFlow:
 
     async def completions(self, exchange: Exchange) -> None:
         call = await self.reader.read(exchange, "completions", read_completion)
-        await self.serve(exchange, call, lambda: self._completion_job(call), streams=call.ask.stream)
+        (prompt,) = call.ask.prompts
+        await self.serve(exchange, call, lambda: self._completion_job(call, prompt), streams=call.ask.stream)
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /generate: a turn of a session, which is new unless `seq_id` names a known one."""
@@ -128,18 +131,22 @@ class RequestFlow:
         form = form_of(call, model, sampling, prompt.ids, written.reading(prompt.text) if written is not None else None)
         return self.job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
 
-    async def _completion_job(self, call: Call[CompletionAsk]) -> Job:
-        ask = call.ask
+    async def _completion_job(self, call: Call[CompletionAsk], prompt: Prompt, field: str = "prompt") -> Job:
+        ask, text = call.ask, prompt if isinstance(prompt, str) else ""
         model = await self.parts.models.get(ask.model)
-        if ask.prompt is not None:
+        if isinstance(prompt, str):
             must_fit = prompt_must_fit(ask.sampling.overflow)
-            ids = await self.prompts.plain(model, ask.prompt, begins=True, must_fit=must_fit)
+            ids = await self.prompts.plain(model, prompt, begins=True, must_fit=must_fit, field=field)
         else:
-            ids = ask.prompt_ids
-        sampling = self._sampling(call, model, len(ids), "prompt", default=16)
-        if ask.prompt is None:  # after `_sampling`, which refuses prompts that cannot fit
-            await self.prompts.check_ids(model, ids)
+            ids = prompt
+        sampling = self._sampling(call, model, len(ids), field, default=16)
+        if not isinstance(prompt, str):  # after `_sampling`, which refuses prompts that cannot fit
+            await self.prompts.check_ids(model, ids, field)
+            text = await self.prompts.spelled(model, ids) if ask.echo else ""
         form = _openai_form(call, model, sampling, ids)
+        if ask.echo or ask.prompt_logprobs is not None or ask.return_token_ids:
+            shown = _shown(ask, model, ids)
+            form = replace(form, shown=replace(shown, text=text, logprobs=ask.logprobs) if ask.echo else shown)
         return self.job(call, model, ids, sampling, form, HeldTurn())
 
     async def _generate_job(self, call: Call[GenerateAsk]) -> Job:
@@ -164,7 +171,7 @@ class RequestFlow:
         ask, default = call.ask.sampling, default or self.parts.config.default_max_tokens
         default = default_max_tokens(call.caller, ask.max_tokens, ask.max_tokens_field, default)
         said = plan_sampling(ask, model.bundle, prompt_tokens=prompt_tokens, field=field, default_max_tokens=default)
-        self.parts.runs.memory.check_longest(said, _costs(call.ask), ask.max_tokens_field)
+        self.parts.runs.memory.check_longest(said, _costs(call.ask), ask.max_tokens_field, prompt_tokens)
         return said
 
     def job(
@@ -368,7 +375,14 @@ def _openai_form(
 def _chat_form(
     call: Call[ChatAsk], model: ServedModel, sampling: Sampling, ids: tuple[int, ...], reading: MessageReading | None
 ) -> OpenAiForm:
-    return replace(_openai_form(call, model, sampling, ids), reader=reading)
+    ask, shown = call.ask, None
+    if ask.prompt_logprobs is not None or ask.return_token_ids:
+        shown = _shown(ask, model, ids)
+    return replace(_openai_form(call, model, sampling, ids), reader=reading, shown=shown)
+
+
+def _shown(ask: ChatAsk | CompletionAsk, model: ServedModel, ids: tuple[int, ...]) -> ShownPrompt:
+    return ShownPrompt(ids, model.tokenizer.spelling, ranked=ask.prompt_logprobs, tells_ids=ask.return_token_ids)
 
 
 def _messages_form(

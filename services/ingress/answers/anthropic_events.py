@@ -43,7 +43,7 @@ from kvfleet.ingress.answers.openai_answers import cached_tokens
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Finished, Started
+from kvproto.messages import ChoiceFinished, Finished
 
 
 @dataclass(slots=True)
@@ -143,8 +143,9 @@ class AnthropicEvents:
         self._reader: MessageReader | None = None
         self._blocks = MessageBlocks(form.request)
 
-    def started(self, started: Started, out: list[bytes]) -> None:
-        if self.ids.begun:
+    def started(self, transcript: Transcript, out: list[bytes]) -> None:
+        started = transcript.started
+        if self.ids.begun or started is None:
             return
         usage = message_usage(started.prompt_tokens, started.cached_tokens, 0)
         message = self._form.message([], None, usage)

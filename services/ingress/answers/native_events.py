@@ -15,7 +15,7 @@ from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.codec import floored
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started
+from kvproto.messages import ChoiceFinished, Finished, FinishReason
 
 
 class StartEvent(Described):
@@ -90,8 +90,9 @@ class NativeEvents:
         self._form = form
         self.ids = EventIds(form.request, 1, at, prompt=form.prompt_digest)
 
-    def started(self, started: Started, out: list[bytes]) -> None:
-        if self.ids.begun:
+    def started(self, transcript: Transcript, out: list[bytes]) -> None:
+        started = transcript.started
+        if self.ids.begun or started is None:
             return
         form = self._form
         event = StartEvent("start", form.seq_id, form.prompt, started.cached_tokens, started.worker, form.request)

@@ -34,12 +34,30 @@ class ChatLogprobs(Described):
 
 
 class CompletionLogprobs(Described):
-    """`top_logprobs` always has the token itself; `text_offset` counts the choice's characters before each token."""
+    """`top_logprobs` always has the token itself; `text_offset` counts the choice's characters before each token. Of an
+    echoed prompt's first token there is no log probability."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[Natural]
+
+    def then(self, other: CompletionLogprobs) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            self.tokens + other.tokens,
+            self.token_logprobs + other.token_logprobs,
+            self.top_logprobs + other.top_logprobs,
+            self.text_offset + other.text_offset,
+        )
+
+
+class RankedLogprob(Described):
+    logprob: float
+    rank: Natural
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None]  # by token id; of the first token: None
 
 
 def chat_logprobs(spelling: TokenSpelling, ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> ChatLogprobs:
@@ -60,7 +78,10 @@ def completion_logprobs(
     offset: int = 0,
 ) -> CompletionLogprobs:
     """`offset`: characters of the choice's text before these."""
-    tokens, values, tops, offsets = [], [], [], []
+    tokens: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
     for token, piece, scores in zip(ids, pieces, map(floored, logprobs), strict=True):
         tokens.append(spelling.text_of(token))
         values.append(scores.logprob)
@@ -110,6 +131,7 @@ class ChatChoice(Described):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Reason
+    token_ids: list[Natural] | None = None
 
 
 class CompletionChoice(Described):
@@ -117,6 +139,9 @@ class CompletionChoice(Described):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[Natural] | None = None
+    token_ids: list[Natural] | None = None
 
 
 class _Named(Described):
@@ -132,6 +157,8 @@ class ChatAnswer(_Named):
     choices: list[ChatChoice]
     usage: Usage
     kvfleet: FleetNote
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[Natural] | None = None
 
 
 class CompletionAnswer(_Named):
@@ -166,6 +193,7 @@ class ChatChunkChoice(Described):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Reason | None
+    token_ids: list[Natural] = field(default_factory=list)
 
 
 class CompletionChunkChoice(Described):
@@ -173,6 +201,8 @@ class CompletionChunkChoice(Described):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_token_ids: list[Natural] = field(default_factory=list)
+    token_ids: list[Natural] = field(default_factory=list)
 
 
 class ChatChunk(_Named):
@@ -180,6 +210,7 @@ class ChatChunk(_Named):
     choices: list[ChatChunkChoice]
     kvfleet: ChunkNote | EndNote
     usage: Usage | None = None
+    prompt_token_ids: list[Natural] = field(default_factory=list)
 
 
 class CompletionChunk(_Named):

@@ -27,13 +27,14 @@ from kvfleet.ingress.answers.openai_answers import (
     fleet_note,
     usage_of,
 )
+from kvfleet.ingress.answers.prompt_answers import ShownPrompt, written
 from kvfleet.ingress.answers.tool_calls import delta_of, message_of
 from kvfleet.ingress.http.error_bodies import error_body
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started
+from kvproto.messages import ChoiceFinished, Finished, FinishReason, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"  # stands for the text while a template is cut
@@ -57,7 +58,11 @@ class OpenAiForm:
     prompt_digest: str = ""  # of event ids
     include_usage: bool = False
     reader: Callable[[], MessageReader] | None = None  # of a message with calls, or reasoning
-    size = 0  # all of it is small
+    shown: ShownPrompt | None = None
+
+    @property
+    def size(self) -> int:
+        return 0 if self.shown is None else self.choices * self.shown.size
 
     def writer(self, at: Position = START, *, id_lines: bool = False) -> OpenAiEvents:
         """Raises InvalidRequest for a position that this answer cannot have."""
@@ -70,25 +75,34 @@ class OpenAiForm:
         kind = ChatAnswer if self.chat else CompletionAnswer
         readers = [self._reader(said) for said in transcript.choices]
         told = zip(transcript.choices, readers, strict=True)
-        choices: list[Any] = [self._choice(index, said, *one) for index, (said, one) in enumerate(told)]
+        of_prompt = _OfPrompt(self.shown, transcript.prompt_scores)
+        choices: list[Any] = [self._choice(index, said, of_prompt, *one) for index, (said, one) in enumerate(told)]
         thoughts = sum(reader.thoughts for reader, _ in readers if reader is not None)
         usage, note = usage_of(finished, transcript, thoughts), fleet_note(self.request, finished, transcript)
-        return orjson.dumps(kind(**self.as_map(chunk=False), choices=choices, usage=usage, kvfleet=note))
+        more: dict[str, Any] = {}
+        if self.chat:
+            more = {"prompt_logprobs": of_prompt.listed, "prompt_token_ids": of_prompt.ids}
+        return orjson.dumps(kind(**self.as_map(chunk=False), choices=choices, usage=usage, kvfleet=note, **more))
 
     def _choice(
-        self, index: int, said: ChoiceTranscript, reader: MessageReader | None, parts: list[Part]
+        self, index: int, said: ChoiceTranscript, prompt: _OfPrompt, reader: MessageReader | None, parts: list[Part]
     ) -> ChatChoice | CompletionChoice:
         assert said.reason is not None
         spelling = self.spelling if said.is_scored else None
+        ids = None if prompt.ids is None else written(said.ids)
         if not self.chat:
-            lists = None if spelling is None else completion_logprobs(spelling, said.ids, said.pieces, said.logprobs)
-            return CompletionChoice(index, said.text, lists, said.reason)
+            scored = (said.ids, said.pieces, said.logprobs, len(prompt.text))
+            lists = None if spelling is None else completion_logprobs(spelling, *scored)
+            if prompt.echoed is not None and lists is not None:
+                lists = prompt.echoed.then(lists)
+            told = (prompt.listed, prompt.ids, ids)
+            return CompletionChoice(index, prompt.text + said.text, lists, said.reason, *told)
         scores = None if spelling is None else chat_logprobs(spelling, said.ids, said.logprobs)
         if reader is None:
             message = {"role": "assistant", "content": said.text, "refusal": None}
-            return ChatChoice(index, cast("AnswerMessage", message), scores, said.reason)
+            return ChatChoice(index, cast("AnswerMessage", message), scores, said.reason, ids)
         message = message_of(parts, self.request, index)
-        return ChatChoice(index, cast("AnswerMessage", message), scores, reason_of(reader, said.reason))
+        return ChatChoice(index, cast("AnswerMessage", message), scores, reason_of(reader, said.reason), ids)
 
     def _reader(self, said: ChoiceTranscript) -> tuple[MessageReader | None, list[Part]]:
         """It has read all, to these parts."""
@@ -110,6 +124,16 @@ class OpenAiForm:
         }
 
 
+class _OfPrompt:
+    """What every choice of an answer tells of its prompt, made once."""
+
+    def __init__(self, shown: ShownPrompt | None, scores: Sequence[TokenLogprobs]) -> None:
+        self.text = shown.text or "" if shown is not None else ""
+        self.echoed = shown.echoed(scores) if shown is not None else None
+        self.listed = shown.listed(scores) if shown is not None else None
+        self.ids = written(shown.ids) if shown is not None and shown.tells_ids else None
+
+
 def reason_of(reader: MessageReader, reason: FinishReason) -> Reason:
     return "tool_calls" if reader.calls and reason is FinishReason.STOP else reason
 
@@ -119,8 +143,12 @@ class OpenAiEvents:
 
     def __init__(self, form: OpenAiForm, at: Position, id_lines: bool) -> None:
         self._form = form
+        shown = form.shown
+        self._tells_ids = shown is not None and shown.tells_ids
+        self._echo = (shown and shown.text) or ""
+        announced = form.chat or self._tells_ids or bool(self._echo)
         self.ids = EventIds(
-            form.request, form.choices, at, announced=form.chat, prompt=form.prompt_digest, lines=id_lines
+            form.request, form.choices, at, announced=announced, prompt=form.prompt_digest, lines=id_lines
         )
         self._around = [self._template(choice) for choice in range(form.choices)]
         self._running = form.choices - len(self.ids.ended)
@@ -143,26 +171,34 @@ class OpenAiEvents:
         return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": finish}
 
     def _event(
-        self, event_id: bytes, *choices: Any, usage: Usage | None = None, fleet: Mapping[str, Any] = {}
+        self, event_id: bytes, *choices: Any, usage: Usage | None = None, fleet: Mapping[str, Any] = {}, **more: Any
     ) -> bytes:
-        return self.ids.line(event_id) + self._data(event_id, choices, usage, fleet)
+        return self.ids.line(event_id) + self._data(event_id, choices, usage, fleet, **more)
 
-    def _data(self, event_id: bytes, choices: Sequence[Any], usage: Usage | None, fleet: Mapping[str, Any]) -> bytes:
+    def _data(
+        self, event_id: bytes, choices: Sequence[Any], usage: Usage | None, fleet: Mapping[str, Any], **more: Any
+    ) -> bytes:
         told = {"usage": usage} if self._form.include_usage else {}
         note = {**fleet, "event_id": event_id.decode()}
-        chunk = {**self._form.as_map(chunk=True), "choices": choices, **told, "kvfleet": note}
+        chunk = {**self._form.as_map(chunk=True), **more, "choices": choices, **told, "kvfleet": note}
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
-    def started(self, started: Started, out: list[bytes]) -> None:
+    def started(self, transcript: Transcript, out: list[bytes]) -> None:
+        of_prompt = _OfPrompt(self._form.shown, transcript.prompt_scores)
+        ids: dict[str, Any] = {} if of_prompt.ids is None else {"prompt_token_ids": of_prompt.ids}
         for at in range(self.ids.begun, self._form.choices):
             event_id = self.ids.begin()
-            out.append(self._event(event_id, self._choice(at, {"role": "assistant", "content": ""})))
+            if self._form.chat:
+                out.append(self._event(event_id, self._choice(at, {"role": "assistant", "content": ""}), **ids))
+            else:
+                out.append(self._event(event_id, self._choice(at, of_prompt.text, of_prompt.echoed) | ids))
 
     def tokens(
         self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes], dumps: Any = orjson.dumps
     ) -> None:
-        if self._form.spelling is not None and said.is_scored:
-            self._scored_tokens(choice, said, begin, self._form.spelling, out)
+        spelling = self._form.spelling if said.is_scored else None
+        if spelling is not None or self._tells_ids:
+            self._single_tokens(choice, said, begin, spelling, out)
             return
         before, middle, after = self._around[choice]
         id_before, id_after = self.ids.around(choice)
@@ -187,28 +223,31 @@ class OpenAiEvents:
                     out += (line, place)
                 out += (before, dumps(piece), middle, place, after)
 
-    def _scored_tokens(
-        self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling, out: list[bytes]
+    def _single_tokens(
+        self, choice: int, said: ChoiceTranscript, begin: int, spelling: TokenSpelling | None, out: list[bytes]
     ) -> None:
-        """A chunk each, also for a token whose text is held back."""
+        """A chunk each, also for a token whose text is held back. `spelling`: with log probabilities."""
         before, after = self.ids.around(choice)
         reader = self._reader(choice, said, begin)
         offset = self._offsets.get(choice)
         if offset is None:
-            offset = sum(map(len, said.pieces[:begin]))
+            offset = len(self._echo) + sum(map(len, said.pieces[:begin]))
         for at in range(begin, len(said.ids)):
-            token, piece, scores = said.ids[at], said.pieces[at], said.logprobs[at]
-            logprobs: ChatLogprobs | CompletionLogprobs
-            if self._form.chat:
-                logprobs = chat_logprobs(spelling, (token,), (scores,))
-            else:
-                logprobs = completion_logprobs(spelling, (token,), (piece,), (scores,), offset)
+            token, piece = said.ids[at], said.pieces[at]
+            logprobs: ChatLogprobs | CompletionLogprobs | None = None
+            if spelling is not None and self._form.chat:
+                logprobs = chat_logprobs(spelling, (token,), said.logprobs[at : at + 1])
+            elif spelling is not None:
+                logprobs = completion_logprobs(spelling, (token,), (piece,), said.logprobs[at : at + 1], offset)
             offset += len(piece)
             delta = self._text(piece)
             if reader is not None:
                 delta = delta_of(reader.feed(piece), self._form.request, choice)
             event_id = before + b"%d" % (at + 1) + after
-            out.append(self._event(event_id, self._choice(choice, delta, logprobs)))
+            told = self._choice(choice, delta, logprobs)
+            if self._tells_ids:
+                told["token_ids"] = [token]
+            out.append(self._event(event_id, told))
         self._offsets[choice] = offset
 
     def _reader(self, choice: int, said: ChoiceTranscript, begin: int) -> MessageReader | None:

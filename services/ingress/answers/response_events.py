@@ -56,7 +56,7 @@ from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.runs.event_ids import START, EventIds, Position
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.errors import Cancelled, KvfleetError
-from kvproto.messages import ChoiceFinished, Finished, FinishReason, Started
+from kvproto.messages import ChoiceFinished, Finished, FinishReason
 
 Numbers = Callable[[], int]
 
@@ -221,7 +221,7 @@ class ResponseEvents:
         self._numbers += 1
         return self._numbers - 1
 
-    def started(self, started: Started, out: list[bytes]) -> None:
+    def started(self, transcript: Transcript, out: list[bytes]) -> None:
         first = self._begin()
         if not self.ids.begun:
             self._write(self.ids.begin(), first, out)

@@ -151,10 +151,19 @@ class RunMemory:
         if self.used > self.half:
             raise Unavailable("running answers have used up their memory", retry_after_s=1.0)
 
-    def check_longest(self, sampling: Sampling, costs: TokenCosts, field: str) -> None:
-        """Raises PayloadTooLarge for a request whose longest answer never fits."""
+    def check_longest(self, sampling: Sampling, costs: TokenCosts, field: str, prompt_tokens: int = 0) -> None:
+        """Raises PayloadTooLarge for a request whose longest answer never fits, with what it tells of the prompt."""
         longest = costs.of(sampling.n * sampling.max_tokens, sampling.logprobs)
-        if longest > self.half:
+        told = 0
+        if sampling.prompt_logprobs is not None:
+            told = WHOLE.of(sampling.n * prompt_tokens, sampling.prompt_logprobs)  # in one piece
+        if told > self.half:
+            raise PayloadTooLarge(
+                f"n times the log probabilities of its {prompt_tokens} tokens may take {megabytes(told)}; one answer "
+                f"may take {megabytes(self.half)}",
+                field="prompt",
+            )
+        if longest + told > self.half:
             raise PayloadTooLarge(
                 f"n * {field} is {sampling.n * sampling.max_tokens} tokens, which may take {megabytes(longest)} with "
                 f"what is asked of each; one answer may take {megabytes(self.half)}",

@@ -36,16 +36,22 @@ class Prompts:
     executor: Executor
     inline_chars: int
 
-    async def plain(self, model: ServedModel, text: str, *, begins: bool, must_fit: bool) -> tuple[int, ...]:
+    async def plain(
+        self, model: ServedModel, text: str, *, begins: bool, must_fit: bool, field: str = "prompt"
+    ) -> tuple[int, ...]:
         """With the model's BOS where a sequence `begins`. Raises ContextLengthExceeded early for a text that `must_fit`
         the model's context and cannot."""
         if must_fit:
-            _refuse_hopeless(model, text, 0, "prompt")
+            _refuse_hopeless(model, text, 0, field)
         return await self._run(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=begins))
 
-    async def check_ids(self, model: ServedModel, ids: tuple[int, ...]) -> None:
+    async def check_ids(self, model: ServedModel, ids: tuple[int, ...], field: str = "prompt") -> None:
         """Raises InvalidRequest naming the first unknown id."""
-        await self._run(len(ids), lambda: check_vocabulary(ids, model.bundle.vocab_size))
+        await self._run(len(ids), lambda: check_vocabulary(ids, model.bundle.vocab_size, field))
+
+    async def spelled(self, model: ServedModel, ids: tuple[int, ...]) -> str:
+        """Their text, special tokens too."""
+        return await self._run(len(ids), lambda: model.tokenizer.decode(ids))
 
     async def chat(
         self,

@@ -51,8 +51,8 @@ Biases = Made(
 
 @dataclass(frozen=True, slots=True)
 class SamplingAsk:
-    """None: the model's default. `logprobs` None: the caller wants none; each route reads them, and a
-    `grammar`, in its own way."""
+    """None: the model's default. `logprobs` None: the caller wants none; each route reads them, `prompt_logprobs` and a
+    `grammar` in its own way."""
 
     max_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -74,6 +74,7 @@ class SamplingAsk:
     repetition_penalty: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
     logit_bias: Annotated[dict[int, float], Biases] = field(default_factory=dict)
     logprobs: SkipJsonSchema[int | None] = None
+    prompt_logprobs: SkipJsonSchema[int | None] = None
     grammar: SkipJsonSchema[Grammar | None] = None
     min_tokens: Annotated[int, Whole(0, ANY_COUNT)] = 0
     overflow: Annotated[Overflow, Field(alias="context_overflow")] = Overflow.ERROR

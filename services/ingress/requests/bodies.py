@@ -9,23 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    StrictInt,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, StrictInt, Tag
 
 from kvchat.conversation import Conversation
-from kvfleet.ingress.requests.asks import ANYWHERE, MAX_CHOICES, Count, PlacementAsk, SamplingAsk
+from kvfleet.ingress.requests.asks import ANY_COUNT, ANYWHERE, MAX_CHOICES, Count, PlacementAsk, SamplingAsk
 from kvfleet.ingress.requests.grammars import GrammarAsk
 from kvproto.errors import InvalidRequest
-from kvservice.fields import Body, BodyForm, Flag, Whole
+from kvproto.messages import Overflow
+from kvservice.fields import Body, BodyForm, Flag, Made, Whole
 
 MAX_MODEL_CHARS = 256
 MAX_SEQ_ID_CHARS = 1024
 MAX_CHAT_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
+MAX_PROMPT_LOGPROBS = 20
+MAX_PROMPTS = 128
+MAX_BATCH_CHOICES = 1024
 
 SeqId = Annotated[str, Field(min_length=1, max_length=MAX_SEQ_ID_CHARS)]
 
@@ -35,19 +34,23 @@ class StreamOptions:
     include_usage: Flag | None = None
 
 
-def _only_prompt(said: Any) -> Any:
-    if type(said) is not list or not said or type(said[0]) not in (str, list):
-        return said
-    if len(said) > 1:
-        raise PydanticCustomError("prompts", "at most 1 prompt per request, got {count}", {"count": len(said)})
-    return said[0]
+def _kind_of_prompt(said: Any) -> str:
+    if isinstance(said, list | tuple):
+        return "several prompts" if said and type(said[0]) in (str, list) else "token ids"
+    return "a text"
 
 
+Prompt = str | tuple[int, ...]
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[tuple[StrictInt, ...], Field(min_length=1, fail_fast=True)]
-Prompt = Annotated[Text | Ids, Field(union_mode="left_to_right")]
-OnlyPrompt = BeforeValidator(
-    _only_prompt, json_schema_input_type=Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=1)]
+OnePrompt = Annotated[Text | Ids, Field(union_mode="left_to_right")]
+Several = Annotated[tuple[OnePrompt, ...], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Prompts = Made(
+    Annotated[
+        Annotated[Text, Tag("a text")] | Annotated[Ids, Tag("token ids")] | Annotated[Several, Tag("several prompts")],
+        Discriminator(_kind_of_prompt),
+    ],
+    lambda said: said if _kind_of_prompt(said) == "several prompts" or isinstance(said[0], tuple) else (said,),
 )
 
 
@@ -60,6 +63,8 @@ class _OpenAiAsk:
     stream_options: StreamOptions | None = None
     placement: PlacementAsk = ANYWHERE
     exact: Flag = False
+    prompt_logprobs: Annotated[int, Whole(0, MAX_PROMPT_LOGPROBS)] | None = None
+    return_token_ids: Flag = False
 
     @property
     def include_usage(self) -> bool:
@@ -68,6 +73,8 @@ class _OpenAiAsk:
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("only allowed when stream is true", field="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("not available when stream is true", field="prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +87,17 @@ class ChatAsk(_OpenAiAsk, Conversation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionAsk(_OpenAiAsk):
-    """Either `prompt` or `prompt_ids`."""
+    """A run for each prompt. With `echo` each answer begins with its prompt, and may have no more than that."""
 
-    said: Annotated[Prompt, OnlyPrompt, Field(alias="prompt")]
+    prompts: Annotated[tuple[Prompt, ...], Prompts, Field(alias="prompt")]
+    max_tokens: Annotated[int, Whole(0, ANY_COUNT)] | None = None
+    echo: Flag = False
     logprobs: Annotated[int, Whole(0, MAX_COMPLETION_LOGPROBS)] | None = None
     best_of: Annotated[int, Whole(1, MAX_CHOICES)] | None = None
 
     @property
-    def prompt(self) -> str | None:
-        return self.said if isinstance(self.said, str) else None
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return self.said if isinstance(self.said, tuple) else ()
+    def echoed_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
 
 _NEVER: tuple[Any, ...] = ()
@@ -101,10 +106,10 @@ _OTHERS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("user", "safety_identifier", "metadata", "store", "prompt_cache_key")),
     # of vLLM's servers
     "spaces_between_special_tokens": (True,),
-    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "echo"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
     "length_penalty": (1.0,),
     "bad_words": ([],),
-    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs"), _NEVER),
+    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens"), _NEVER),
 }
 CHAT = BodyForm(
     ChatAsk,
@@ -118,7 +123,7 @@ CHAT = BodyForm(
         # of vLLM's servers
         "chat_template": _NEVER,
         "add_generation_prompt": (True,),
-        **dict.fromkeys(("continue_final_message", "add_special_tokens"), (False,)),
+        **dict.fromkeys(("continue_final_message", "add_special_tokens", "echo"), (False,)),
     },
 )
 COMPLETION = BodyForm(CompletionAsk, {**_OTHERS, "suffix": ("",), "add_special_tokens": (True,)})
@@ -129,7 +134,7 @@ def read_chat(body: Body) -> ChatAsk:
     ask = CHAT.read(body)
     if ask.top_logprobs and not ask.logprobs:
         raise InvalidRequest("only allowed when logprobs is true", field="top_logprobs")
-    sampling = replace(ask.sampling, grammar=ask.grammars.grammar)
+    sampling = replace(_scoring(ask.sampling, ask.prompt_logprobs), grammar=ask.grammars.grammar)
     if ask.logprobs:  # 0: the token's own alone
         sampling = replace(sampling, logprobs=ask.top_logprobs)
     if ask.max_completion_tokens is not None:
@@ -140,10 +145,26 @@ def read_chat(body: Body) -> ChatAsk:
 def read_completion(body: Body) -> CompletionAsk:
     """Raises InvalidRequest naming the field."""
     ask = COMPLETION.read(body)
-    n = ask.sampling.n
+    n, prompts = ask.sampling.n, len(ask.prompts)
+    if n * prompts > MAX_BATCH_CHOICES:
+        raise InvalidRequest(
+            f"at most {MAX_BATCH_CHOICES} choices of all prompts, got {n} of {prompts} each", field="n"
+        )
+    if ask.max_tokens == 0 and not ask.echo:
+        raise InvalidRequest("must be at least 1 unless echo is true, got 0", field="max_tokens")
     if ask.best_of not in (None, 1, n):
         raise InvalidRequest(f"only n, {n}, is supported by this server, got {ask.best_of}", field="best_of")
-    return replace(ask, sampling=replace(ask.sampling, logprobs=ask.logprobs, grammar=ask.grammars.grammar))
+    asked = [one for one in (ask.prompt_logprobs, ask.echoed_logprobs) if one is not None]
+    sampling = _scoring(ask.sampling, max(asked, default=None))
+    grammar = ask.grammars.grammar
+    return replace(ask, sampling=replace(sampling, max_tokens=ask.max_tokens, logprobs=ask.logprobs, grammar=grammar))
+
+
+def _scoring(sampling: SamplingAsk, alternatives: int | None) -> SamplingAsk:
+    if alternatives is not None and sampling.overflow in (Overflow.TRUNCATE_LEFT, Overflow.SLIDING):
+        why = "the whole prompt's log probabilities are asked for, so nothing of it may be dropped"
+        raise InvalidRequest(why, field="context_overflow")
+    return replace(sampling, prompt_logprobs=alternatives)
 
 
 def check_vocabulary(ids: tuple[int, ...], vocab_size: int, field: str = "prompt") -> None:

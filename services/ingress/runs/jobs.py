@@ -12,7 +12,7 @@ from kvfleet.ingress.runs.event_ids import EventIds, Position, past_the_end
 from kvfleet.ingress.runs.transcript import ChoiceTranscript, Transcript
 from kvproto.client import Generation
 from kvproto.errors import KvfleetError
-from kvproto.messages import ChoiceFinished, Continuation, Finished, Started
+from kvproto.messages import ChoiceFinished, Continuation, Finished
 from kvproto.streams.stream import Stream
 
 PROMPT_TOKEN_BYTES = 48
@@ -31,11 +31,12 @@ class Form(Protocol):
 
 class EventWriter(Protocol):
     """Appends one reader's events to `out` as bytes. `tokens` writes a choice from `begin` on; `choice_finished` is
-    called only for several choices. `started` leaves out what the reader has; `finished` does not."""
+    called only for several choices. `started`, once the prompt's scores are there, leaves out what the reader has;
+    `finished` does not."""
 
     ids: EventIds
 
-    def started(self, started: Started, out: list[bytes]) -> None: ...
+    def started(self, transcript: Transcript, out: list[bytes]) -> None: ...
     def tokens(self, choice: int, said: ChoiceTranscript, begin: int, out: list[bytes]) -> None: ...
     def choice_finished(self, ended: ChoiceFinished, said: ChoiceTranscript, out: list[bytes]) -> None: ...
     def finished(self, finished: Finished, transcript: Transcript, out: list[bytes]) -> None: ...
@@ -54,10 +55,10 @@ class EventReader:
         """Writes all that is new, but the answer's end."""
         writer = self.writer
         if not self._started:
-            if transcript.started is None:
+            if not transcript.is_open:
                 return
             self._started = True
-            writer.started(transcript.started, out)
+            writer.started(transcript, out)
         counts = writer.ids.counts
         for at, said in enumerate(transcript.choices):
             begin, total = counts[at], len(said.ids)
@@ -107,6 +108,12 @@ class Job:
     turn_bytes: int = 0
     level: ServiceLevel | None = None
     costs: TokenCosts = STREAMED
+
+    def transcript(self) -> Transcript:
+        """An empty one."""
+        said = self.generation.sampling
+        scores = 0 if said.prompt_logprobs is None else len(self.generation.prompt_ids) - 1
+        return Transcript.of(said.n, self.costs, scores)
 
     @property
     def size(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvfleet.ingress.limits.admission import RunMemory
 from kvfleet.ingress.limits.callers import Caller
@@ -210,7 +210,7 @@ class Run:
         self.prepare = None
         self.form = job.form
         self.level = job.level
-        self.transcript = Transcript.of(job.generation.sampling.n, job.costs)
+        self.transcript = job.transcript()
         self._grow(self.size - self.held)
 
     async def _begin(self, job: Job) -> None:
@@ -221,7 +221,10 @@ class Run:
         if self.transcript.finished is None:  # else only its commit is missing
             self.starts += 1
             self._gap_from = None  # without a reader no token was asked for
-            self._stream = self.start(job.generation, self.transcript.continuations())
+            generation = job.generation
+            if self.transcript.prompt_scores:
+                generation = replace(generation, scored=1 + len(self.transcript.prompt_scores))
+            self._stream = self.start(generation, self.transcript.continuations())
 
     async def _abandon_turn(self) -> None:
         """Cancel the stream at its worker, and free the turn."""

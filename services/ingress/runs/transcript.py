@@ -15,9 +15,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvfleet.ingress.limits.admission import STREAMED, TokenCosts
+from kvfleet.ingress.limits.admission import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.prompts.chat_splice import agreeing
-from kvproto.messages import ChoiceFinished, Continuation, Finished, FinishReason, Started, Stray, TokenLogprobs, Tokens
+from kvproto.messages import (
+    ChoiceFinished,
+    Continuation,
+    Finished,
+    FinishReason,
+    PromptScores,
+    Started,
+    Stray,
+    TokenLogprobs,
+    Tokens,
+)
 from kvproto.regions import qualify, split
 from kvproto.streams.stream import Event
 
@@ -49,7 +59,8 @@ class ChoiceTranscript:
 
 @dataclass(slots=True)
 class Transcript:
-    """`ends` are those of several choices, in the order in which they ended."""
+    """`ends` are those of several choices, in the order in which they ended. `prompt_scores` will be `scores_due`, of
+    all tokens of the prompt but the first; each choice's answer may repeat them."""
 
     choices: list[ChoiceTranscript] = field(default_factory=lambda: [ChoiceTranscript()])
     started: Started | None = None
@@ -60,16 +71,23 @@ class Transcript:
     regions: tuple[str, ...] = ()  # other ones, whose workers worked on it
     ended_in: str = ""  # the region of the last worker; "": at home
     begun: bool = False  # a worker took it, and may have computed some of it
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    scores_due: int = 0
 
     @classmethod
-    def of(cls, choices: int, costs: TokenCosts = STREAMED) -> Transcript:
-        return cls([ChoiceTranscript() for _ in range(choices)], costs=costs)
+    def of(cls, choices: int, costs: TokenCosts = STREAMED, scores_due: int = 0) -> Transcript:
+        return cls([ChoiceTranscript() for _ in range(choices)], costs=costs, scores_due=scores_due)
 
     def emptied(self) -> Transcript:
         """Who worked on it, without what it brought."""
         empty = Transcript.of(len(self.choices))
         empty.started, empty.regions, empty.ended_in = self.started, self.regions, self.ended_in
         return empty
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all is there that comes before the first token."""
+        return self.started is not None and len(self.prompt_scores) >= self.scores_due
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -94,6 +112,10 @@ class Transcript:
                     said.logprobs.extend(event.logprobs)
                     tops = len(event.logprobs[0].top_ids)
                     self.size += len(event.ids) * (costs.logprobs + costs.alternative * tops)
+            elif isinstance(event, PromptScores):
+                self.prompt_scores.extend(event.logprobs)
+                each = WHOLE.of(len(event.logprobs), len(event.logprobs[0].top_ids))  # sent in one piece
+                self.size += len(self.choices) * each
             elif isinstance(event, Started):
                 self.begun = True
                 if self.started is None:

@@ -3,7 +3,8 @@
 No model and no engine: it answers every request with `reply`, and counts as cached whatever prefix an earlier request's
 tokens already had, as a worker with endless memory would. Of several choices each begins one token later in `reply`;
 one that an earlier attempt began goes on after its tokens.
-The log probability of a choice's token i is `-0.5 * (i + 1)`, and no alternative is possible at all.
+The log probability of a choice's token i is `-0.5 * (i + 1)`, and no alternative is possible at all; that of the
+prompt's token i `-0.25 * i`, with rank i, and alternatives as probable.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from kvproto.messages import (
     Inspection,
     Load,
     Progress,
+    PromptScores,
     ResendRequest,
     Started,
     State,
@@ -53,6 +55,7 @@ from kvproto.tasks import end
 DEMO = Path(kvfleet.worker.__path__[0]) / "model" / "demo_model"
 PART_BYTES = 20_000  # small, so that a bundle takes several parts
 CONTEXT = 512
+SCORES_AT_ONCE = 3
 HELLO = ((550, "He"), (81, "l"), (951, "lo"), (6, "!"))  # the tokenizer would write H, ell, o, !
 HELLO_IDS = tuple(token for token, _ in HELLO)
 
@@ -91,6 +94,7 @@ class ScriptedWorker:
     failed_field: str | None = None
     stop_string: str = ""  # that ends the reply
     stalls_at: int | None = None  # index of a token: before it, it clears `held`
+    stalls_in_prompt: int | None = None  # index of a prompt's token: after its score, it clears `held`
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to keep requests queued
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
@@ -104,7 +108,14 @@ class ScriptedWorker:
 
     @classmethod
     async def start(
-        cls, url: str, subjects: Subjects, worker: str = "w1", bundle: Bundle | None = None, *, grammars: bool = True
+        cls,
+        url: str,
+        subjects: Subjects,
+        worker: str = "w1",
+        bundle: Bundle | None = None,
+        *,
+        grammars: bool = True,
+        scores: bool = True,
     ) -> ScriptedWorker:
         connection = await Connection.open(
             url, name=f"worker-{worker}", inbox_prefix=inbox_prefix(WORKER_INBOX, worker)
@@ -130,6 +141,7 @@ class ScriptedWorker:
             host="testhost",
             pid=4242,
             grammars=grammars,
+            scores=scores,
             engine="vllm",
             engine_pid=4243,
             versions=codec.supported_versions(),
@@ -183,6 +195,14 @@ class ScriptedWorker:
         cached = min(max((_common(prompt, known) for known in self.sequences), default=0), len(prompt) - 1)
         await send(Started(*me, self.id, len(prompt), {"device": cached}))
         sampling = request.sampling
+        if sampling.prompt_logprobs is not None:
+            for first in range(max(request.scored, 1), len(prompt), SCORES_AT_ONCE):
+                await self.held.wait()
+                last = min(first + SCORES_AT_ONCE, len(prompt))
+                scored = tuple(_prompt_scores(at, sampling.prompt_logprobs) for at in range(first, last))
+                await send(PromptScores(*me, first, scored))
+                if self.stalls_in_prompt is not None and last > self.stalls_in_prompt:
+                    self.held.clear()
         replies = [self.reply[choice:][: sampling.max_tokens] for choice in range(sampling.n)]
         begins = [len(request.continuation(choice).output_ids) for choice in range(sampling.n)]
         for index in range(len(replies[0])):
@@ -245,6 +265,10 @@ class ScriptedWorker:
 
 def _scores(index: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5 * (index + 1), tuple(range(6, 6 + top)), (float("-inf"),) * top)
+
+
+def _prompt_scores(index: int, top: int) -> TokenLogprobs:
+    return TokenLogprobs(-0.25 * index, tuple(range(6, 6 + top)), (-0.25 * index,) * top, index)
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -30,6 +30,14 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
         {"model": "demo", "prompt": "Alas", "stream": True, **SAMPLED, "n": 3, "logprobs": 2, "stop": ["zzz", "qu"],
          "presence_penalty": 0.5, "stream_options": {"include_usage": True}},
     ),
+    "echo": (
+        COMPLETION,
+        {"model": "demo", "prompt": "Alas, poor Yorick! I knew him", "stream": True, **SAMPLED, "n": 2, "logprobs": 2,
+         "echo": True, "return_token_ids": True},
+    ),
+    "chat of ids": (
+        CHAT, {"model": "demo", "messages": MESSAGE, "stream": True, **SAMPLED, "return_token_ids": True}
+    ),
 }  # fmt: skip
 
 

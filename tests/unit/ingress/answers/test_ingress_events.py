@@ -57,7 +57,7 @@ def test_openai_chunks_are_json_whatever_the_text(
     choice = ChoiceTranscript(pieces, list(range(len(pieces))), reason=FinishReason.STOP)
     transcript = Transcript(started=STARTED, finished=FINISHED, choices=[choice])
     out: list[bytes] = []
-    writer.started(STARTED, out)
+    writer.started(transcript, out)
     writer.tokens(0, choice, 0, out)
     writer.finished(FINISHED, transcript, out)
     raw = b"".join(out)
@@ -89,7 +89,7 @@ def test_native_events_are_json_whatever_the_text(seq_id: str, prompt: str, piec
     writer = NativeForm("r", seq_id, prompt).writer()
     said = ChoiceTranscript(pieces, list(range(len(pieces))))
     out: list[bytes] = []
-    writer.started(STARTED, out)
+    writer.started(Transcript(started=STARTED), out)
     writer.tokens(0, said, 0, out)
     writer.finished(FINISHED, Transcript(started=STARTED, choices=[said]), out)
     start, *tokens, done = [json.loads(event) for event in data_of(b"".join(out))]

@@ -81,6 +81,8 @@ def test_a_body_is_read_if_and_only_if_its_description_allows_it(
     if name in together:
         other, its = together[name]
         body[other] = its
+    if name == "max_tokens" and form is COMPLETION:
+        body["echo"] = True
     if name == "policy" and value == "direct":
         body["worker"] = "w"
     if name == "best_of" and form is COMPLETION and type(value) is int and 1 <= value <= 128:

@@ -53,7 +53,11 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, "prompt_logprobs"),
+    ({"return_token_ids": 1}, "return_token_ids"),
     ({"temprature": 0}, "temprature"),
     ({"x" * 100: 0}, "x" * 80),
     ({"temperature": "hot"}, "temperature"),
@@ -132,6 +136,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"prompt_logprobs": 0, "context_overflow": "sliding"}, "context_overflow"),
+    ({"echo": True}, "echo"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": []}, "stream_options"),
@@ -164,15 +170,23 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [""]}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": [""]}, "prompt[0]"),
+    ({"prompt": ["a", ""]}, "prompt[1]"),
+    ({"prompt": [[1], [2, "x"]]}, "prompt[1][1]"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a"] * 9, "n": 128}, "n"),
     ({"prompt": [1, "a"]}, "prompt[1]"),
     ({"prompt": [1, True]}, "prompt[1]"),
     ({"prompt": [None]}, "prompt[0]"),
     ({"seq_id": "s"}, "seq_id"),
-    ({"echo": True}, "echo"),
+    ({"echo": 1}, "echo"),
+    ({"prompt_logprobs": 0, "context_overflow": "truncate_left"}, "context_overflow"),
+    ({"max_tokens": -1, "echo": True}, "max_tokens"),
+    ({"echo": True, "logprobs": 1, "context_overflow": "truncate_left"}, "context_overflow"),
+    ({"echo": True, "logprobs": 6}, "logprobs"),
     ({"suffix": "s"}, "suffix"),
     ({"best_of": 2}, "best_of"),
     ({"n": 3, "best_of": 4}, "best_of"),
@@ -317,15 +331,37 @@ def test_a_chat_is_read_whole() -> None:
 
 
 def test_prompts_of_completions() -> None:
-    for prompt in ("text", ["text"]):
-        assert read_completion(completion(prompt=prompt)).prompt == "text"
-    for ids in ([1, 2], [[1, 2]]):
-        assert read_completion(completion(prompt=ids)).prompt_ids == (1, 2)
+    for prompt, read in (
+        ("text", ("text",)),
+        (["text"], ("text",)),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2]], ((1, 2),)),
+        (["a", "b"], ("a", "b")),
+        ([[1], "b", [2, 3]], ((1,), "b", (2, 3))),
+        (["a"] * 128, ("a",) * 128),
+    ):
+        assert read_completion(completion(prompt=prompt)).prompts == read
     check_vocabulary((0, 9), 10)
     for bad in ((0, 10), (0, -1)):
         with pytest.raises(InvalidRequest) as error:
             check_vocabulary(bad, 10)
         refused(error, "prompt[1]")
+
+
+def test_what_is_asked_of_a_prompt() -> None:
+    for said, of_prompt, of_answer in (
+        ({}, None, None),
+        ({"echo": True}, None, None),
+        ({"logprobs": 2}, None, 2),
+        ({"echo": True, "logprobs": 2}, 2, 2),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 1}, 2, 2),
+        ({"logprobs": 0, "prompt_logprobs": 7}, 7, 0),
+        ({"echo": True, "context_overflow": "sliding"}, None, None),
+    ):
+        sampling = read_completion(completion(**said)).sampling
+        assert (sampling.prompt_logprobs, sampling.logprobs) == (of_prompt, of_answer), said
+    assert read_completion(completion(echo=True, max_tokens=0)).sampling.max_tokens == 0
+    assert read_chat(chat(prompt_logprobs=0)).sampling.prompt_logprobs == 0
 
 
 def test_generate_has_its_own_defaults() -> None:

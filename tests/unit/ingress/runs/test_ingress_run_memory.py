@@ -11,13 +11,23 @@ from ingress_build import demo_tokenizer
 from test_ingress_runs import Rig, settle
 
 from kvfleet.ingress.answers.openai_events import OpenAiForm
+from kvfleet.ingress.answers.prompt_answers import ShownPrompt
 from kvfleet.ingress.limits.admission import STREAMED, WHOLE, RunMemory, TokenCosts
 from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.runs.transcript import BASE_BYTES, Transcript
 from kvfleet.ingress.settings import RunLimits
 from kvproto import codec
 from kvproto.errors import PayloadTooLarge, Unavailable
-from kvproto.messages import Finished, FinishReason, Sampling, TokenLogprobs, Tokens
+from kvproto.messages import (
+    ChoiceFinished,
+    Finished,
+    FinishReason,
+    PromptScores,
+    Sampling,
+    Started,
+    TokenLogprobs,
+    Tokens,
+)
 
 COUNT = 500
 
@@ -60,6 +70,55 @@ def test_a_token_takes_no_more_than_is_counted(top: int | None, chat: bool | Non
     assert taken <= transcript.size
     assert transcript.size == BASE_BYTES + transcript.costs.of(COUNT, top)
     assert transcript.size <= 4 * taken, "nor much less"
+
+
+@pytest.mark.parametrize("top", [0, 5, 20])
+@pytest.mark.parametrize("shows", ["echo streamed", "echo", "list", "list of a chat", "ids"])
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_prompts_scores_take_no_more_than_is_counted(top: int, shows: str, choices: int) -> None:
+    chance, spelling = random.Random(3), demo_tokenizer().spelling
+    ids = tuple(chance.randrange(300, 1000) for _ in range(COUNT + 1))
+    text = "".join(map(spelling.text_of, ids))
+
+    def scores() -> TokenLogprobs:
+        tops = tuple(chance.sample(range(300, 1000), top))
+        return TokenLogprobs(-chance.random(), tops, tuple(-chance.random() for _ in tops), chance.randrange(300, 1000))
+
+    encoded = [
+        codec.encode_frames([PromptScores("r", 0, at, tuple(scores() for _ in range(100)))])
+        for at in range(1, COUNT + 1, 100)
+    ]
+    shown = {
+        "echo streamed": ShownPrompt(ids, spelling, text, top),
+        "echo": ShownPrompt(ids, spelling, text, top),
+        "list": ShownPrompt(ids, spelling, ranked=top),
+        "list of a chat": ShownPrompt(ids, spelling, ranked=top),
+        "ids": ShownPrompt(ids, spelling, text, tells_ids=True),
+    }[shows]
+    streamed = shows == "echo streamed"
+    form = OpenAiForm("r", "m", 0, "f", "chat" in shows, choices, spelling, shown=shown)
+    transcript = Transcript.of(choices, STREAMED if streamed else WHOLE, COUNT)
+    transcript.started = Started("r", 0, "w", COUNT + 1, {})
+    ends = [ChoiceFinished("r", 0, at, FinishReason.LENGTH, 0) for at in range(choices)]
+    writer = form.writer()
+    tracemalloc.start()
+    try:
+        began = tracemalloc.get_traced_memory()[0]
+        if shows != "ids":
+            for data in encoded:
+                transcript.take(codec.decode_frames(data))
+        transcript.take([*ends, Finished("r", 0, FinishReason.LENGTH, COUNT + 1, 0)])
+        if streamed:
+            out: list[bytes] = []
+            writer.started(transcript, out)
+        else:
+            form.body(transcript)
+        taken = tracemalloc.get_traced_memory()[1] - began
+    finally:
+        tracemalloc.stop()
+    counted = transcript.size + form.size
+    assert taken <= counted
+    assert counted <= 8 * taken + 4 * BASE_BYTES, "nor much less"
 
 
 def small(limit: int = 100_000) -> Rig:
