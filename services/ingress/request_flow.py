@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from kvchat.message_format import MessageReading, format_of_message
 from kvfleet.ingress.answers.anthropic_answers import ID_HEADERS, message_error
@@ -70,12 +69,6 @@ from kvproto.streams.stream import Stream
 log = logging.getLogger(__name__)
 
 ChatFormOf = Callable[[Call[ChatAsk], ServedModel, Sampling, tuple[int, ...], MessageReading | None], Form]
-
-
-class SilentReader(Protocol):
-    """It wants a request to be carried to its end, and takes nothing."""
-
-    run: Run | None
 
 
 @dataclass(eq=False, slots=True)
@@ -257,11 +250,11 @@ class RequestFlow:
             answer = run.form.body(run.transcript)
             await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
 
-    async def follow(self, call: Call[Ask], prepare: Prepare, reader: SilentReader) -> None:
+    async def follow(self, call: Call[Ask], prepare: Prepare, reader: object, on_run: Callable[[Run], None]) -> None:
         """Carry the request to its end for a reader that takes nothing, or until it leaves. Raises the run's error."""
         found = self.parts.runs.find(call.caller.tenant, call.name, call.digest)
         with self._admitted(reader, call, found, prepare) as run:
-            reader.run = run
+            on_run(run)
             try:
                 while not run.over and reader in run.readers:
                     await (run.changed() if run.busy else run.step())

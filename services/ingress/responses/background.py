@@ -52,6 +52,9 @@ class Keeper:
     task: asyncio.Task[None] | None = None
     _turn: ResponseTurn | None = None
 
+    def took(self, run: Run) -> None:
+        self.run = run
+
     async def prepare(self) -> Job:
         job = await self.make(self.begun.set)
         assert isinstance(job.turn, ResponseTurn)
@@ -112,7 +115,7 @@ class Background:
         try:
             while not keeper.leaves.is_set():
                 try:
-                    await self.jobs.flow.follow(keeper.call, keeper.prepare, keeper)
+                    await self.jobs.flow.follow(keeper.call, keeper.prepare, keeper, keeper.took)
                     keeper.begun.set()
                     return
                 except KvfleetError as error:
