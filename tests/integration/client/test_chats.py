@@ -311,12 +311,21 @@ async def whole(producer: Producer, body: dict[str, Any]) -> list[dict[str, Any]
     return [frame async for frame in producer.ask(body)]
 
 
+async def told(producer: Producer, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """As a producer does that asks again: on a busy machine a first grammar may take longer than an offer."""
+    async with asyncio.timeout(LIMIT_S):
+        while (frames := await whole(producer, body))[-1].get("retryable"):
+            await asyncio.sleep(0.1)
+    assert frames[-1]["type"] == "finished", frames[-1]
+    return frames
+
+
 async def test_a_producer_gets_its_message_parsed(
     fleet: FakeFleet, placement: PlacementLoop, producer: Producer, client: Client
 ) -> None:
     await fleet.start("w0")
     await known(placement, "w0")
-    frames = await whole(producer, ASKED)
+    frames = await told(producer, ASKED)
     assert [frame["type"] for frame in frames if frame["type"] != "tokens"] == ["started", "finished"]
     message = frames[-1]["message"]
     assert message["finish_reason"] == "tool_calls"
@@ -342,11 +351,11 @@ async def test_a_history_with_calls_and_answers(fleet: FakeFleet, placement: Pla
         {"role": "tool", "tool_call_id": "c1", "content": "Taken."},
     ]
     body = {"messages": history, "tools": [NOTE], "tool_choice": "none", "max_tokens": 9, "temperature": 0}
-    frames = await whole(producer, body)
+    frames = await told(producer, body)
     message = frames[-1]["message"]
     text = "".join(text for frame in frames if frame["type"] == "tokens" for text in frame["text"])
     assert message == {"finish_reason": "length", "content": text}
-    shorter = await whole(producer, {**body, "messages": SAID})
+    shorter = await told(producer, {**body, "messages": SAID})
     assert shorter[0]["prompt_tokens"] < frames[0]["prompt_tokens"]
 
 
@@ -354,7 +363,7 @@ async def test_a_schema_is_for_the_content(fleet: FakeFleet, placement: Placemen
     await fleet.start("w0")
     await known(placement, "w0")
     schema = {"type": "json_schema", "json_schema": {"name": "note", "schema": PARAMETERS}}
-    frames = await whole(producer, {"messages": SAID, "response_format": schema, "max_tokens": 400, "seed": 1})
+    frames = await told(producer, {"messages": SAID, "response_format": schema, "max_tokens": 400, "seed": 1})
     message = frames[-1]["message"]
     jsonschema.validate(json.loads(message["content"]), PARAMETERS)
     assert (message["finish_reason"], "tool_calls" in message) == ("stop", False)
@@ -366,7 +375,7 @@ async def test_a_drained_worker_changes_no_byte_of_a_producers_message(
     for worker in ("w0", "w1"):
         await fleet.start(worker, fake_tokens_per_s=100, drain_s=8.0)
     await known(placement, "w0", "w1")
-    expected = (await whole(producer, ASKED))[-1]["message"]
+    expected = (await told(producer, ASKED))[-1]["message"]
     drained: asyncio.Task[None] | None = None
     deltas: list[Any] = []
     first = last = ""
@@ -455,7 +464,7 @@ async def test_an_old_workers_record_keeps_a_producers_chat_away(
     views = placement.subscriptions.members.view.workers
     await until(lambda: not views["w0"].record.chats)
     for seed in range(6):
-        frames = await whole(producer, {"messages": [{"role": "user", "content": f"{seed}?"}], "max_tokens": 2})
+        frames = await told(producer, {"messages": [{"role": "user", "content": f"{seed}?"}], "max_tokens": 2})
         assert frames[0]["worker"] == "w1"
     await fleet.workers["w1"].stop()
     await known(placement, "w0")
@@ -477,7 +486,7 @@ async def test_a_message_too_long_for_nats_is_in_the_tokens_alone(
     monkeypatch.setattr("kvfleet.worker.streams.outbox.LARGEST_BATCH", 500)
     monkeypatch.setattr(type(client.connection), "max_payload", 2000)
     body = {"messages": SAID, "max_tokens": 1000, "temperature": 0}
-    frames = await whole(producer, body)
+    frames = await told(producer, body)
     assert frames[-1]["message"] == {"finish_reason": "length", "partial": True}
     text = "".join(text for frame in frames if frame["type"] == "tokens" for text in frame["text"])
     assert len(text) > 2000
@@ -493,7 +502,7 @@ async def test_a_request_that_is_sent_again_has_its_message_again(
 ) -> None:
     await fleet.start("w0")
     await known(placement, "w0")
-    first, again = [(await whole(producer, {**ASKED, "request": "r1"}))[-1] for _ in range(2)]
+    first, again = [(await told(producer, {**ASKED, "request": "r1"}))[-1] for _ in range(2)]
     assert first == again
     (failed,) = await whole(producer, {**ASKED, "tool_choice": "auto", "request": "r1"})
     assert (failed["code"], failed["field"]) == ("invalid_request", "request"), "its tools are part of what is asked"
