@@ -15,24 +15,23 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvchat.message_format import MessageReading, format_of_message
 from kvfleet.ingress.answers.anthropic_answers import ID_HEADERS, message_error
 from kvfleet.ingress.answers.anthropic_events import AnthropicForm
 from kvfleet.ingress.answers.native_events import NativeForm
-from kvfleet.ingress.answers.openai_answers import cached_tokens
-from kvfleet.ingress.answers.openai_events import OpenAiForm
+from kvfleet.ingress.answers.openai_events import BatchPlace, OpenAiForm
 from kvfleet.ingress.answers.prompt_answers import ShownPrompt
 from kvfleet.ingress.answers.response_events import ResponseForm
+from kvfleet.ingress.batch_flow import BatchFlow
 from kvfleet.ingress.http.error_bodies import loggable
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.sse import complete, gather, placement_headers, relay
 from kvfleet.ingress.limits.admission import STREAMED, WHOLE, TokenCosts
 from kvfleet.ingress.limits.callers import default_max_tokens
-from kvfleet.ingress.limits.limiter import RunUsage
 from kvfleet.ingress.parts import IngressParts
 from kvfleet.ingress.prompts.models import ServedModel
 from kvfleet.ingress.prompts.prompts import Prompts
@@ -51,6 +50,7 @@ from kvfleet.ingress.requests.bodies import (
     read_generate,
 )
 from kvfleet.ingress.requests.responses import ResponseAsk
+from kvfleet.ingress.run_opener import RunOpener
 from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, wants_lines
 from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName
@@ -58,13 +58,10 @@ from kvfleet.ingress.runs.runs import Run
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_index import auto_seq_id
 from kvfleet.ingress.sessions.turns import ChatTurn, SessionTurn
-from kvfleet.ingress.telemetry.metrics import RequestTally
-from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.chats import conversation_of
 from kvproto.client import Generation
 from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionBusy, Unavailable
-from kvproto.messages import Continuation, Sampling
-from kvproto.streams.stream import Stream
+from kvproto.messages import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +75,12 @@ class RequestFlow:
     parts: IngressParts
     reader: RequestReader
     prompts: Prompts
+    opener: RunOpener = field(init=False)
+    batches: BatchFlow = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.opener = RunOpener(self.parts)
+        self.batches = BatchFlow(self.parts, self.opener)
 
     async def chat_completions(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions. Of several choices the first is remembered as the turn."""
@@ -92,8 +95,16 @@ class RequestFlow:
 
     async def completions(self, exchange: Exchange) -> None:
         call = await self.reader.read(exchange, "completions", read_completion)
-        (prompt,) = call.ask.prompts
-        await self.serve(exchange, call, lambda: self._completion_job(call, prompt), streams=call.ask.stream)
+        prompt, *others = call.ask.prompts
+        if not others:
+            await self.serve(exchange, call, lambda: self._completion_job(call, prompt), streams=call.ask.stream)
+            return
+        calls, answer = [call, *(self.reader.another(call) for _ in others)], call.name.request
+        jobs = [
+            partial(self._completion_job, one, said, BatchPlace(answer, at))
+            for at, (one, said) in enumerate(zip(calls, call.ask.prompts, strict=True))
+        ]
+        await self.batches.serve(exchange, calls, jobs)
 
     async def generate(self, exchange: Exchange) -> None:
         """POST /generate: a turn of a session, which is new unless `seq_id` names a known one."""
@@ -124,8 +135,9 @@ class RequestFlow:
         form = form_of(call, model, sampling, prompt.ids, written.reading(prompt.text) if written is not None else None)
         return self.job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
 
-    async def _completion_job(self, call: Call[CompletionAsk], prompt: Prompt, field: str = "prompt") -> Job:
+    async def _completion_job(self, call: Call[CompletionAsk], prompt: Prompt, batch: BatchPlace | None = None) -> Job:
         ask, text = call.ask, prompt if isinstance(prompt, str) else ""
+        field = "prompt" if batch is None else f"prompt[{batch.before}]"
         model = await self.parts.models.get(ask.model)
         if isinstance(prompt, str):
             must_fit = prompt_must_fit(ask.sampling.overflow)
@@ -136,7 +148,7 @@ class RequestFlow:
         if not isinstance(prompt, str):  # after `_sampling`, which refuses prompts that cannot fit
             await self.prompts.check_ids(model, ids, field)
             text = await self.prompts.spelled(model, ids) if ask.echo else ""
-        form = _openai_form(call, model, sampling, ids)
+        form = replace(_openai_form(call, model, sampling, ids), batch=batch)
         if ask.echo or ask.prompt_logprobs is not None or ask.return_token_ids:
             shown = _shown(ask, model, ids)
             form = replace(form, shown=replace(shown, text=text, logprobs=ask.logprobs) if ask.echo else shown)
@@ -238,9 +250,9 @@ class RequestFlow:
             finally:
                 self.parts.metrics.tally.active_streams -= 1
                 if call.trace is not None:
-                    call.trace.has_carried(run, call.arrived_at, found=found is not None)
+                    call.trace.has_carried([run], call.arrived_at, found=found is not None)
                 if found is None:
-                    self._observe(call, run)
+                    self.opener.observe(call, run)
                 await self.parts.runs.detach(run, exchange)
         exchange.outcome = run.transcript.choices[0].reason or ""
         if streams:
@@ -260,7 +272,7 @@ class RequestFlow:
                     await (run.changed() if run.busy else run.step())
             finally:
                 if found is None:
-                    self._observe(call, run)
+                    self.opener.observe(call, run)
                 await self.parts.runs.detach(run, reader)
         if run.error is not None:
             raise run.error
@@ -273,15 +285,6 @@ class RequestFlow:
         id_lines = call.name.named or wants_lines(exchange.header(b"accept"))
         return await relay(exchange, run, call.name.at, id_lines=id_lines, keepalive_s=self.parts.config.keepalive_s)
 
-    def _start(
-        self, trace: RequestTrace | None, usage: RunUsage, generation: Generation, before: Sequence[Continuation]
-    ) -> Stream:
-        """Raises LimitExceeded, PayloadTooLarge for a prompt beyond the limits."""
-        usage.model = generation.model
-        self.parts.admission.charge(usage, len(generation.prompt_ids), now())
-        trail = trace.trail(generation) if trace is not None else None
-        return self.parts.client.generate(generation, before, trail)
-
     @contextlib.contextmanager
     def _admitted(self, reader: object, call: Call[Ask], found: Run | None, prepare: Prepare) -> Iterator[Run]:
         """The run of a request, found or new, with one more reader. While it runs it counts once in its key's limits,
@@ -292,15 +295,7 @@ class RequestFlow:
         self.parts.admission.admit(caller, now(), choices=choices, repeat=repeat, returns=returns)
         run = found
         if run is None:
-            trace, usage = call.trace, self.parts.admission.limiter.usage_of(caller)
-            start = partial(self._start, trace, usage)
-            if trace is not None:
-                prepare = trace.tokenising(prepare)
-            name, memory = call.name, self.parts.runs.memory
-            run = Run(caller.tenant, name.request, call.digest, name.keyed, prepare, start, memory, usage=usage)
-            run.on_tokens = partial(_count_tokens, self.parts.metrics.tally, usage)
-            run.traceparent = trace.span.traceparent if trace is not None else None
-            self.parts.runs.add(run)
+            run = self.opener.open(call, prepare, self.parts.admission.limiter.usage_of(caller))
         elif call.trace is not None:
             call.trace.span.link(run.traceparent)
         run = self.parts.runs.attach(run, reader)
@@ -314,35 +309,6 @@ class RequestFlow:
                 self.parts.admission.release(payer, choices=choices)
             else:
                 self.parts.admission.release(caller, repeat=True)
-
-    def _observe(self, call: Call[Ask], run: Run) -> None:
-        """Metrics of one request, when its first reader is done."""
-        transcript, level = run.transcript, run.level
-        ttft_s = itl_s = None
-        if run.first_token_at is not None and run.last_token_at is not None:
-            ttft_s = run.first_token_at - call.arrived_at
-            longest = max(transcript.totals)
-            if longest > 1:
-                itl_s = (run.last_token_at - run.first_token_at) / (longest - 1)
-        if level is not None:
-            if ttft_s is not None:
-                level.ttft.observe(ttft_s)
-            failed = run.error is not None and run.error.http_status >= 500
-            if run.finished or failed:
-                tokens = sum(transcript.totals)
-                level.judge(self.parts.metrics.levels.targets, ttft_s, itl_s, tokens, finished=run.finished)
-        if transcript.finished is not None:
-            tally = self.parts.metrics.tally
-            tally.prompt_tokens_total += transcript.finished.prompt_tokens
-            tally.cached_tokens_total += cached_tokens(transcript)
-        if run.usage is not None:
-            run.usage.cached_tokens = cached_tokens(transcript)
-
-
-def _count_tokens(tally: RequestTally, usage: RunUsage, count: int) -> None:
-    """The hot path: once for each read of the stream."""
-    tally.generated_tokens_total += count
-    usage.generated(count)
 
 
 def _costs(ask: GenerateAsk | ChatAsk | CompletionAsk | ResponseAsk) -> TokenCosts:

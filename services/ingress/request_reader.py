@@ -108,6 +108,11 @@ class RequestReader:
         given = None if self.tracer.enabled else exchange.header(b"traceparent")  # others may trace
         return Call(route, ask, caller, priority, name, digest, trace, given, arrived_at)
 
+    def another(self, call: Call[Ask]) -> Call[Ask]:
+        """The same under a name of its own."""
+        tenant = call.caller.tenant
+        return replace(call, name=name_request(tenant, None, None, self._secret, sealed=self._sealed))
+
     async def _read_body(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> tuple[Ask, bytes]:
         data = await exchange.read_body(self.parts.config.max_body_bytes, self.parts.config.body_timeout_s)
         if len(data) <= INLINE_BYTES:

@@ -115,6 +115,13 @@ class FleetNote(Described):
     queue_s: float | None
 
 
+class BatchNote(Described):
+    """Of an answer for several prompts: in their order, each one's request. `request_id` is the first one's."""
+
+    request_id: str
+    requests: list[FleetNote]
+
+
 Reason = FinishReason | Literal["tool_calls"]
 
 
@@ -165,7 +172,7 @@ class CompletionAnswer(_Named):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
-    kvfleet: FleetNote
+    kvfleet: FleetNote | BatchNote
 
 
 # `openai_events` sends chunks as dicts and prepared bytes. Fields with a default may be absent.
@@ -216,7 +223,7 @@ class ChatChunk(_Named):
 class CompletionChunk(_Named):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
-    kvfleet: ChunkNote | EndNote
+    kvfleet: ChunkNote | EndNote | BatchNote
     usage: Usage | None = None
 
 

@@ -44,6 +44,14 @@ _PLACE_JSON = orjson.dumps(_PLACE.decode())
 
 
 @dataclass(frozen=True, slots=True)
+class BatchPlace:
+    """Of one prompt of several: the answer's id, and how many are before it."""
+
+    answer: str
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
 class OpenAiForm:
     """What every chunk and body of one answer repeats. `spelling`: of the model's tokens, for log probabilities. With
     `include_usage` every chunk has `usage: null`, and a last one, without choices, the usage."""
@@ -59,6 +67,12 @@ class OpenAiForm:
     include_usage: bool = False
     reader: Callable[[], MessageReader] | None = None  # of a message with calls, or reasoning
     shown: ShownPrompt | None = None
+    batch: BatchPlace | None = None  # another part ends the answer
+
+    @property
+    def first(self) -> int:
+        """The number of its first choice."""
+        return 0 if self.batch is None else self.choices * self.batch.before
 
     @property
     def size(self) -> int:
@@ -73,16 +87,21 @@ class OpenAiForm:
         finished = transcript.finished
         assert finished is not None
         kind = ChatAnswer if self.chat else CompletionAnswer
-        readers = [self._reader(said) for said in transcript.choices]
-        told = zip(transcript.choices, readers, strict=True)
         of_prompt = _OfPrompt(self.shown, transcript.prompt_scores)
-        choices: list[Any] = [self._choice(index, said, of_prompt, *one) for index, (said, one) in enumerate(told)]
-        thoughts = sum(reader.thoughts for reader, _ in readers if reader is not None)
+        choices, thoughts = self.choices_of(transcript, of_prompt)
         usage, note = usage_of(finished, transcript, thoughts), fleet_note(self.request, finished, transcript)
         more: dict[str, Any] = {}
         if self.chat:
             more = {"prompt_logprobs": of_prompt.listed, "prompt_token_ids": of_prompt.ids}
         return orjson.dumps(kind(**self.as_map(chunk=False), choices=choices, usage=usage, kvfleet=note, **more))
+
+    def choices_of(self, transcript: Transcript, of_prompt: _OfPrompt | None = None) -> tuple[list[Any], int]:
+        """And how many of their tokens are thoughts."""
+        of_prompt = of_prompt or _OfPrompt(self.shown, transcript.prompt_scores)
+        readers = [self._reader(said) for said in transcript.choices]
+        told = enumerate(zip(transcript.choices, readers, strict=True), self.first)
+        choices = [self._choice(index, said, of_prompt, *one) for index, (said, one) in told]
+        return choices, sum(reader.thoughts for reader, _ in readers if reader is not None)
 
     def _choice(
         self, index: int, said: ChoiceTranscript, prompt: _OfPrompt, reader: MessageReader | None, parts: list[Part]
@@ -116,7 +135,7 @@ class OpenAiForm:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
         prefix = "chatcmpl-" if self.chat else "cmpl-"
         return {
-            "id": prefix + self.request,
+            "id": prefix + (self.request if self.batch is None else self.batch.answer),
             "object": kind,
             "created": self.created,
             "model": self.model,
@@ -168,7 +187,7 @@ class OpenAiEvents:
 
     def _choice(self, index: int, delta: Any, logprobs: Any = None, finish: Reason | None = None) -> dict[str, Any]:
         name = "delta" if self._form.chat else "text"
-        return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": self._form.first + index, name: delta, "logprobs": logprobs, "finish_reason": finish}
 
     def _event(
         self, event_id: bytes, *choices: Any, usage: Usage | None = None, fleet: Mapping[str, Any] = {}, **more: Any
@@ -282,6 +301,8 @@ class OpenAiEvents:
         index, reason = (0, finished.reason) if self._last is None else (self._last.choice, self._last.reason)
         last = self._end(index, transcript.choices[index], reason)
         out.append(self._event(self.ids.next_end(), last, fleet=fleet))
+        if self._form.batch is not None:
+            return
         if self._form.include_usage:
             readers = [self._reader(at, said, len(said.pieces)) for at, said in enumerate(transcript.choices)]
             usage = usage_of(finished, transcript, sum(reader.thoughts for reader in readers if reader is not None))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from kvfleet.ingress.http.error_bodies import Headers
 from kvfleet.ingress.http.exchange import Exchange
@@ -35,7 +35,7 @@ async def relay(exchange: Exchange, run: Run, at: Position, *, id_lines: bool, k
         if run.form is not None:
             writer = run.form.writer(at, id_lines=id_lines)
             exchange.error_event = writer.failed
-            async with _kept_alive(exchange, writer.ids.comment, keepalive_s):
+            async with kept_alive(exchange, writer.ids.comment, keepalive_s):
                 return await _relay(exchange, run, EventReader(writer))
     raise Cancelled("the client left")
 
@@ -85,6 +85,41 @@ async def gather(exchange: Exchange, run: Run) -> None:
     raise Cancelled("the client left")
 
 
+async def beside(exchange: Exchange, runs: Sequence[Run], tell: Callable[[], Awaitable[None]]) -> None:
+    """Run several to their ends, which no other client reads. `tell` is awaited whenever there is something new, and no
+    run reads on meanwhile. The first error is raised, Cancelled when the client leaves: all of them end then."""
+    news, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def drive(run: Run) -> None:
+        await may_go_on.wait()
+        while exchange in run.readers and not run.over:
+            try:
+                await run.step()
+            finally:
+                news.set()
+            await may_go_on.wait()
+
+    driving = [asyncio.create_task(drive(run), name=f"run-{run.request}") for run in runs]
+    async with _watched(exchange, *runs):
+        try:
+            while not exchange.gone:
+                if (failed := next((run.error for run in runs if run.error is not None), None)) is not None:
+                    raise failed
+                all_over = all(run.finished for run in runs)  # more may come while this is told
+                await tell()
+                if all_over:
+                    return
+                may_go_on.set()
+                await news.wait()
+                news.clear()
+                may_go_on.clear()
+        finally:
+            await asyncio.gather(*(run.leave(exchange) for run in runs))
+            may_go_on.set()
+            await asyncio.gather(*driving)  # raises an internal fault
+    raise Cancelled("the client left")
+
+
 async def _get_on(run: Run) -> None:
     await (run.changed() if run.busy else run.step())
 
@@ -98,8 +133,8 @@ def placement_headers(started: Started | None) -> Headers:
 
 
 @contextlib.asynccontextmanager
-async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
-    """The exchange leaves its run as soon as the client leaves."""
+async def _watched(exchange: Exchange, *runs: Run) -> AsyncIterator[None]:
+    """The exchange leaves its runs as soon as the client leaves."""
 
     leaving = False
 
@@ -108,9 +143,9 @@ async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
         await exchange.until_gone()
         if exchange.gone:
             leaving = True
-            await run.leave(exchange)
+            await asyncio.gather(*(run.leave(exchange) for run in runs))
 
-    watcher = asyncio.create_task(watch(), name=f"disconnect-{run.request}")
+    watcher = asyncio.create_task(watch(), name=f"disconnect-{runs[0].request}")
     try:
         yield
     finally:
@@ -121,7 +156,7 @@ async def _watched(exchange: Exchange, run: Run) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _kept_alive(exchange: Exchange, comment: Callable[[bytes], bytes], period_s: float) -> AsyncIterator[None]:
+async def kept_alive(exchange: Exchange, comment: Callable[[bytes], bytes], period_s: float) -> AsyncIterator[None]:
     """Sends a comment whenever nothing was written for a period. A task beside the stream, so that it costs nothing per
     token."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.limits.limiter import Limiter, RunUsage
-from kvproto.errors import Draining, LimitExceeded, PayloadTooLarge, Unavailable
+from kvproto.errors import Draining, InvalidRequest, LimitExceeded, PayloadTooLarge, Unavailable
 from kvproto.messages import Sampling
 
 DEFAULT_BYTES = 384 * 1024 * 1024
@@ -54,27 +54,37 @@ class Admission:
             if not repeat:
                 self.limiter.unreserve(caller, charged=charged)
 
-    def admit(self, caller: Caller, now: float, *, choices: int = 1, repeat: bool = False, returns: int = 0) -> None:
-        """Raises LimitExceeded (429), Unavailable or Draining (503), with a time to retry; InvalidRequest (400) for
-        more choices than the caller may ever have.
+    def admit(
+        self,
+        caller: Caller,
+        now: float,
+        *,
+        choices: int = 1,
+        requests: int = 1,
+        repeat: bool = False,
+        returns: int = 0,
+    ) -> None:
+        """So many `requests` with `choices` together. Raises LimitExceeded (429), Unavailable or Draining (503), with a
+        time to retry; InvalidRequest (400) for more than the caller may ever have.
 
         A `repeat` of a request that runs or has finished uses none of the caller's limits: its client may be back
         before its lost connection is noticed. A parked one that goes on counts in `max_concurrent`; of its `returns`
         the first `FREE_RETURNS` count in no rate.
         """
         with self._counting_refusals():
-            self._check_process()
+            self._check_process(requests)
             if not repeat:
                 charged = _is_charged(returns)
-                self.limiter.admit(caller, now, self.unix_s(), choices=choices, charged=charged)
+                unix_s = self.unix_s()
+                self.limiter.admit(caller, now, unix_s, choices=choices, requests=requests, charged=charged)
         if repeat:
             self.repeats += 1
         else:
             self.choices += choices
-        self.running += 1
+        self.running += requests
 
-    def release(self, caller: Caller, *, choices: int = 1, repeat: bool = False) -> None:
-        self.running -= 1
+    def release(self, caller: Caller, *, choices: int = 1, requests: int = 1, repeat: bool = False) -> None:
+        self.running -= requests
         if repeat:
             self.repeats -= 1
         else:
@@ -97,10 +107,12 @@ class Admission:
         assert 0 <= self.repeats <= self.running
         assert sum(account.reading for account in self.limiter.every() if account.key[1]) <= self.being_read
 
-    def _check_process(self) -> None:
+    def _check_process(self, requests: int = 1) -> None:
         if self.draining:
             raise Draining("this ingress is shutting down", retry_after_s=1.0)
-        if self.running + self.being_read >= self.max_concurrent:
+        if requests > self.max_concurrent:
+            raise InvalidRequest(f"at most {self.max_concurrent} prompts at once, got {requests}", field="prompt")
+        if self.running + self.being_read + requests > self.max_concurrent:
             raise Unavailable(f"{self.max_concurrent} requests are running, the most served at once", retry_after_s=1.0)
 
     @contextmanager

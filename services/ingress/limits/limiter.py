@@ -192,7 +192,7 @@ class Limiter:
     def reserve(self, caller: Caller, now: float, unix_s: float, *, charged: bool = True) -> None:
         """A place for a request that is yet to be read; `admit` takes from the rates. The caller's limits are in force
         from now on. Raises LimitExceeded."""
-        for account in self._checked(caller, 1, now, unix_s, charged=charged):
+        for account in self._checked(caller, 1, now, unix_s, asked=int(charged)):
             account.reading += 1
             account.asking += charged
 
@@ -201,15 +201,17 @@ class Limiter:
             account.reading -= 1
             account.asking -= charged
 
-    def admit(self, caller: Caller, now: float, unix_s: float, *, choices: int = 1, charged: bool = True) -> None:
-        """One that is not `charged` counts in no rate. Raises LimitExceeded, and InvalidRequest for more choices than
-        may ever run at once."""
-        for account in self._checked(caller, choices, now, unix_s, charged=charged):
+    def admit(
+        self, caller: Caller, now: float, unix_s: float, *, choices: int = 1, requests: int = 1, charged: bool = True
+    ) -> None:
+        """What is not `charged` counts in no rate. Raises LimitExceeded, and InvalidRequest for more than are ever let
+        in at once."""
+        asked = requests if charged else 0
+        for account in self._checked(caller, choices, now, unix_s, asked=asked):
             account.running += choices
-            account.asked += charged
+            account.asked += asked
             account.touched = True
-            if charged:
-                account.requests.take(1.0)
+            account.requests.take(asked)
 
     def release(self, caller: Caller, *, choices: int = 1) -> None:
         for account in self.accounts(caller):
@@ -217,9 +219,9 @@ class Limiter:
             account.touched = True
 
     def _checked(
-        self, caller: Caller, choices: int, now: float, unix_s: float, *, charged: bool
+        self, caller: Caller, choices: int, now: float, unix_s: float, *, asked: int
     ) -> tuple[Account, Account]:
-        """The settled accounts of a caller who may start so many choices more."""
+        """The settled accounts of a caller who may start so many choices more; the rate counts `asked` requests."""
         if len(self._own) > MAX_ACCOUNTS:
             self._make_room(now, unix_s)
         own, all_ = self.accounts(caller)
@@ -230,9 +232,12 @@ class Limiter:
             limits, whose, most = account.limits, account.whose, account.limits.max_concurrent
             if most and choices > most:
                 raise InvalidRequest(f"at most {most} choices run at once with {whose}, got {choices}", field="n")
+            if limits.requests_per_minute and asked > limits.request_burst:
+                most_asked = int(limits.request_burst)
+                raise InvalidRequest(f"at most {most_asked} prompts at once with {whose}, got {asked}", field="prompt")
             if most and account.running + account.running_elsewhere + account.reading + choices > most:
                 waits.append((BUSY_RETRY_S, f"at most {most} requests at once with {whose}, each choice counts"))
-            if charged and (wait := account.requests.wait_s(1.0 + account.asking)):
+            if asked and (wait := account.requests.wait_s(asked + account.asking)):
                 waits.append((wait, f"at most {limits.requests_per_minute:g} requests per minute with {whose}"))
         _refuse_to_wait(waits)
         return own, all_

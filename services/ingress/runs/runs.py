@@ -331,6 +331,12 @@ class Runs:
         else:
             self._keep(run)
 
+    def drop(self, run: Run) -> None:
+        """Forget one that has no reader any more, and to which nobody can come back."""
+        if self._runs.get(run.request) is run:
+            del self._runs[run.request]
+        run.free()
+
     def sweep(self) -> None:
         """Forget runs that are too old, and the oldest beyond the memory bound."""
         now = self.now()

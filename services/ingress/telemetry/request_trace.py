@@ -10,6 +10,7 @@ POST /v1/chat/completions                   the exchange: until the answer is co
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvfleet.ingress.http.exchange import Exchange
@@ -57,7 +58,7 @@ class RequestTrace:
     error: KvfleetError | None = None  # what the caller was told
     names_session: bool = False
     carried: bool = False
-    first: RequestTrail | None = None
+    trails: list[RequestTrail] = field(default_factory=list)  # of its streams
 
     def tokenising(self, prepare: Prepare) -> Prepare:
         async def traced() -> Job:
@@ -78,27 +79,29 @@ class RequestTrace:
         said = about(generation, names_session=self.names_session)
         self.span.set(said)
         trail = RequestTrail(self, said)
-        self.first = self.first or trail
+        self.trails.append(trail)
         return trail
 
-    def has_carried(self, run: Run, arrived_at: float, *, found: bool) -> None:
+    def has_carried(self, runs: Sequence[Run], arrived_at: float, *, found: bool) -> None:
         """The caller has all but the end of its answer, or has left. `found`: another request began the run."""
         self.carried = True
-        if run.first_token_at is not None:
-            seconds = {"gen_ai.response.time_to_first_chunk": run.first_token_at - arrived_at}
-            on = self.span if self.first is None else self.first.stream
-            on.event("first_token", {} if found else seconds, at=unix_ns(run.first_token_at))
-        if (finished := run.transcript.finished) is not None:
+        begun = [run.first_token_at for run in runs if run.first_token_at is not None]
+        if begun:
+            seconds = {"gen_ai.response.time_to_first_chunk": min(begun) - arrived_at}
+            on = self.trails[0].stream if self.trails else self.span
+            on.event("first_token", {} if found else seconds, at=unix_ns(min(begun)))
+        ends = [end for run in runs if (end := run.transcript.finished) is not None]
+        if ends:
             self.span.set(
                 {
-                    "gen_ai.usage.input_tokens": finished.prompt_tokens,
-                    "gen_ai.usage.output_tokens": finished.output_tokens,
-                    "gen_ai.usage.cache_read.input_tokens": finished.cached_tokens,
-                    "gen_ai.response.finish_reasons": [finished.reason.value],
+                    "gen_ai.usage.input_tokens": sum(end.prompt_tokens for end in ends),
+                    "gen_ai.usage.output_tokens": sum(end.output_tokens for end in ends),
+                    "gen_ai.usage.cache_read.input_tokens": sum(end.cached_tokens for end in ends),
+                    "gen_ai.response.finish_reasons": [end.reason.value for end in ends],
                 }
             )
-        if self.first is not None:
-            self.first.end()
+        for trail in self.trails:
+            trail.end()
 
     def end(self, request: str, status: int) -> None:
         self.span.set(
