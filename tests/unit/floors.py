@@ -13,8 +13,8 @@ from pathlib import Path
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvfleet.ingress": (
         ("requests",), ("limits", "prompts"), ("settings",), ("runs",), ("http",), ("answers", "telemetry"),
-        ("auth", "sessions"), ("parts",), ("fleet", "request_reader", "run_opener"), ("batch_flow", "dashboard"),
-        ("request_flow",), ("responses",),
+        ("auth", "sessions"), ("parts",), ("fleet", "request_reader"), ("dashboard", "run_opener"),
+        ("batch_flow",), ("request_flow",), ("responses",),
     ),
     "kvfleet.placement": (
         ("index",), ("events", "workers"), ("advice", "policies"), ("config", "record"),
