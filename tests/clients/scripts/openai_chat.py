@@ -125,7 +125,7 @@ def check_timeout() -> Any:
 
 
 def check_cancel() -> Any:
-    """A stream that is closed early: nothing more is generated for it."""
+    """A stream that is closed early; the next request is answered."""
     stream = client.chat.completions.create(
         **SEEDED | {"max_tokens": 1500}, stream=True, extra_body={"ignore_eos": True}
     )
@@ -166,6 +166,24 @@ def check_completions() -> Any:
     assert answer.choices[0].logprobs.token_logprobs
     assert answer.usage is not None
     assert len(answer.choices[0].logprobs.token_logprobs) == answer.usage.completion_tokens
+    return answer.model_dump()
+
+
+def check_prompts_and_echo() -> Any:
+    """What evaluations ask: several prompts at once, and how likely each token of them was."""
+    prompts = ["O Romeo, Romeo!", "My kingdom for a horse"]
+    asked: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 1, "temperature": 0}
+    answer = client.completions.create(**asked, echo=True, logprobs=1)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        assert choice.text.startswith(prompt)
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs
+        first, *others = choice.logprobs.token_logprobs
+        assert first is None
+        assert all(one <= 0.0 for one in others)
+    said = [choice.text for choice in client.completions.create(**asked).choices]
+    assert said == [choice.text.removeprefix(prompt) for prompt, choice in zip(prompts, answer.choices, strict=True)]
     return answer.model_dump()
 
 
