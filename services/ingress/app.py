@@ -6,13 +6,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvfleet.ingress.dashboard.page import Dashboard
-from kvfleet.ingress.fleet.routes import no_such_method, no_such_route
+from kvfleet.ingress.fleet.routes import no_such_route, other_method
 from kvfleet.ingress.http.exchange import Exchange
 from kvfleet.ingress.http.web_guard import WebGuard
 from kvfleet.ingress.ingress import Ingress
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Exchange], Awaitable[None]]
 CLIENT_LEFT = 499
 FOR_ALL = ("/", "/dashboard/{file}", "/livez", "/readyz", "/ping", "/version", "/openapi.json")  # for any host and site
-EXPOSED = ["x-request-id", "request-id", "x-trace-id", "retry-after", "x-should-retry"]
+EXPOSED = ["x-request-id", "request-id", "x-kvfleet-request-id", "x-trace-id", "retry-after", "x-should-retry"]
 EXPOSED += [f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
 
 
@@ -34,11 +35,15 @@ def create_app(ingress: Ingress) -> ASGIApp:
     flow, routes = ingress.flow, ingress.routes
     metrics, audit = ingress.metrics, ingress.audit
     dashboard = Dashboard()
-    wrong_method = Endpoint(no_such_method, "other", metrics, audit, None)
+    methods: dict[str, set[str]] = {}
 
     def route(method: str, path: str, handler: Handler, name: str) -> BaseRoute:
         guard = None if path in FOR_ALL else ingress.guard
-        return _Route(path, Endpoint(handler, name, metrics, audit, guard), method, wrong_method)
+        taken = methods.setdefault(path, {"OPTIONS"})
+        other = Endpoint(partial(other_method, taken), "other", metrics, audit, None)
+        route = _Route(path, Endpoint(handler, name, metrics, audit, guard), method, other)
+        taken |= route.methods or set()
+        return route
 
     return _AsSent(
         [
@@ -126,9 +131,8 @@ class Endpoint:
                 await exchange.refuse(error)
         except Exception:  # the task's top: an internal fault is one 500, or one cut stream
             exchange.outcome = KvfleetError.code
-            log.exception(
-                "request %s on %s failed", exchange.request_id, self.route, extra={"request": exchange.request_id}
-            )
+            about = {"request": exchange.request_id, "callers_id": exchange.callers_id}
+            log.exception("request %s on %s failed", exchange.request_id, self.route, extra=about)
             if exchange.started:
                 raise  # the server cuts the connection: the client must not take what it has for the whole
             failure = KvfleetError("internal error")
@@ -144,12 +148,12 @@ class Endpoint:
 
 
 class _Route(Route):
-    """Refuses methods in the form of every other error."""
+    """Answers OPTIONS, and refuses other methods in the form of every other error."""
 
-    def __init__(self, path: str, endpoint: Endpoint, method: str, wrong_method: ASGIApp) -> None:
+    def __init__(self, path: str, endpoint: Endpoint, method: str, other_method: ASGIApp) -> None:
         super().__init__(path, endpoint, methods=[method], name=path)
-        self._wrong_method = wrong_method
+        self._other_method = other_method
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         allowed = self.methods is None or scope["method"] in self.methods
-        await (self.app if allowed else self._wrong_method)(scope, receive, send)
+        await (self.app if allowed else self._other_method)(scope, receive, send)

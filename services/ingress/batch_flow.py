@@ -54,7 +54,7 @@ class BatchFlow:
             try:
                 await self._carry(exchange, call, runs, usage)
             except KvfleetError as error:
-                about = {"request": call.name.request, "tenant": call.caller.tenant}
+                about = {"request": call.name.request, "tenant": call.caller.tenant, "callers_id": exchange.callers_id}
                 log.info("request %s ended: %s", call.name.request, loggable(error), extra=about)
                 raise
             finally:

@@ -11,6 +11,7 @@ as `KvfleetError` and answered by `app`, as the last event if a stream has begun
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import sys
@@ -64,6 +65,8 @@ from kvproto.errors import InvalidRequest, KvfleetError, PromptChanged, SessionB
 from kvproto.messages import Sampling
 
 log = logging.getLogger(__name__)
+
+INLINE_BYTES = 1024 * 1024  # of memory: such an answer's body is made in some milliseconds, longer ones on a thread
 
 ChatFormOf = Callable[[Call[ChatAsk], ServedModel, Sampling, tuple[int, ...], MessageReading | None], Form]
 
@@ -237,7 +240,7 @@ class RequestFlow:
         found = self.parts.runs.find(call.caller.tenant, name, call.digest)
         with self._admitted(exchange, call, found, prepare) as run:
             exchange.usage, exchange.repeats = run.usage, found is not None
-            about = {"request": name.request, "tenant": call.caller.tenant}
+            about = {"request": name.request, "tenant": call.caller.tenant, "callers_id": exchange.callers_id}
             log.debug("request %s: %s", name.request, call.route, extra=about)
             self.parts.metrics.tally.active_streams += 1
             try:
@@ -259,8 +262,9 @@ class RequestFlow:
             await complete(exchange, run.transcript, last)
         else:
             assert isinstance(run.form, OpenAiForm | AnthropicForm | ResponseForm)
-            answer = run.form.body(run.transcript)
-            await exchange.respond(200, answer, headers=placement_headers(run.transcript.started))
+            body, transcript = run.form.body, run.transcript
+            answer = body(transcript) if transcript.size < INLINE_BYTES else await asyncio.to_thread(body, transcript)
+            await exchange.respond(200, answer, headers=placement_headers(transcript.started))
 
     async def follow(self, call: Call[Ask], prepare: Prepare, reader: object, on_run: Callable[[Run], None]) -> None:
         """Carry the request to its end for a reader that takes nothing, or until it leaves. Raises the run's error."""

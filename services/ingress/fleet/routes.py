@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -261,7 +262,13 @@ async def no_such_route(exchange: Exchange) -> None:
     await exchange.refuse(_RouteError(404, "no_such_route", f"there is no route {_asked(exchange)}{hint}"))
 
 
-async def no_such_method(exchange: Exchange) -> None:
+async def other_method(taken: Iterable[str], exchange: Exchange) -> None:
+    """Answers OPTIONS, by which a browser asks before another site's page may: without --cors-origins none may."""
+    allow = (b"allow", ", ".join(sorted(taken)).encode())
+    if exchange.method == "OPTIONS":
+        await exchange.respond_empty([allow])
+        return
+    exchange.more_headers = lambda: [allow]
     await exchange.refuse(_RouteError(405, "method_not_allowed", f"the route does not take {_asked(exchange)}"))
 
 

@@ -4,6 +4,7 @@ either whole (`respond`) or a stream of events (`start_events`, `write`, `end`),
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import types
 from collections.abc import Callable, Generator
@@ -21,6 +22,7 @@ from kvservice.tracing import Span
 
 JSON = b"application/json"
 SEND_LIMIT_S = 60.0
+CALLERS_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 _EVENT_STREAM: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -37,7 +39,8 @@ class ExchangeTrace(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """Owned by the task that serves it; `gone` once the client has left."""
+    """Owned by the task that serves it; `gone` once the client has left. The caller may give its request an id of its
+    own, which is told and noted beside `request_id`; it names nothing here."""
 
     scope: Scope
     receive: Receive
@@ -58,6 +61,11 @@ class Exchange:
     usage: RunUsage | None = None  # of its run
     repeats: bool = False  # another request began that run
     began_at: float = field(default_factory=time.monotonic)
+    callers_id: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        said = self.header(b"x-request-id") or ""
+        self.callers_id = said if CALLERS_ID.fullmatch(said) else None
 
     def header(self, name: bytes) -> str | None:
         """The last value; names are lower case."""
@@ -134,9 +142,9 @@ class Exchange:
         self.ended = True
         await self.send({"type": "http.response.body", "body": body})
 
-    async def respond_empty(self) -> None:
+    async def respond_empty(self, headers: Headers = []) -> None:  # noqa: B006  never changed
         """Status 204."""
-        await self._start(204, [])
+        await self._start(204, headers)
         self.ended = True
         await self.send({"type": "http.response.body"})
 
@@ -155,7 +163,10 @@ class Exchange:
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         self.started = True
-        headers = [*headers, *self.more_headers(), *((name, self.request_id.encode()) for name in self.id_headers)]
+        own = self.request_id.encode()
+        told = own if self.callers_id is None else self.callers_id.encode()
+        headers = [*headers, *self.more_headers(), *((name, told) for name in self.id_headers)]
+        headers.append((b"x-kvfleet-request-id", own))
         if self.trace is not None:
             headers.append((b"x-trace-id", self.trace.span.ids.trace_id.encode()))
         await self.send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,5 +1,5 @@
 """The audit log, one JSON object a line: names, ids, counts and codes; never a prompt, a token or a key. A caller's
-words are in it only where the fleet knows them: a served model, a session by its own key.
+words are in it only where the fleet knows them: a served model, a session by its own key; and a request's own id.
 
     request.start, request.end   of a generating request that was let in and read
     access          a session or a placement was read, a session deleted; and each act that a key did not allow. Of
@@ -125,7 +125,8 @@ NO_AUDIT = Audit(None, lambda: 0.0)
 def _whose(exchange: Exchange, route: str) -> dict[str, Any]:
     caller = exchange.caller
     who = {"tenant": caller.tenant, "key": caller.name, "admin": caller.admin} if caller is not None else {}
-    return {**who, "source": exchange.source, "request": exchange.request_id, "route": route}
+    named = {"callers_id": exchange.callers_id} if exchange.callers_id is not None else {}
+    return {**who, "source": exchange.source, "request": exchange.request_id, **named, "route": route}
 
 
 def _cost(exchange: Exchange) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def begin(tracer: Tracer, exchange: Exchange, route: str) -> RequestTrace | None
     work_for(span)
     if span is None:
         return None
+    if exchange.callers_id is not None:
+        span.set({"kvfleet.request.callers_id": exchange.callers_id})
     exchange.trace = trace = RequestTrace(span)
     return trace
 

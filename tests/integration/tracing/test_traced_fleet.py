@@ -63,7 +63,7 @@ def until_ready(fleet: Up, *workers: str) -> None:
 
 def test_one_request_is_one_trace_across_services(traced_fleet: Up, collector: Collector, caller: Caller) -> None:
     body = {"prompt": f"{SECRET} {LONG}", "max_tokens": 12, "ignore_eos": True} | at("w0")
-    answer = post(traced_fleet, body, caller.headers)
+    answer = post(traced_fleet, body, caller.headers | {"x-request-id": "callers-own"})
     spans = collector.trace(
         caller.trace,
         *("POST /v1/completions", "tokenise", "stream", "place", "decide", "attempt", "generate", "queue", "prefill"),
@@ -95,7 +95,7 @@ def test_one_request_is_one_trace_across_services(traced_fleet: Up, collector: C
         "gen_ai.operation.name": "text_completion", "gen_ai.request.model": "demo", "gen_ai.request.max_tokens": 12,
         "gen_ai.usage.input_tokens": prompt_tokens, "gen_ai.usage.output_tokens": 12,
         "gen_ai.response.finish_reasons": ["length"], "kvfleet.tenant": "public",
-        "kvfleet.request.id": answer.headers["x-request-id"],
+        "kvfleet.request.id": answer.headers["x-kvfleet-request-id"], "kvfleet.request.callers_id": "callers-own",
     }  # fmt: skip
     assert server.attributes.items() >= expected.items()
     assert one["stream"].events["first_token"]["gen_ai.response.time_to_first_chunk"] > 0
