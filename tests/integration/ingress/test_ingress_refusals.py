@@ -45,7 +45,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     (COMPLETION, {"model": "demo", "prompt": "a", "suffix": "b"}, 400, "suffix"),
     (COMPLETION, {"model": "demo", "prompt": "x", "logprobs": 6}, 400, "logprobs"),
     (COMPLETION, {"model": "demo", "prompt": "x", "best_of": 2}, 400, "best_of"),
-    (COMPLETION, {"model": "demo", "prompt": "x", "echo": True}, 400, "echo"),
+    (COMPLETION, {"model": "demo", "prompt": "x", "echo": 1}, 400, "echo"),
     (COMPLETION, {"model": "demo", "prompt": "x", "context_overflow": "cut"}, 400, "context_overflow"),
     (COMPLETION, {"model": "demo", "prompt": [5] * CONTEXT, "context_overflow": "truncate_generation"}, 400, "prompt"),
     (
