@@ -115,6 +115,12 @@ def make_possible(body: Any) -> None:
             if type(body.get(name)) is int and body[name] > most:
                 body[name] = most
         body.setdefault("max_output_tokens" if "input" in body else "max_tokens", 3)
+        if body.get("max_tokens") == 0:
+            body["echo"] = True
+        if body.get("stream"):
+            body.pop("prompt_logprobs", None)
+        if isinstance(body.get("prompt"), list) and len(body["prompt"]) > 3:
+            del body["prompt"][3:]
 
 
 def judge(case: Any, response: Any, checks: list[Any]) -> None:
@@ -136,7 +142,7 @@ def test_every_route_keeps_to_its_description(base: str, mode: GenerationMode) -
             continue  # there is nothing that could be wrong
         checks = [*FORM, negative_data_rejection] if generating and not right else FORM
         statuses = hold(operation, mode, 40 if generating else 5, base, checks)
-        assert not (right and generating) or statuses[200] > 5, statuses
+        assert not (right and generating) or statuses[200] > 5, (operation.path, statuses)
 
 
 def hold(operation: Any, mode: GenerationMode, examples: int, base: str, checks: list[Any]) -> Counter[int]:
