@@ -211,6 +211,11 @@ CHAT_FRAMES: list[m.Frame] = [  # since workers render chats
 SCORES = m.PromptScores(
     **KEY, index=1, logprobs=(m.TokenLogprobs(-0.25, (1, 3), (-0.25, -9999.0), 1), m.TokenLogprobs(-2.5, rank=70_000))
 )
+STOP_TOKEN = m.StopToken(2, m.TokenLogprobs(-0.5, (2,), (-0.5,)))
+STOPPED: list[m.Frame] = [
+    m.ChoiceFinished(**KEY, choice=1, reason=m.FinishReason.STOP, output_tokens=9, stop_token=STOP_TOKEN),
+    m.Finished(**KEY, reason=m.FinishReason.STOP, prompt_tokens=5, output_tokens=9, stop="x", stop_token=STOP_TOKEN),
+]
 EVENTS = m.KvEvents(
     "e",
     7,
@@ -228,6 +233,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
     out["frames_choices"] = (codec.encode_frames(CHOICE_FRAMES), CHOICE_FRAMES, codec.decode_frames)
     out["frames_chat"] = (codec.encode_frames(CHAT_FRAMES), CHAT_FRAMES, codec.decode_frames)
     out["frames_scores"] = (codec.encode_frames([SCORES]), [SCORES], codec.decode_frames)
+    out["frames_stop_token"] = (codec.encode_frames(STOPPED), STOPPED, codec.decode_frames)
     out["events"] = (codec.encode_events(EVENTS), EVENTS, decode_events)
     for as_json in (False, True):
         kind = "json" if as_json else "msgpack"
@@ -242,6 +248,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
         plain = {type(frame).__name__.lower(): frame for frame in (*FRAMES, ended)} | {"scored_tokens": scored}
         plain |= {f"{type(frame).__name__.lower()}_of_a_chat": frame for frame in CHAT_FRAMES}
         plain["promptscores"] = SCORES
+        plain["finished_by_a_stop_token"] = STOPPED[1]
         for name, frame in plain.items():
             out[f"plain_{name}_{kind}"] = (
                 codec.encode_plain_frame(frame, as_json=as_json),

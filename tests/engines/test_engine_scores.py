@@ -9,7 +9,7 @@ import pytest
 from rigs import CONTEXT, EngineRig, Stream, greedy, sampled, whole
 
 from kvproto.errors import InvalidRequest
-from kvproto.messages import FinishReason, Overflow, TokenLogprobs
+from kvproto.messages import ChoiceFinished, FinishReason, Overflow, TokenLogprobs
 from tests.support.waiting import until
 
 LONG = 700  # tokens: several steps of any engine
@@ -121,6 +121,21 @@ async def test_one_choice_scores_the_prompt_for_all(rig: EngineRig) -> None:
     assert [len(stream.scores) for stream in streams] == [79, 0, 0]
     plain = [rig.spec("p", prompt, replace(asked, prompt_logprobs=None), choice=at) for at in range(3)]
     assert [stream.result for stream in streams] == [stream.result for stream in await rig.run_all(*plain)]
+
+
+async def test_the_token_that_ended_it_is_told_with_its_score(rig: EngineRig) -> None:
+    eos = rig.eos_ids[0]
+    asked = greedy(4, ignore_eos=False, logit_bias={eos: 100.0}, logprobs=2, prompt_logprobs=1)
+    stream = await rig.run(rig.spec("r", rig.prompt(20), asked, scored=0))
+    assert isinstance(stream.end, ChoiceFinished)
+    assert stream.result == ((), "", FinishReason.STOP)
+    assert stream.end.stop_token is not None
+    assert stream.end.stop_token.id == eos
+    assert len(stream.end.stop_token.logprobs.top_ids) == 2
+    assert stream.end.stop_token.logprobs.logprob <= stream.end.stop_token.logprobs.top_logprobs[0]
+    plain = await rig.run(rig.spec("plain", rig.prompt(20), replace(asked, logprobs=None), scored=0))
+    assert isinstance(plain.end, ChoiceFinished)
+    assert plain.end.stop_token is None
 
 
 async def test_a_pause_neither_repeats_nor_loses_a_score(rig: EngineRig) -> None:

@@ -76,6 +76,14 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class StopToken:
+    """That ended a choice whose tokens have log probabilities. It is neither emitted nor counted."""
+
+    id: Count
+    logprobs: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
 class ChoiceFinished:
     """Not terminal: one of several choices has ended. Sent for each before `Finished`, only where n > 1."""
 
@@ -85,6 +93,7 @@ class ChoiceFinished:
     reason: FinishReason
     output_tokens: Count  # of this choice, those of earlier attempts included
     stop: Text = ""  # the stop string that ended it; "": something else did
+    stop_token: StopToken | None = None
     message: AssistantMessage | None = None  # of a chat
 
 
@@ -101,6 +110,7 @@ class Finished:
     cached_tokens: Count = 0
     worker: Name = ""
     stop: Text = ""  # the stop string that ended choice 0; "": something else did
+    stop_token: StopToken | None = None  # of choice 0
     message: AssistantMessage | None = None  # of a chat
 
 

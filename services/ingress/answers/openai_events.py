@@ -114,6 +114,8 @@ class OpenAiForm:
             lists = None if spelling is None else completion_logprobs(spelling, *scored)
             if prompt.echoed is not None and lists is not None:
                 lists = prompt.echoed.then(lists)
+                if (last := self.of_stop_token(said)) is not None:
+                    lists = lists.then(last)
             told = (prompt.listed, prompt.ids, ids)
             return CompletionChoice(index, prompt.text + said.text, lists, said.reason, *told)
         scores = None if spelling is None else chat_logprobs(spelling, said.ids, said.logprobs)
@@ -122,6 +124,16 @@ class OpenAiForm:
             return ChatChoice(index, cast("AnswerMessage", message), scores, said.reason, ids)
         message = message_of(parts, self.request, index)
         return ChatChoice(index, cast("AnswerMessage", message), scores, reason_of(reader, said.reason), ids)
+
+    def of_stop_token(self, said: ChoiceTranscript) -> CompletionLogprobs | None:
+        """An echoed answer ends with it, as of vLLM's servers: who scores a continuation takes the last entry for the
+        one generated token (lm-eval)."""
+        shown, end = self.shown, said.stop_token
+        if self.spelling is None or shown is None or shown.logprobs is None or end is None:
+            return None
+        return completion_logprobs(
+            self.spelling, (end.id,), ("",), (end.logprobs,), len(shown.text or "") + len(said.text)
+        )
 
     def _reader(self, said: ChoiceTranscript) -> tuple[MessageReader | None, list[Part]]:
         """It has read all, to these parts."""
@@ -284,7 +296,7 @@ class OpenAiEvents:
         """With what a reader held back."""
         reader = self._reader(choice, said, len(said.ids))
         if reader is None:
-            return self._choice(choice, {} if self._form.chat else "", finish=reason)
+            return self._choice(choice, {} if self._form.chat else "", self._form.of_stop_token(said), reason)
         delta = delta_of(reader.end(), self._form.request, choice)
         return self._choice(choice, delta, finish=reason_of(reader, reason))
 

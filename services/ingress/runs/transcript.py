@@ -24,6 +24,7 @@ from kvproto.messages import (
     FinishReason,
     PromptScores,
     Started,
+    StopToken,
     Stray,
     TokenLogprobs,
     Tokens,
@@ -46,6 +47,7 @@ class ChoiceTranscript:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
+    stop_token: StopToken | None = None  # that ended it
 
     @property
     def text(self) -> str:
@@ -123,10 +125,11 @@ class Transcript:
             elif isinstance(event, ChoiceFinished):
                 if self.choices[event.choice].reason is None:
                     self.choices[event.choice].reason = event.reason
+                    self.choices[event.choice].stop_token = event.stop_token
                     self.ends.append(event)
             elif isinstance(event, Finished):
                 self.finished = event
-                self.choices[0].reason = event.reason
+                self.choices[0].reason, self.choices[0].stop_token = event.reason, event.stop_token
         self.size += count * costs.token
         return count
 

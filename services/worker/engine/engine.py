@@ -30,6 +30,7 @@ from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.text.text_stream import NOTHING
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.tiers.tiers import Tiers, Verifier
+from kvproto.codec import floored
 from kvproto.errors import Cancelled, EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import (
     ChoiceFinished,
@@ -37,6 +38,7 @@ from kvproto.messages import (
     Load,
     PromptScores,
     Rates,
+    StopToken,
     Tier,
     TierEvents,
     TokenLogprobs,
@@ -241,6 +243,8 @@ class Engine:
 
     def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         stopped = token in sequence.stop_ids
+        if stopped and logprobs is not None:
+            sequence.stop_token = StopToken(token, floored(logprobs))
         if not stopped:
             sequence.append(token, self.pool.block_size)
             sequence.account.generated_tokens += 1
@@ -279,7 +283,8 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._leave(sequence)
-        self._outputs.append(ChoiceFinished(*sequence.key, reason, sequence.num_outputs, sequence.text.stop))
+        ended = sequence.num_outputs, sequence.text.stop, sequence.stop_token
+        self._outputs.append(ChoiceFinished(*sequence.key, reason, *ended))
 
     def _fail(
         self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True, told: int | None = None

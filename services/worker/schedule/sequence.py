@@ -24,7 +24,7 @@ from kvfleet.worker.schedule.tenant_shares import TenantShare
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.text_stream import TextStream
 from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
-from kvproto.messages import FinishReason, Tier
+from kvproto.messages import FinishReason, StopToken, Tier
 
 if TYPE_CHECKING:
     from kvsampling.grammar import Matcher
@@ -85,6 +85,7 @@ class Sequence:
     restores: int = 0  # begun since it last ran
     restored: dict[Tier, int] = field(default_factory=dict)  # tokens brought to the device for it
     started: bool = False
+    stop_token: StopToken | None = None  # that ended it
     state: SequenceState = SequenceState.WAITING
 
     def __post_init__(self, block_size: int, arrived: tuple[int, float]) -> None:

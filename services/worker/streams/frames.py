@@ -189,8 +189,10 @@ class FrameBook:
         assert started is not None  # a choice starts before it ends
         reason, total = ends[0].reason, sum(end.output_tokens for end in ends)
         prompt, cached = started.prompt_tokens, started.cached_tokens
-        last = ends[0].stop, ends[0].message
-        finished = Finished(*record.key, reason, prompt, total, cached, self.worker, *last)
+        end = ends[0]
+        finished = Finished(
+            *record.key, reason, prompt, total, cached, self.worker, end.stop, end.stop_token, end.message
+        )
         return self.end(record, finished, now)
 
     def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:

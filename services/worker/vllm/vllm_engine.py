@@ -338,7 +338,8 @@ class VllmEngine(EnginePort):
     def _finish(self, sequence: VllmSequence, reason: FinishReason, *, by_vllm: bool = False) -> None:
         self._leave(sequence, by_vllm=by_vllm)
         self._later(self._keep(sequence))
-        self.results.tell(ChoiceFinished(*sequence.key, reason, len(sequence.outputs), sequence.text.stop))
+        ended = len(sequence.outputs), sequence.text.stop, sequence.stop_token
+        self.results.tell(ChoiceFinished(*sequence.key, reason, *ended))
 
     def _fail(self, sequence: VllmSequence, error: KvfleetError, told: int | None = None) -> None:
         """`told`: how many tokens its reader has, if fewer than have left."""

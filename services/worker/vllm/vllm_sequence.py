@@ -25,7 +25,8 @@ from kvfleet.worker.text.text_stream import NOTHING, Released, TextStream
 from kvfleet.worker.vllm.foreign_blocks import salt_of_root
 from kvfleet_vllm import wire
 from kvproto.block_hash import own_root
-from kvproto.messages import FinishReason, Sampling, Tier, TokenLogprobs
+from kvproto.codec import floored
+from kvproto.messages import FinishReason, Sampling, StopToken, Tier, TokenLogprobs
 
 _DRAWING = {  # what of it a draw depends on
     one.name: one.default
@@ -78,6 +79,7 @@ class VllmSequence:
     is_running: bool = False
     is_paused: bool = False
     started: bool = False  # its reader knows
+    stop_token: StopToken | None = None  # that ended it
     scheduled: asyncio.Event = field(default_factory=asyncio.Event)
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # it has a token, or ended without one
     task: asyncio.Task[None] | None = None
@@ -137,6 +139,8 @@ class VllmSequence:
         """What may be told of the next token, and why the sequence ends with it, if so."""
         stopped = token in self.stop_ids
         released = NOTHING
+        if stopped and logprobs is not None:
+            self.stop_token = StopToken(token, floored(logprobs))
         if not stopped:
             self.outputs.append(token)
             self.account.generated_tokens += 1

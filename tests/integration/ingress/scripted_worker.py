@@ -44,6 +44,7 @@ from kvproto.messages import (
     ResendRequest,
     Started,
     State,
+    StopToken,
     TierLoad,
     TokenLogprobs,
     Tokens,
@@ -94,6 +95,7 @@ class ScriptedWorker:
     failed_field: str | None = None
     stop_string: str = ""  # that ends the reply
     stalls_at: int | None = None  # index of a token: before it, it clears `held`
+    stop_token: StopToken | None = None  # that ends every choice
     stalls_in_prompt: int | None = None  # index of a prompt's token: after its score, it clears `held`
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to keep requests queued
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
@@ -222,14 +224,16 @@ class ScriptedWorker:
             await send(*(Tokens(*me, choice, index, (token,), (text,), scores) for choice, token, text in said))
         self.sequences.append((*prompt, *(token for token, _ in replies[0])))
         reasons = [
-            FinishReason.STOP if len(reply) == len(self.reply) - choice else FinishReason.LENGTH
+            FinishReason.STOP if len(reply) >= len(self.reply) - choice else FinishReason.LENGTH
             for choice, reply in enumerate(replies)
         ]
         if sampling.n > 1:
             ends = enumerate(zip(reasons, replies, strict=True))
-            await send(*(ChoiceFinished(*me, choice, reason, len(reply)) for choice, (reason, reply) in ends))
+            stop = self.stop_string, self.stop_token
+            await send(*(ChoiceFinished(*me, choice, reason, len(reply), *stop) for choice, (reason, reply) in ends))
         total = sum(map(len, replies))
-        await send(Finished(*me, reasons[0], len(prompt), total, cached, self.id, self.stop_string))
+        stop = self.stop_string, self.stop_token
+        await send(Finished(*me, reasons[0], len(prompt), total, cached, self.id, *stop))
 
     async def _on_resend(self, message: Message) -> None:
         """It loses nothing: whoever asks only hears that it is there."""

@@ -15,6 +15,7 @@ from scripted_worker import DEMO, HELLO_IDS, ScriptedWorker
 from tokenizers import Tokenizer
 
 from kvfleet.ingress.settings import RunLimits
+from kvproto.messages import StopToken, TokenLogprobs
 from kvproto.subjects import Subjects
 from tests.support import sse
 
@@ -143,6 +144,32 @@ async def test_a_stream_says_the_same(served: Served, more: dict[str, Any]) -> N
         else:
             joined = {name: [one for lists in scored for one in lists[name]] for name in expected["logprobs"]}
             assert joined == expected["logprobs"]
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}])
+async def test_the_token_that_ended_an_echoed_answer_is_its_last_entry(
+    served: Served, worker: ScriptedWorker, more: dict[str, Any]
+) -> None:
+    """lm-eval takes the last entry for a generated token, also where a model has nothing more to say."""
+    worker.reply, worker.stop_token = [], StopToken(2, TokenLogprobs(-0.125, (2, 7), (-0.125, -3.0)))
+    told = await answer(served, max_tokens=1, **more)
+    for choice in told["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == (PROMPT, "stop")
+        lists = choice["logprobs"]
+        assert [len(one) for one in lists.values()] == [len(IDS) + 1] * 4
+        of_prompt(lists)
+        assert (lists["tokens"][-1], lists["token_logprobs"][-1]) == (spelled(2), -0.125)
+        assert lists["top_logprobs"][-1] == {spelled(2): -0.125, spelled(7): -3.0}
+        assert lists["text_offset"][-1] == len(PROMPT)
+    assert told["usage"]["completion_tokens"] == 0
+    choices = [
+        choice for chunk in await chunks(served, "/v1/completions", {**ASKED, **more}) for choice in chunk["choices"]
+    ]
+    for expected in told["choices"]:
+        scored = [one["logprobs"] for one in choices if one["index"] == expected["index"] and one["logprobs"]]
+        assert {name: [one for lists in scored for one in lists[name]] for name in scored[0]} == expected["logprobs"]
+    plain = await answer(served, max_tokens=1, echo=False, **more)
+    assert plain["choices"][0]["logprobs"]["tokens"] == []
 
 
 async def test_openais_client_reads_it(served: Served) -> None:
