@@ -53,6 +53,18 @@ async def test_text_in_tokens_out(up: Up, as_json: bool) -> None:
     assert again[-1]["type"] == "finished"
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+async def test_scores_of_a_prompt_come_before_its_tokens(up: Up, as_json: bool) -> None:
+    body = {"prompt_ids": [5 + at % 900 for at in range(300)], "max_tokens": 2, "prompt_logprobs": 1}
+    frames = await ask(up.nats_url, body, as_json)
+    kinds = [frame["type"] for frame in frames]
+    assert kinds == sorted(kinds, key=["started", "promptscores", "tokens", "finished"].index)
+    scored = [frame for frame in frames if frame["type"] == "promptscores"]
+    indices = [frame["index"] + at for frame in scored for at in range(len(frame["logprobs"]))]
+    assert indices == list(range(1, 300))
+    assert all(one["logprob"] <= 0 < one["rank"] for frame in scored for one in frame["logprobs"])
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
