@@ -66,7 +66,7 @@ def is_json(message: Message) -> bool:
 
 class _Client(NatsClient):  # type: ignore[misc]
     """Insists on TLS where it is configured: nats-py leaves that to the server, or to a machine in between. Closes the
-    socket of a failed attempt, which nats-py forgets."""
+    socket of a failed attempt, which nats-py forgets. Flushes what is pending before it asks whether all arrived."""
 
     @property
     def writer(self) -> Any:
@@ -77,6 +77,16 @@ class _Client(NatsClient):  # type: ignore[misc]
         if self.writer is not None:
             self.writer.transport.abort()
         await super()._connect_to_server(s)
+
+    async def flush(self, timeout: float = 10.0) -> None:
+        """nats-py's own writes its PING before pending SUBs, UNSUBs and PUBs, so that a drained subscription may lose
+        messages. And it cancels the future of a late PONG, which ends its reader."""
+        await self._flush_pending(force_flush=True)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        await self._send_ping(answer)
+        done, _ = await asyncio.wait([answer], timeout=timeout)
+        if not done:
+            raise nats.errors.FlushTimeoutError
 
     def _connect_command(self) -> bytes:
         writer = self.writer
@@ -264,21 +274,10 @@ class Connection:
             raise Unavailable(f"cannot ask {subject}: {error or type(error).__name__}") from None
 
     async def synced(self, timeout_s: float = 5.0) -> None:
-        """Return once the server has processed everything sent so far, or after `timeout_s`.
-
-        nats-py writes its PING before pending SUBs and PUBs: one turn of the loop lets them out first. Its flush()
-        would cancel the future of a late PONG, which ends its reader.
-        """
-        await asyncio.sleep(0)
+        """Return once the server has processed everything sent so far, or after `timeout_s`."""
         if self.is_connected:
             with contextlib.suppress(nats.errors.Error, OSError):
-                await asyncio.wait([await self._ping()], timeout=timeout_s)
-
-    async def _ping(self) -> asyncio.Future[Any]:
-        """A future that the server's PONG settles; it must not be cancelled."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        await self.raw._send_ping(answer)
-        return answer
+                await self.raw.flush(timeout_s)
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """Flush and close within the timeout. Never raises."""
@@ -367,4 +366,5 @@ class Connection:
         if heard != self._heard or (self._probe is not None and self._probe.done()):
             self._heard, self.heard_at, self._probe = heard, now, None
         elif self.is_connected and self._probe is None and now - self.heard_at > PROBE_AFTER_S:
-            self._probe = await self._ping()
+            self._probe = asyncio.get_running_loop().create_future()  # must not be cancelled
+            await self.raw._send_ping(self._probe)

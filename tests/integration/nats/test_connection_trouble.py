@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvproto.connection import Connection, Message
-from kvproto.errors import Unavailable
+from kvproto.errors import Unavailable, WorkerLost
 from kvproto.testing.fixtures import ProcessFactory
 from kvproto.testing.nats_process import NatsProcess
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -63,6 +63,25 @@ async def test_a_late_answer_to_a_ping_does_no_harm(server: NatsProcess, connect
     await connection.publish("x", b"1")
     await until(lambda: heard)
     assert connection.reconnects_total == 0
+
+
+async def test_nothing_is_lost_where_a_subscription_is_drained(server: NatsProcess, connection: Connection) -> None:
+    """The server knows of it when it is: who asks then hears at once that nobody listens."""
+    other = await Connection.open(server.url, name="asker", inbox_prefix="_ing.asker")
+
+    async def answer(message: Message) -> None:
+        await connection.publish(message.reply, b"here")
+
+    for _ in range(10):
+        subscription = await connection.subscribe("asked", answer, queue="q")
+        await connection.synced()
+        assert (await other.request("asked", b"", LIMIT_S)).data == b"here"
+        for _ in range(7):
+            await connection.publish("nobody", bytes(1_000_000))
+        await subscription.drain()
+        with pytest.raises(WorkerLost):
+            await other.request("asked", b"", LIMIT_S)
+    await other.close()
 
 
 async def test_it_is_away_until_all_that_a_reconnect_does_is_done(connection: Connection) -> None:
