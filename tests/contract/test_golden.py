@@ -74,6 +74,7 @@ MESSAGES: dict[str, Any] = {
     "place_request": m.PlaceRequest(
         "a" * 26, "m", prompt_ids=(1, 2, 70_000), session="s", attempt=1, excluded=("w2",), max_tokens=64, policy="ring"
     ),
+    "place_request_of_scores": m.PlaceRequest("a" * 26, "m", prompt_ids=(1, 2, 3), reusable=2),
     "placement": m.Placement("a" * 26, "w1", 1, {"device": 32}, 0.25, "ring", "owner of the key", "p1"),
     "generate_request": m.GenerateRequest(
         **KEY, model="m", sampling=SAMPLING, inbox="_ing.i1.b", prompt_ids=(0, 2**32 - 1), output_ids=(5,), text_sent=3,

@@ -111,6 +111,7 @@ class PlaceRequest:
     seeks_source: bool = False  # asks not for a worker, but for the one that holds most of the prompt
     deadline_ms: Annotated[int, Range(0, 2**53)] | None = None  # how long the requester waits for the answer
     expires_unix_ms: Annotated[int, Range(0, 2**53)] | None = None  # when it stops, by its own clock
+    reusable: Count | None = None  # leading tokens whose blocks can be used; None: all. A prompt is scored without
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ class Placer:
             worker=worker,
             priority=generation.priority,
             max_wait_s=None if begun else generation.max_wait_s,
+            reusable=stream.assembly.reusable,
         )
         # A stream that has begun may go on by the ring, whatever its policy; a fresh one is refused instead.
         insists = question.policy not in (None, RING, DIRECT) and not begun

@@ -88,6 +88,11 @@ class StreamAssembly:
         """Whether anything is here that another attempt goes on after."""
         return self.scored > 1 or any(choice.ids for choice in self.choices)
 
+    @property
+    def reusable(self) -> int | None:
+        """Leading tokens of the prompt whose cached blocks help the next attempt; None: all, no score is missing."""
+        return self.scored - 1 if self.scored and not self._is_open else None
+
     def continuations(self) -> tuple[Continuation, ...]:
         """Of the next attempt's choices; () for one choice, or where nothing was delivered."""
         if len(self.choices) == 1 or not any(choice.ids or choice.ended for choice in self.choices):

@@ -227,7 +227,10 @@ class Decider:
             source=source,
             source_tokens=source_tokens,
             elsewhere=state.region_summaries.elsewhere(
-                matched.hashes, matched.block_size, sum(hit.values()), worker.rates.prefill_tokens_per_s
+                matched.hashes if ask.reusable is None else NO_HASHES,
+                matched.block_size,
+                sum(hit.values()),
+                worker.rates.prefill_tokens_per_s,
             ),
         )
         feed = question.prompt_tokens - sum(hit.values())
@@ -266,6 +269,8 @@ class Decider:
         indexed, believed = np.zeros(of_all), np.zeros(of_all)
         first, block_size = NO_HASHES, among.spaces[0].address.block_size if among.spaces else 1
         most = float(max(tokens - 1, 0))  # one token is always fed, to draw the first new one from
+        if ask.reusable is not None:
+            most = min(most, float(ask.reusable))
         asked = []
         for space in among.spaces:
             hashes = self.prompts.hashes(space.address, tenant, ask)

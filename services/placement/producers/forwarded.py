@@ -122,4 +122,5 @@ def question_of(
         max_tokens=body.sampling.max_tokens * body.sampling.n,
         priority=body.priority,
         max_wait_s=max_wait_s,
+        reusable=None if body.sampling.prompt_logprobs is None else max(body.scored, 1) - 1,
     )

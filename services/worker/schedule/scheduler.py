@@ -83,10 +83,12 @@ class Scheduler:
     def queued(self) -> list[tuple[Sequence, int]]:
         size = self.pool.block_size
         waiting = [  # choices share their prompt
-            (s, max(len(s.ids) - self.pool.index.depth(s.hashes) * size, 1) if s is s.siblings[0] else 0)
-            for s in self.waiting
+            (s, max(len(s.ids) - self._found(s) * size, 1) if s is s.siblings[0] else 0) for s in self.waiting
         ]
         return waiting + [(s, s.remaining if s.remaining > 1 else 0) for s in self.running]
+
+    def _found(self, sequence: Sequence) -> int:
+        return self.pool.index.depth(sequence.hashes) if sequence.is_scored else 0
 
     def schedule(self, now: float) -> StepPlan:
         plan = StepPlan()
