@@ -258,10 +258,8 @@ async def ensure_buckets(
     differences = []
     for config in wanted:
         existing = await _find_or_create(jetstream, config, patience_s)
-        wanted_of: dict[str, Any] = {"max_consumers": MAX_WATCHES}
-        if config.max_bytes:  # the oldest give way
-            wanted_of |= {"discard": "old"}
-        differences += await _set(connection, config.bucket, wanted_of)
+        discard = "old" if config.max_bytes else None  # the oldest give way
+        differences += await _set(connection, config.bucket, discard)
         if existing is None:
             continue
         status = await existing.status()
@@ -277,21 +275,24 @@ async def ensure_buckets(
     return differences
 
 
-async def _set(connection: Connection, bucket: str, wanted: dict[str, Any]) -> list[str]:
+async def _set(connection: Connection, bucket: str, discard: str | None) -> list[str]:
     """What the library cannot. Each worker's watch is a consumer, and nats-server from 2.15 on refuses more than 1,000
     of a stream without a `max_consumers`. Returns a line if it cannot be set."""
     stream = f"KV_{bucket}"
     try:
         told = await connection.request(f"$JS.API.STREAM.INFO.{stream}", b"", 5.0)
         config = json.loads(told.data)["config"]
-        if config | wanted == config:
+        wanted = config | {"max_consumers": max(config["max_consumers"], MAX_WATCHES)}
+        if discard is not None:
+            wanted["discard"] = discard
+        if wanted == config:
             return []
-        changed = json.dumps(config | wanted).encode()
-        answer = json.loads((await connection.request(f"$JS.API.STREAM.UPDATE.{stream}", changed, 5.0)).data)
-        why = answer.get("error", {}).get("description", "")
+        told = await connection.request(f"$JS.API.STREAM.UPDATE.{stream}", json.dumps(wanted).encode(), 5.0)
+        why = json.loads(told.data).get("error", {}).get("description", "")
     except (KvfleetError, TimeoutError, ValueError, KeyError) as error:
         why = f"{type(error).__name__} {error}"
-    return [f"bucket {bucket}: {', '.join(wanted)} cannot be set ({why})"] if why else []
+    refused = "watches beyond 1,000" + (", and entries once it is full" if discard else "")
+    return [f"bucket {bucket}: it may refuse {refused} ({why})"] if why else []
 
 
 async def _find_or_create(jetstream: Any, config: KeyValueConfig, patience_s: float) -> Any:

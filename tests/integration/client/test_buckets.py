@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import AsyncMock
@@ -204,7 +205,11 @@ async def test_more_may_watch_than_a_server_lets_by_itself(connection: Connectio
         assert config.max_consumers == buckets.MAX_WATCHES
         assert config.allow_direct, "all else is as it was made"
         assert config.max_msgs_per_subject == 1
+    more = {**config.as_dict(), "max_consumers": 2 * buckets.MAX_WATCHES}
+    await connection.request(f"$JS.API.STREAM.UPDATE.{config.name}", json.dumps(more).encode(), 5.0)
     assert await ensure_buckets(connection, fleet_buckets) == []
+    info = await jetstream.stream_info(config.name)
+    assert info.config.max_consumers == 2 * buckets.MAX_WATCHES, "an operator's"
 
 
 async def test_a_missing_bucket_names_the_command_that_creates_it(connection: Connection) -> None:
