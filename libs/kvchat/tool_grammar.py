@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvchat.formats import deepseek, harmony, hermes, mistral, think
+from kvproto.closed_schema import close
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Grammar, GrammarForm
 
@@ -161,7 +162,7 @@ def _answer(answer: Grammar) -> str:
 
 def _json(schema: Schema | bool) -> str:
     """`schema`: true allows anything, and false nothing, as JSON schemas have it."""
-    said = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    said = close(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
     return f"%json {json.dumps({**said, **_STYLE}, ensure_ascii=False)}"
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from kvproto.closed_schema import close
 from kvproto.errors import InvalidRequest, Unavailable
 from kvproto.messages import Grammar, GrammarForm
 
@@ -168,7 +169,7 @@ def form_of(grammar: Grammar) -> str:
         return "start: " + " | ".join(json.dumps(one) for one in said)
     if not isinstance(said, dict):
         raise InvalidRequest("a schema must be an object", field=field)
-    return str(llguidance.LLMatcher.grammar_from_json_schema(said))
+    return str(llguidance.LLMatcher.grammar_from_json_schema(dict(close(said))))
 
 
 def _json(text: str, field: str) -> Any:

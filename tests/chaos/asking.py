@@ -14,7 +14,7 @@ from kvproto.client import Client, Generation
 from kvproto.connection import JSON_HEADER, Connection, Message, is_no_responders
 from kvproto.errors import KvfleetError
 from kvproto.ids import new_request_id
-from kvproto.messages import ChoiceFinished, Finished, Started, Tokens
+from kvproto.messages import AssistantDelta, ChoiceFinished, Finished, Started, Tokens
 from kvproto.schema import to_map
 from kvproto.subjects import Subjects
 from tests.chaos.behaviour import Behaviour
@@ -45,6 +45,7 @@ async def _ask_once(client: Client, case: Case, behaviour: Behaviour, exchange: 
         tenant=case.tenant,
         priority=case.priority,
         deadline_s=case.limit_s,
+        chat=case.chat,
     )
     stream = client.generate(generation)
     exchange.request = stream.request
@@ -76,7 +77,8 @@ def _take(event: Any, exchange: Exchange, at: float) -> int:
     if exchange.ends:
         exchange.after_end += 1
     if isinstance(event, Tokens):
-        exchange.pieces.append(Piece(at, event.choice, "".join(event.text), tuple(event.ids), event.index))
+        text = "".join(event.text) if not event.deltas else "".join(map(_said, event.deltas))
+        exchange.pieces.append(Piece(at, event.choice, text, tuple(event.ids), event.index))
         if event.logprobs:
             exchange.logprobs.setdefault(event.choice, []).extend(one.logprob for one in event.logprobs)
         return len(event.ids)
@@ -88,6 +90,11 @@ def _take(event: Any, exchange: Exchange, at: float) -> int:
         exchange.reasons.setdefault(0, event.reason.value)
         exchange.ends.append(End(at, output_tokens=event.output_tokens))
     return 0
+
+
+def _said(delta: AssistantDelta) -> str:
+    calls = (f"{call.name}{call.arguments}" for call in delta.tool_calls)
+    return "".join((delta.content, delta.reasoning_content, *calls))
 
 
 class BareProducer:

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvproto.messages import Grammar, GrammarForm, ProducerRequest, Sampling
+from kvproto.messages import Chat, Grammar, GrammarForm, ProducerRequest, Sampling
 from tests.chaos.history import Transport
 from tests.chaos.layout import FAKE, REAL, TENANTS
 
@@ -106,6 +106,7 @@ class Case:
     turns: tuple[str, ...] = ()  # texts: of one turn where the transport knows no sessions
     priority: int = 0
     limit_s: float = 40.0  # for it to end
+    chat: Chat | None = None  # in place of ids and turns, of kvproto's clients
 
     @property
     def choices(self) -> int:

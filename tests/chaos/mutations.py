@@ -6,16 +6,18 @@ Patches sit around the functions, not in them, so that they mean the same howeve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from kvproto.messages import Frame, Tokens
+from kvfleet.worker.serve.chat_intake import ChatIntake, TakenChat
+from kvproto.messages import Chat, Frame, GenerateRequest, Tokens
 from kvproto.streams.request_driver import RequestDriver
 from kvproto.streams.stream import Stream
 from kvproto.streams.stream_assembly import StreamAssembly
+from kvsampling.grammar import Matcher
 
 Mutation = Callable[[], AbstractContextManager[None]]
 
@@ -54,4 +56,29 @@ def without_resend() -> Iterator[None]:
         pass
 
     with mock.patch.object(RequestDriver, "_ask_again", say_nothing):
+        yield
+
+
+@contextlib.contextmanager
+def without_earlier_outputs_in_grammars() -> Iterator[None]:
+    """A sequence that goes on elsewhere begins its grammar anew."""
+    original = Matcher._compute
+    known: dict[Matcher, int] = {}
+
+    def compute(self: Matcher, outputs: Sequence[int]) -> Any:
+        return original(self, outputs[known.setdefault(self, len(outputs)) :])
+
+    with mock.patch.object(Matcher, "_compute", compute):
+        yield
+
+
+@contextlib.contextmanager
+def without_earlier_text_in_messages() -> Iterator[None]:
+    """A worker reads a message that goes on as one that begins."""
+    original = ChatIntake.take
+
+    def take(self: ChatIntake, request: GenerateRequest, chat: Chat) -> TakenChat:
+        return original(self, replace(request, output_ids=(), text_sent=0, continuations=()), chat)
+
+    with mock.patch.object(ChatIntake, "take", take):
         yield

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from kvproto.buckets import Bucket, ensure_buckets
+from kvproto.chats import chat_of
 from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix, member_key
@@ -28,6 +28,16 @@ from tests.support.waiting import LIMIT_S
 CASE = Case(
     "scene", Transport.CLIENT, "demo", "public", 90, {"temperature": 0.0, "ignore_eos": True}, tuple(range(9, 60))
 )
+WORDS = {"type": "array", "minItems": 6, "maxItems": 6, "items": {"type": "string", "pattern": "^[a-z]{5,9}$"}}
+NOTE = {"type": "object", "properties": {"words": WORDS}, "required": ["words"]}
+CALL = Case(
+    "call", Transport.CLIENT, "demo", "public", 200, {"temperature": 0.0},
+    chat=chat_of(
+        messages=[{"role": "user", "content": "Take a note."}], tool_choice="required", parallel_tool_calls=False,
+        tools=[{"type": "function", "function": {"name": "note", "parameters": NOTE}}],
+    ),
+)  # fmt: skip
+WITHIN = '{"words": ["'  # its arguments
 STREAMS = 2
 ENDS_WITHIN_S = 4.0
 
@@ -43,7 +53,8 @@ Scene = Callable[["Stage"], Awaitable[None]]
 class Stage:
     """Two fake workers and a client, each with a network of its own to break."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, case: Case) -> None:
+        self.case = case
         self.subjects = Subjects()
         self.client_way = NatsProxy(url)
         self.worker_ways = {name: NatsProxy(url) for name in ("w0", "w1")}
@@ -60,7 +71,7 @@ class Stage:
         for (name, way), fleet in zip(self.worker_ways.items(), self._fleets, strict=True):
             await way.start()
             fleet.nats_url = way.url
-            await fleet.start(name, fake_tokens_per_s=110.0, host_bytes=0)
+            await self._start(fleet, name)
         prefix = inbox_prefix(f"{PRODUCER_INBOX}.public", f"chaos{os.urandom(4).hex()}")
         connection = await Connection.open(self.client_way.url, name=prefix, inbox_prefix=prefix)
         self.client = await Client.over(connection, self.subjects)
@@ -78,11 +89,14 @@ class Stage:
         for way in (self.client_way, *self.worker_ways.values()):
             await way.close()
 
+    async def _start(self, fleet: FakeFleet, name: str) -> None:
+        await fleet.start(name, fake_tokens_per_s=110.0, host_bytes=0)
+
     async def learn(self) -> dict[tuple[str, int], Answer]:
         """The right answer, while nothing breaks."""
         (one,) = await self._ask(1)
         assert [end.code for end in one.ends] == ["finished"]
-        return {(CASE.name, 0): answer_of(one, CASE)}
+        return {(self.case.name, 0): answer_of(one, self.case)}
 
     async def watch(self, scene: Scene) -> list[Exchange]:
         """What clients see of a scene."""
@@ -90,11 +104,13 @@ class Stage:
 
     async def _ask(self, count: int, scene: Scene | None = None) -> list[Exchange]:
         now = asyncio.get_running_loop().time
-        some = [Exchange(n, CASE.transport, CASE.name, CASE.model, CASE.tenant, "plain", now()) for n in range(count)]
-        asking = [asyncio.create_task(ask_client(self.client, CASE, PLAIN, one, now)) for one in some]
+        case = self.case
+        some = [Exchange(n, case.transport, case.name, case.model, case.tenant, "plain", now()) for n in range(count)]
+        asking = [asyncio.create_task(ask_client(self.client, case, PLAIN, one, now)) for one in some]
         if scene is not None:
             async with asyncio.timeout(LIMIT_S):
-                while not all(one.pieces for one in some):
+                begun = WITHIN if case is CALL else ""
+                while not all(one.pieces and begun in one.text_of(0) for one in some):
                     await asyncio.sleep(0.01)
             self.serving = some[0].worker_at(now()) or ""
             await scene(self)
@@ -130,28 +146,31 @@ class Stage:
         await asyncio.sleep(1.0)
         self.client_way.mangling = None
 
-
-@pytest.fixture
-async def stage(nats_process: ProcessFactory, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with Stage(nats_process().url) as made:
-        yield made
+    async def killed_worker(self) -> None:
+        """As with SIGKILL. Another takes its place."""
+        fleet = next(fleet for fleet in self._fleets if self.serving in fleet.workers)
+        await fleet.workers.pop(self.serving).kill()
+        await self._start(fleet, f"{self.serving}x")
 
 
 @pytest.mark.parametrize(
-    ("scene", "mutation", "seen"),
+    ("case", "scene", "mutation", "seen"),
     [
-        (Stage.frames_of_old_attempts, mutations.without_fencing, {"error", "wrong", "duplicated", "lost"}),
-        (Stage.repeated_frames, mutations.without_duplicate_removal, {"duplicated", "wrong"}),
-        (Stage.lost_frames, mutations.without_resend, {"lost", "error", "wrong"}),
+        (CASE, Stage.frames_of_old_attempts, mutations.without_fencing, {"error", "wrong", "duplicated", "lost"}),
+        (CASE, Stage.repeated_frames, mutations.without_duplicate_removal, {"duplicated", "wrong"}),
+        (CASE, Stage.lost_frames, mutations.without_resend, {"lost", "error", "wrong"}),
+        (CALL, Stage.killed_worker, mutations.without_earlier_outputs_in_grammars, {"error", "wrong"}),
+        (CALL, Stage.killed_worker, mutations.without_earlier_text_in_messages, {"error", "wrong"}),
     ],
 )
 async def test_what_is_switched_off_is_seen(
-    stage: Stage, scene: Scene, mutation: mutations.Mutation, seen: set[str]
+    nats_process: ProcessFactory, case: Case, scene: Scene, mutation: mutations.Mutation, seen: set[str]
 ) -> None:
-    answers = await stage.learn()
-    as_it_is = check(History(answers, await stage.watch(scene)))
-    assert not as_it_is.violations
-    with mutation():
-        broken = check(History(answers, await stage.watch(scene)))
+    async with Stage(nats_process().url, case) as stage:
+        answers = await stage.learn()
+        as_it_is = check(History(answers, await stage.watch(scene)))
+        assert not as_it_is.violations
+        with mutation():
+            broken = check(History(answers, await stage.watch(scene)))
     assert broken.violations, "the suite does not see it"
     assert {one.what for one in broken.violations} <= seen

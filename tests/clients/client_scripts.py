@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,14 @@ def need_clients(config: pytest.Config) -> None:
         (pytest.fail if config.getoption("--part") == "clients" else pytest.skip)("no clients: make client-install")
 
 
-def checks(*scripts: str, pending: Mapping[str, str]) -> list[Any]:
-    """Parameters `script, check`. `pending` says of a script, or of `script:check`, which fault of ours fails it."""
-    found = []
-    for script in scripts:
-        for node in ast.parse(script_of(script).read_text()).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("check_"):
-                name = f"{script}:{node.name}"
-                why = pending.get(name) or pending.get(script)
-                marks = [pytest.mark.xfail(strict=True, reason=why)] if why else []
-                found.append(pytest.param(script, node.name, marks=marks, id=name))
-    return found
+def checks(*scripts: str) -> list[Any]:
+    """Parameters `script, check`."""
+    return [
+        pytest.param(script, node.name, id=f"{script}:{node.name}")
+        for script in scripts
+        for node in ast.parse(script_of(script).read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("check_")
+    ]
 
 
 def script_of(name: str) -> Path:

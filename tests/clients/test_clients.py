@@ -10,12 +10,9 @@ SCRIPTS = (
     "openai_chat", "openai_tools", "openai_responses", "anthropic_messages", "litellm_both", "langchain_both",
     "pydantic_ai_agents", "instructor_modes", "lm_eval_run", "aiperf_profile", "guidellm_run", "vllm_bench",
 )  # fmt: skip
-PENDING = {
-    "langchain_both:check_openai_open_schema": "a schema that allows more properties gets them, without an end",
-}
 
 
-@pytest.mark.parametrize(("script", "check"), checks(*SCRIPTS, pending=PENDING))
+@pytest.mark.parametrize(("script", "check"), checks(*SCRIPTS))
 def test_client(clients: Clients, script: str, check: str) -> None:
     clients.passes(script, check)
 

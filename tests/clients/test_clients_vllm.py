@@ -37,6 +37,6 @@ def clients(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     assert "Traceback" not in fleet.stderr
 
 
-@pytest.mark.parametrize(("script", "check"), checks(*SCRIPTS, pending={}))
+@pytest.mark.parametrize(("script", "check"), checks(*SCRIPTS))
 def test_client(clients: Clients, script: str, check: str) -> None:
     clients.passes(script, check)

@@ -20,7 +20,8 @@ def schemas() -> dict[str, Schema]:
     families = {
         "type": _types(), "enum": _enums(), "const": _consts(), "number": _numbers(), "string": _strings(),
         "pattern": _patterns(), "format": _formats(), "array": _arrays(), "object": _objects(), "nested": _nested(),
-        "union": _unions(), "recursive": _recursive(), "real": _real(),
+        "union": _unions(), "recursive": _recursive(), "open": _open(),
+        "real": _real(),
     }  # fmt: skip
     return {f"{family}-{at}": schema for family, some in families.items() for at, schema in enumerate(some)}
 
@@ -159,6 +160,19 @@ def _recursive() -> Iterator[Schema]:
     yield {"$ref": "#/definitions/a", "definitions": {
         "a": {"anyOf": [SMALL, _closed(b={"$ref": "#/definitions/b"})]},
         "b": {"anyOf": [WORD, _closed(a={"$ref": "#/definitions/a"})]}}}  # fmt: skip
+
+
+def _open() -> Iterator[Schema]:
+    """Nothing is said of further properties, as most libraries leave it."""
+    point = {"type": "object", "properties": {"x": SMALL, "y": SMALL}, "required": ["x", "y"]}
+    yield point
+    yield {"type": "object", "properties": {}}
+    yield {"properties": {"name": WORD, "at": point}, "type": "object", "required": ["name"]}
+    yield {"type": "array", "items": point, "minItems": 1, "maxItems": 3}
+    yield {"type": "object", "properties": {"at": {"anyOf": [point, {"type": "null"}]}}, "required": ["at"]}
+    yield {"type": "object", "properties": {"at": {"$ref": "#/$defs/P", "description": "d"}}, "$defs": {"P": point}}
+    yield {"type": "object", "properties": {"at": {"description": "d", "default": None, "anyOf": [
+        {"$ref": "#/$defs/P"}, {"type": "null"}]}}, "$defs": {"P": point}}  # fmt: skip
 
 
 def _real() -> Iterator[Schema]:

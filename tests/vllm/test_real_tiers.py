@@ -44,7 +44,7 @@ from kvproto.errors import EngineFailure
 from kvproto.messages import Tier
 from tests.engines.rigs import EngineRig, Recorder, Stream, greedy, sampled
 from tests.support.vllm_server import VllmServer
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, PAUSE_S, until
 
 BLOCK, SLOTS = 32, 128
 PROMPT, WHOLE = 1000, 992  # tokens
@@ -71,6 +71,9 @@ class TiersRig(EngineRig):
         return first
 
     async def off_device(self, prompt: tuple[int, ...]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while (await self.engine.inspect(self.root, prompt)).tiers.get("device", 0) < WHOLE:
+                await asyncio.sleep(PAUSE_S)  # vLLM tells of its blocks a little later
         self.vllm.discard(self.hashes(prompt)[0])
         assert (await self.engine.inspect(self.root, prompt)).cached_tokens == 0, "when it has forgotten"
 

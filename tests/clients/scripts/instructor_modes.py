@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import instructor
 from checks import KEY, MODEL, OPENAI, run_checks
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 ASKED: Any = {
     "model": MODEL, "messages": [{"role": "user", "content": "Who goes there?"}], "seed": 7, "temperature": 0.8,
@@ -18,7 +18,6 @@ ASKED: Any = {
 class Guest(BaseModel):
     """Who stands at the gate."""
 
-    model_config = ConfigDict(extra="forbid")
     name: Annotated[str, Field(max_length=12)]
     of: Literal["sea", "rain", "night"]
     age: Annotated[int, Field(ge=1, le=120)]

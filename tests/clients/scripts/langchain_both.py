@@ -9,7 +9,7 @@ from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 CHAT: Any = {"model": MODEL, "base_url": OPENAI, "api_key": KEY, "temperature": 0}
 openai = ChatOpenAI(**CHAT, max_tokens=24, stream_usage=True)
@@ -28,7 +28,6 @@ def clock(city: Literal["Rome", "Paris"]) -> str:
 class Guest(BaseModel):
     """Who stands at the gate."""
 
-    model_config = ConfigDict(extra="forbid")
     name: Annotated[str, Field(max_length=12)]
     of: Literal["sea", "rain", "night"]
 

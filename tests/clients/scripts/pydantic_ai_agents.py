@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from checks import BASE, KEY, MODEL, OPENAI, run_checks
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -23,7 +23,6 @@ SETTINGS = ModelSettings(temperature=0.0, max_tokens=300, parallel_tool_calls=Fa
 class Guest(BaseModel):
     """Who stands at the gate."""
 
-    model_config = ConfigDict(extra="forbid")
     name: Annotated[str, Field(max_length=12)]
     of: Literal["sea", "rain", "night"]
 
