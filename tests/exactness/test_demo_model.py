@@ -14,9 +14,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import kvfleet.worker
+from kvchat.tool_grammar import Dialect, Tool, grammar_of
 from kvfleet.worker.model.loader import load_model
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.messages import Grammar, GrammarForm
+from kvsampling.grammar import form_of
 
 FOLDER = Path(kvfleet.worker.__file__).parent / "model" / "demo_model"
 
@@ -60,23 +62,31 @@ def test_many_speakers_at_once_in_a_small_pool(demo: Any, tokenizer: Tokenizer) 
     assert rig.engine.load().preemptions_total > 0
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"[A-Z][a-z]{2,8}( [a-z]{1,9}){3,9}[.!]", r"(\d{1,3}\.){3}\d{1,3}", r"(thou|you|é+){2,5}"]
-)
-def test_greedy_with_a_grammar_equals_generate(tokenizer: Tokenizer, pattern: str) -> None:
+NOTE = Tool("note", {"type": "object", "properties": {"to": {"type": "string", "maxLength": 9}}, "required": ["to"]})
+CALLS = [
+    grammar_of(name, [NOTE], Dialect(), must_call=True, parallel=False) for name in ("hermes", "pythonic", "mistral")
+]
+TEXTS = [
+    Grammar(GrammarForm.REGEX, pattern)
+    for pattern in (r"[A-Z][a-z]{2,8}( [a-z]{1,9}){3,9}[.!]", r"(\d{1,3}\.){3}\d{1,3}", r"(thou|you|é+){2,5}")
+]
+
+
+@pytest.mark.parametrize("grammar", TEXTS + CALLS)
+def test_greedy_with_a_grammar_equals_generate(tokenizer: Tokenizer, grammar: Grammar) -> None:
     """Transformers asks another matcher what may come next. In a small pool the engine's sequences begin anew."""
     demo = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     ends = demo.generation_config.eos_token_id
     words = LLTokenizer(tokenizer.to_str(), eos_token=ends)
 
     def allowed(_: int, ids: torch.Tensor) -> list[int]:
-        matcher = LLMatcher(words, LLMatcher.grammar_from_regex(pattern))
+        matcher = LLMatcher(words, form_of(grammar))
         assert matcher.consume_tokens(ids[len(prompt) :].tolist())
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         return [int(token) for token in bits.nonzero()[0]]
 
     rig = Rig(demo, blocks=15, budget=40, block_size=8, detokenizer=Detokenizer(tokenizer))
-    grammar, turns, expected = Grammar(GrammarForm.REGEX, pattern), [], []
+    turns, expected = [], []
     for name in ("ROMEO", "JULIET", "HAMLET", "NURSE", "KING RICHARD III"):
         prompt = tokenizer.encode(f"<|system|>You are {name}.<|end|><|user|>Speak!<|end|><|assistant|>").ids
         ids = torch.tensor([prompt])
