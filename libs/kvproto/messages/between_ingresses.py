@@ -71,6 +71,7 @@ class ResponseHead:
     ended_unix: Count = 0
     code: Name = ""  # of the error that ended it
     message: Text = ""
+    regions: Annotated[tuple[Name, ...], MaxLength(256)] = ()  # other regions where it ran
 
 
 @dataclass(frozen=True, slots=True)

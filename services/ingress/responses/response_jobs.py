@@ -63,7 +63,8 @@ class ResponseTurn(HeldTurn):
         await self.inner.commit(transcript)
         finished = transcript.finished
         cut = finished is not None and finished.reason is FinishReason.LENGTH
-        await self._end(ResponseStatus.INCOMPLETE if cut else ResponseStatus.COMPLETED, transcript)
+        status = ResponseStatus.INCOMPLETE if cut else ResponseStatus.COMPLETED
+        await self._end(status, transcript, regions=transcript.regions)
 
     async def fail(self, error: KvfleetError) -> None:
         await self._end(ResponseStatus.FAILED, None, code=error.code, message=error.message)

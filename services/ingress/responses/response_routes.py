@@ -111,7 +111,7 @@ class ResponseRoutes:
             except StaleRevision:
                 continue
             if ids is not None:
-                await self.blocks.erase_ids(caller.tenant, *ids)
+                await self.blocks.erase_ids(caller.tenant, *ids, stored.head.regions)
             told = ResponseDeleted(f"resp_{stored.head.request}", "response", True)
             await exchange.respond(200, orjson.dumps(told))
             return

@@ -66,15 +66,18 @@ class SessionBlocks:
         is away loses its memory anyway."""
         assert session.head is not None
         tenant = tenant_of(session.key)
-        model = session.head.model
-        question = AdminRequest(AdminCommand.ERASE, tenant, session.ids, strays=session.strays, model=model)
-        await self._ask_all(self._workers_of(model), question, ERASE_TIMEOUT_S)
-        self._erase_later(question, session.head.regions)
+        question = AdminRequest(
+            AdminCommand.ERASE, tenant, session.ids, strays=session.strays, model=session.head.model
+        )
+        await self._erase(question, session.head.regions)
 
-    async def erase_ids(self, tenant: str, model: str, ids: tuple[int, ...]) -> None:
-        """As `erase`, of a sequence that is no session's, in this region."""
-        question = AdminRequest(AdminCommand.ERASE, tenant, ids, model=model)
-        await self._ask_all(self._workers_of(model), question, ERASE_TIMEOUT_S)
+    async def erase_ids(self, tenant: str, model: str, ids: tuple[int, ...], regions: Iterable[str]) -> None:
+        """As `erase`, of a sequence that is no session's."""
+        await self._erase(AdminRequest(AdminCommand.ERASE, tenant, ids, model=model), regions)
+
+    async def _erase(self, question: AdminRequest, regions: Iterable[str]) -> None:
+        await self._ask_all(self._workers_of(question.model), question, ERASE_TIMEOUT_S)
+        self._erase_later(question, regions)
 
     def forget(self, key: str, head: SessionHead, ids: tuple[int, ...], keep: int) -> None:
         """Have workers forget, in the background, what only this sequence has behind `keep` tokens."""

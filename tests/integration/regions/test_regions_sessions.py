@@ -132,6 +132,16 @@ async def test_a_region_that_is_away_for_a_moment_is_told_later(
     await gone(worker)
 
 
+async def test_so_is_what_a_deleted_response_left_there(regions: TwoRegions, opened: Open) -> None:
+    worker = await regions.eu.worker("w7")
+    served = await opened()
+    made = await served.http.post("/v1/responses", json={"model": "demo", "input": PROMPT, "max_output_tokens": 16})
+    assert made.status_code == 200, made.text
+    assert await blocks(worker)
+    assert (await served.http.delete(f"/v1/responses/{made.json()['id']}")).status_code == 200
+    await gone(worker)
+
+
 async def copy_to(client: Client, worker: str, ids: tuple[int, ...]) -> None:
     """Have one worker compute a history too, as a stream that moved there would have."""
 
