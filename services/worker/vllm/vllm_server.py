@@ -34,7 +34,7 @@ from kvfleet.worker.vllm.token_routes import NextTokens, TokenRoutes
 from kvfleet.worker.vllm.vllm_adapters import VllmAdapters
 from kvfleet.worker.vllm.vllm_calls import VllmCalls
 from kvfleet.worker.vllm.vllm_engine import VllmEngine
-from kvfleet.worker.vllm.vllm_news import DrawFailures, Told, VllmNews, problem_of
+from kvfleet.worker.vllm.vllm_news import ERASE_S, DrawFailures, Told, VllmNews, problem_of
 from kvfleet.worker.vllm.vllm_probe import VllmProbe
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet_vllm import wire
@@ -155,9 +155,19 @@ class VllmServer(VllmCalls):
             raise Unavailable(str(error), field=error.field) from None
 
     async def erase(self, hashes: Sequence[ForeignHash]) -> None:
-        """Raises EngineFailure."""
-        if not hashes and not self._is_tiered:
-            return
+        """Raises EngineFailure. A connector that hangs up meanwhile comes back, with all its blocks."""
+        now = asyncio.get_running_loop().time
+        until = now() + ERASE_S
+        while hashes or self._is_tiered:
+            try:
+                await self._erase(hashes)
+                break
+            except EngineFailure:
+                if not self._is_up or now() > until:
+                    raise
+            await asyncio.sleep(POLL_S)
+
+    async def _erase(self, hashes: Sequence[ForeignHash]) -> None:
         if not self.news.is_open:  # it comes back with a request
             await self.probe.ask([1], os.urandom(HASH_BYTES))
         erasing = asyncio.ensure_future(self.news.erase(hashes))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import reduce
 from operator import xor
 
 import pytest
 
 from kvfleet.worker.vllm import vllm_engine, vllm_server
-from kvproto.block_hash import digest_term
+from kvfleet.worker.vllm.foreign_blocks import ForeignHash
+from kvproto.block_hash import chain, digest_term
 from kvproto.errors import EngineFailure, Unavailable
 from kvproto.messages import FinishReason, Tier
 from kvproto.streams.silence import UNMEASURED_S
@@ -211,6 +213,26 @@ async def test_an_erase_as_it_dies_fails_as_retryable(rig: VllmRig) -> None:
     await rig.double.start()
     await is_back(rig)
     assert await rig.engine.erase(rig.root, prompt, 0) == 0
+
+
+async def test_an_erase_goes_on_where_its_connector_is_hung_up(rig: VllmRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is when a worker of vLLM was lost; the blocks may be wrong ones."""
+    prompt, news = rig.prompt(100), rig.server.news
+    await rig.run(rig.spec("r", prompt, greedy(4)))
+    assert (await rig.engine.inspect(rig.root, prompt)).cached_tokens == 96
+    erase, tries = news.erase, []
+
+    async def hung_up(hashes: Sequence[ForeignHash]) -> int:
+        tries.append(len(hashes))
+        if len(tries) == 1:
+            news.hang_up()
+        return await erase(hashes)
+
+    monkeypatch.setattr(news, "erase", hung_up)
+    rig.engine.discard(chain(rig.root, prompt, rig.block_size)[0])
+    assert (await rig.engine.inspect(rig.root, prompt)).cached_tokens == 0
+    assert tries[:2] == [3, 3]
+    assert rig.engine.is_ready
 
 
 async def test_what_was_cancelled_as_it_died_is_no_trouble(rig: VllmRig) -> None:
