@@ -85,9 +85,9 @@ GOLDEN: list[tuple[str, str, Message]] = [
     # As openai-harmony 0.0.8 writes and reads them.
     (
         "harmony",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look, I fly.<|end|>"
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look, fly.<|end|>"
         "<|start|>assistant to=functions.find.flights<|channel|>commentary <|constrain|>json<|message|>{}<|call|>",
-        ("I look, I fly.", "Hm.", [("find.flights", "{}")]),
+        ("I look, fly.", "Hm.", [("find.flights", "{}")]),
     ),
     ("harmony", ' to=functions.stop<|channel|>analysis<|message|>{"a": 1}<|call|>', ("", "", [("stop", '{"a": 1}')])),
     ("harmony", " to=python<|channel|>analysis code<|message|>print(1)<|call|>", ("", "print(1)", [])),
