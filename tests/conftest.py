@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["kvproto.testing.fixtures"]
@@ -36,7 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "first: begins something that takes long, before all other tests")
     config.addinivalue_line("markers", "last: judges it, after all other tests")
     if config.getoption("--part") is not None:
-        settings.register_profile("same examples", derandomize=True)
+        settings.register_profile(
+            "same examples",
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow],  # of a busy machine
+        )
         settings.load_profile("same examples")
 
 

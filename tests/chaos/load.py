@@ -140,13 +140,18 @@ class Load:
                 found.append(exchange)
             if all(len(exchange.ends) == 1 and exchange.ends[0].code == "finished" for exchange in found):
                 self.history.counts["canaries"] = self.history.counts.get("canaries", 0) + 1
-                request = found[1].request
-                if (found[1].cached_tokens or 0) > OWN_TOKENS and not self._fleet.was_tried_again(request):
+                if (found[1].cached_tokens or 0) > OWN_TOKENS and not self._was_asked_again(found[1]):
                     tokens = f"{found[1].cached_tokens} tokens of {first}'s prompt for {second}"
-                    self.history.crossed.append(f"{tokens}, request {request}")
+                    self.history.crossed.append(f"{tokens}, request {found[1].request}, by {found[1].workers}")
                 if found[0].text_of(0) != found[1].text_of(0):
                     self.history.crossed.append(f"{first} and {second} asked the same and got different answers")
             await self._think(CANARY_S)
+
+    def _was_asked_again(self, exchange: Exchange) -> bool:
+        """By an ingress, or, where that was killed before its first word, by the client: it may find what was computed
+        for it the first time."""
+        broke = any(not why.endswith("no connection") for _, why in exchange.refusals)
+        return broke or bool(exchange.broken) or self._fleet.was_tried_again(exchange.request)
 
     async def _think(self, seconds: float) -> None:
         try:
