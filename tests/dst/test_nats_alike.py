@@ -1,0 +1,93 @@
+"""The simulated nats-server does what the real one does, in all that a fleet counts on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvproto.connection import Connection
+from kvproto.testing.fixtures import ProcessFactory
+from kvproto.testing.nats_process import NatsProcess
+from tests.dst.nats_behaviours import BEHAVIOURS
+
+CONFIG = """
+ping_interval: "2s"
+ping_max: 2
+jetstream: enabled
+accounts {
+  F {
+    jetstream: enabled
+    users: [
+      { user: admin, password: admin }
+      { user: worker, password: worker, permissions: { publish: ["free.>", "_adm.>"], subscribe: ["free.>", "_adm.>"] } }
+    ]
+  }
+}
+"""
+
+
+class RealStage:
+    def __init__(self, server: NatsProcess) -> None:
+        self._server = server
+        self.opened: list[Connection] = []
+
+    async def open(self, name: str, user: str = "admin", password: str | None = None) -> Connection:
+        made = await Connection.open(
+            self._server.url, name=name, inbox_prefix=f"_adm.{name}", user=user, password=password or user
+        )
+        self.opened.append(made)
+        return made
+
+    def hang(self) -> None:
+        self._server.hang()
+
+    def wake(self) -> None:
+        self._server.wake()
+
+    async def kill(self) -> None:
+        self._server.kill()
+
+    async def start(self) -> None:
+        self._server.start()
+
+
+@pytest.fixture
+async def real(nats_process: ProcessFactory, tmp_path: Path) -> AsyncIterator[RealStage]:
+    config = tmp_path / "nats.conf"
+    config.write_text(CONFIG)
+    stage = RealStage(nats_process(config))
+    yield stage
+    stage.wake()
+    for one in stage.opened:
+        await one.close()
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, str]:
+    """What went wrong, by behaviour."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.dst.sim_stage"],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["name"] for one in told} == set(BEHAVIOURS), done.stderr[-3000:]
+    return {one["name"]: one["wrong"] for one in told}
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+async def test_real(real: RealStage, name: str) -> None:
+    await BEHAVIOURS[name](real)
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_simulated(simulated: dict[str, str], name: str) -> None:
+    assert not simulated[name], simulated[name]

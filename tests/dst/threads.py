@@ -1,0 +1,149 @@
+"""Threads, locks, clocks and chance of this process, as the hub has them. `install` comes before the product is
+imported, in a process that does nothing else.
+
+Only the lowest layer is replaced: threads are actors, locks let others run. Conditions, queues, events and pools of the
+standard library are built on these.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from greenlet import getcurrent
+
+from tests.dst.hub import Actor, Hub, current_actor
+
+YIELDS = 0.05  # of locks that are free: others run first
+
+
+class _Present:
+    """The hub of the run that goes on."""
+
+    hub: Hub
+
+
+def begin(hub: Hub) -> None:
+    _Present.hub = hub
+    random.seed(hub.random.getrandbits(64))
+
+
+class SimLock:
+    """As `threading.Lock`."""
+
+    __slots__ = ("__weakref__", "_held", "_waiting")
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiting: deque[tuple[Actor, list[bool]]] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if not self._held:
+            self._held = True
+            return True
+        hub = _Present.hub
+        if not blocking or hub.is_over:
+            return hub.is_over
+        me, got = current_actor(), [False]
+        self._waiting.append((me, got))
+        end = None if timeout < 0 else hub.now + timeout
+        timer = None if end is None else hub.at(end, me.wake)
+        while not got[0]:
+            me.wait()
+            if end is not None and hub.now >= end and not got[0]:
+                self._waiting = deque(one for one in self._waiting if one[1] is not got)
+                return False
+        if timer is not None:
+            timer.cancel()
+        return True
+
+    def release(self) -> None:
+        if not self._held:
+            raise RuntimeError("release unlocked lock")
+        while self._waiting:
+            waiting, got = self._waiting.popleft()
+            if not waiting.place.is_dead:
+                got[0] = True  # it has it now
+                waiting.wake()
+                return
+        self._held = False
+
+    def locked(self) -> bool:
+        return self._held
+
+    acquire_lock, release_lock, locked_lock = acquire, release, locked
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _at_fork_reinit(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def _start(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> int:
+    def work() -> None:
+        try:
+            function(*args, **(kwargs or {}))
+        finally:
+            sentinel = _SENTINELS.pop(id(getcurrent()), None)
+            if sentinel is not None and sentinel.locked():
+                sentinel.release()
+
+    actor = Actor(_Present.hub.here, work, getattr(function, "__qualname__", "thread"))
+    actor.wake()
+    return id(actor.greenlet)
+
+
+_SENTINELS: dict[int, SimLock] = {}
+
+
+def _set_sentinel() -> SimLock:
+    made = _SENTINELS[id(getcurrent())] = SimLock()
+    return made
+
+
+def _ident() -> int:
+    return id(getcurrent())
+
+
+def _now() -> float:
+    return _Present.hub.now
+
+
+def _wall() -> float:
+    return _Present.hub.wall
+
+
+def _sleep(delay_s: float) -> None:
+    _Present.hub.sleep(delay_s)
+
+
+def _urandom(size: int) -> bytes:
+    return _Present.hub.random.randbytes(size)
+
+
+def install() -> None:
+    for module in (_thread, threading):
+        for name, made in (
+            ("allocate_lock", SimLock), ("_allocate_lock", SimLock), ("Lock", SimLock), ("LockType", SimLock),
+            ("start_new_thread", _start), ("_start_new_thread", _start), ("get_ident", _ident),
+            ("_set_sentinel", _set_sentinel), ("_CRLock", None),
+        ):  # fmt: skip
+            if hasattr(module, name):
+                setattr(module, name, made)
+    queue.SimpleQueue = queue._PySimpleQueue  # type: ignore[misc, attr-defined]
+    for name in ("monotonic", "perf_counter"):
+        setattr(time, name, _now)
+        setattr(time, f"{name}_ns", lambda: int(_now() * 1e9))
+    time.time, time.time_ns, time.sleep = _wall, lambda: int(_wall() * 1e9), _sleep
+    os.urandom = random._urandom = _urandom  # type: ignore[attr-defined]
