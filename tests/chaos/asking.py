@@ -64,7 +64,10 @@ async def _ask_once(client: Client, case: Case, behaviour: Behaviour, exchange: 
                     break
                 await behaviour.pause()
     except KvfleetError as error:
-        if error.code in REFUSALS and not stream.attempts:
+        if error.retryable and (
+            (error.code in REFUSALS and not stream.attempts)
+            or (exchange.accepted_at is None and now() - exchange.began > generation.patience_s)
+        ):
             exchange.refusals.append((now(), error.code))
             return False
         exchange.ends.append(End(now(), error.code, str(error), error.retryable))

@@ -1,6 +1,6 @@
 """Who runs next, and what time it is: one thread of the machine, virtual time, and an order drawn from a seed.
 
-    actors: event loops and threads ──wait──▶ timers, locks, links ──wake──▶ ready ──drawn by the seed──▶ run until they wait
+    actors: event loops, threads ──wait──▶ timers, locks, links ──wake──▶ ready ──drawn by the seed──▶ run
 
 Each actor is a greenlet. It runs until it waits, or, an event loop, for a few callbacks. When none is ready, time goes
 on to the next timer: a minute of a fleet that mostly waits takes no longer than what it does.

@@ -155,7 +155,8 @@ class JetStream:
         at = {"consumer_seq": consumer.delivered, "stream_seq": consumer.last_seq}
         return {
             "stream_name": name, "name": consumer.name, "created": DATE, "config": consumer.config, "delivered": at,
-            "ack_floor": at, "num_ack_pending": 0, "num_redelivered": 0, "num_waiting": 0, "num_pending": len(consumer.waiting),
+            "ack_floor": at, "num_ack_pending": 0, "num_redelivered": 0, "num_waiting": 0,
+            "num_pending": len(consumer.waiting),
         }  # fmt: skip
 
     def _get(self, message: Published, rest: str) -> None:
@@ -165,7 +166,8 @@ class JetStream:
         if found is None:
             self.server.answer(message.reply, b"", b"NATS/1.0 404 Message Not Found\r\n\r\n")
             return
-        about = f"Nats-Stream: {name}\r\nNats-Subject: {subject}\r\nNats-Sequence: {found.seq}\r\nNats-Time-Stamp: {DATE}\r\n"
+        about = f"Nats-Stream: {name}\r\nNats-Subject: {subject}\r\nNats-Sequence: {found.seq}\r\n"
+        about += f"Nats-Time-Stamp: {DATE}\r\n"
         self.server.answer(
             message.reply, found.data, (found.headers or b"NATS/1.0\r\n\r\n")[:-2] + about.encode() + b"\r\n"
         )
@@ -260,7 +262,8 @@ class JetStream:
         every_s = (consumer.config.get("idle_heartbeat") or 0) / SECOND
         if consumer.name not in stream.consumers or not every_s:
             return
-        told = f"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: {consumer.delivered}\r\nNats-Last-Stream: {consumer.last_seq}\r\n\r\n"
+        told = f"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: {consumer.delivered}\r\n"
+        told += f"Nats-Last-Stream: {consumer.last_seq}\r\n\r\n"
         if not self.is_away and self.server.is_up:
             reached = self.server.route(Published(consumer.config["deliver_subject"], "", b"", told.encode()))
             if not reached and consumer.beat is not None:  # nobody listens any more

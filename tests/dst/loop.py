@@ -1,4 +1,4 @@
-"""An event loop of one process, on virtual time. It runs a few callbacks in its turn; sockets and signals it has none."""
+"""An event loop of one process, on virtual time: a few callbacks in its turn. It has neither sockets nor signals."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         def work() -> None:
             try:
                 result, error = func(*args), None
-            except BaseException as raised:
+            except BaseException as raised:  # noqa: BLE001 - it is raised where the result is waited for
                 result, error = None, raised
             self.call_soon(_settle, future, result, error)
 

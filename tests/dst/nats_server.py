@@ -1,4 +1,4 @@
-"""A nats-server, simulated: subjects, queue groups, headers, no responders, permissions, limits and JetStream's buckets.
+"""A nats-server, simulated: subjects, queue groups, headers, no responders, rights, limits and JetStream's buckets.
 
 It has no process of its own: what arrives is handled at once, and every answer takes its link's time. Where it and the
 real server differ the real one is right: `tests/dst/test_nats_alike.py` asks both.

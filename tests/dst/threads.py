@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from greenlet import getcurrent
+from greenlet import GreenletExit, getcurrent
 
 from tests.dst.hub import Actor, Hub, current_actor
 
@@ -27,7 +27,7 @@ YIELDS = 0.05  # of locks that are free: others run first
 class _Present:
     """The hub of the run that goes on."""
 
-    hub: Hub
+    hub = Hub(0)
 
 
 def begin(hub: Hub) -> None:
@@ -132,7 +132,16 @@ def _urandom(size: int) -> bytes:
     return _Present.hub.random.randbytes(size)
 
 
+def _excepthook(args: Any) -> None:
+    if not issubclass(args.exc_type, GreenletExit):
+        _USUAL_HOOK(args)
+
+
+_USUAL_HOOK = threading.excepthook
+
+
 def install() -> None:
+    threading.excepthook = _excepthook
     for module in (_thread, threading):
         for name, made in (
             ("allocate_lock", SimLock), ("_allocate_lock", SimLock), ("Lock", SimLock), ("LockType", SimLock),

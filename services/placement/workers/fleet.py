@@ -263,6 +263,11 @@ class Fleet:
         """Whether a worker of this model was ever seen alive, or one has the adapter or went with it."""
         return self._names.get(model_token(model)) == model
 
+    @property
+    def is_unknown(self) -> bool:
+        """No worker was ever seen: this replica is new, or all had lost their leases when it came."""
+        return not self._names
+
     def base_of(self, model: str) -> str:
         """The model that an adapter is of; any other is its own."""
         return self._bases.get(model, model)

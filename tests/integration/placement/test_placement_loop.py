@@ -18,7 +18,7 @@ from kvfleet.placement.producers import in_flight
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
-from kvproto.errors import CodecError, InvalidRequest, KvfleetError, ModelNotFound, NotFound, NoWorkers
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError, NotFound, NoWorkers
 from kvproto.hash_ring import ring_key
 from kvproto.messages import Load, PlacementStats, PlaceRequest
 from kvproto.subjects import Subjects
@@ -57,7 +57,7 @@ class TestPlace:
         self, start_placement: StartPlacement, start_worker: StartWorker, requester: Connection, fleet_buckets: Subjects
     ) -> None:
         loop = await start_placement()
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(NoWorkers):
             await place(requester, fleet_buckets)
         worker = await start_worker("w1")
         await knows(loop, "w1")

@@ -53,6 +53,10 @@ class TestEveryPolicy:
         with pytest.raises(ModelNotFound):
             place(a_core("w1", policy=policy), model="nope")
 
+    def test_before_any_worker_was_seen_nothing_is_said_of_models(self, policy: str) -> None:
+        with pytest.raises(NoWorkers):
+            place(a_core(policy=policy))
+
     def test_a_model_whose_workers_left(self, policy: str) -> None:
         core = a_core("w1", policy=policy)
         core.handle(WorkerLeft("w1"), 1.0)

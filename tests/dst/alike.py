@@ -1,24 +1,14 @@
-"""The behaviours of NATS on the simulated server, in a process of their own: prints a line of JSON for each.
-
-python -m tests.dst.sim_stage [NAME ...]
-"""
+"""The behaviours of NATS on the simulated server: a line of JSON for each says what went wrong."""
 
 from __future__ import annotations
 
-from tests.dst import threads
-
-threads.install()
-
 import json
-import os
-import sys
 import traceback
-from typing import Any
 from unittest import mock
 
 from kvproto import connection as product
 from kvproto.connection import Connection
-from tests.dst import nats_behaviours
+from tests.dst import nats_behaviours, threads
 from tests.dst.hub import Hub
 from tests.dst.loop import SimLoop
 from tests.dst.nats_link import Net, SimClient
@@ -74,20 +64,14 @@ def run(name: str, seed: int) -> str:
             hub.run(task.done, 600.0)
             task.result()
             assert not loop.unhandled, loop.unhandled
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it is told
             return traceback.format_exc()
         finally:
             hub.close()
     return ""
 
 
-def main(names: list[str]) -> None:
-    out: Any = sys.stdout
+def main(names: list[str]) -> int:
     for name in names or nats_behaviours.BEHAVIOURS:
-        out.write(json.dumps({"name": name, "wrong": run(name, 1)}) + "\n")
-    out.flush()
-    os._exit(0)  # threads that the simulation left wait for ever
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        print(json.dumps({"name": name, "wrong": run(name, 1)}))
+    return 0

@@ -1,0 +1,39 @@
+"""The simulation, in a process that does nothing else.
+
+    python -m tests.dst run --seeds 100 --first 1     # seeds of the fleet
+    python -m tests.dst alike [NAME ...]              # what the simulated nats-server does
+
+The order of sets of texts hangs on a seed of Python's own, which is set first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+HASHES = "PYTHONHASHSEED"
+
+
+def main() -> int:
+    from tests.dst import threads
+
+    threads.install()
+    from tests.dst import alike, run  # and the product
+
+    return {"alike": alike.main, "run": run.main}[sys.argv[1]](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    if os.environ.get(HASHES) != "0":
+        os.execve(sys.executable, [sys.executable, "-m", "tests.dst", *sys.argv[1:]], {**os.environ, HASHES: "0"})
+    status = 1
+    try:
+        status = main()
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - told: threads that the simulation has left would be waited for
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
