@@ -4,6 +4,7 @@
 #   make test                    installs and passes the tests
 #   make check-all               the slow ones that it leaves out: a fleet broken for half a minute, every model, manifests
 #   make check                   ruff, mypy --strict, unit tests with warnings as errors
+#   make dst                     breaks a fleet in one process on virtual time, by seeds (SEEDS=100 FIRST=1)
 #   make chaos                   breaks a fleet on purpose, 200 times in 10 minutes; writes docs/reliability.md (SEED=N)
 #                                ENGINE=vllm: one of vLLM servers, 100 times; writes docs/reliability-vllm.md
 #   make bench                   every benchmark, one after the other (QUICK=1: short forms)
@@ -26,7 +27,7 @@ VENV   := .venv
 PIP    := $(VENV)/bin/pip --disable-pip-version-check
 BIN    := $(VENV)/bin
 
-.PHONY: install run test check-all check chaos bench docs format clean deploy-tools deploy-check container-check \
+.PHONY: install run test check-all check chaos dst bench docs format clean deploy-tools deploy-check container-check \
         vllm-install vllm-check client-install client-check
 
 install: $(VENV)/.dev
@@ -80,6 +81,9 @@ check: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	@$(BIN)/python -m tests.chaos.run $(if $(ENGINE),--engine $(ENGINE)) $(if $(SEED),--seed $(SEED)) --report docs
+
+dst: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.dst run --seeds $(or $(SEEDS),100) --first $(or $(FIRST),1)
 
 docs: $(VENV)/.dev
 	@$(BIN)/python -m scripts.make_reference

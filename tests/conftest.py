@@ -96,7 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # failed at their own changes alone; the chaos has found more, rarely; what is broken on purpose there is to be
 # seen whenever the checker changes.
 SLOW = (
-    "tests/chaos/test_chaos_quick.py", "tests/chaos/test_chaos_mutations.py", "tests/contributing/", "tests/deploy/",
+    "tests/chaos/test_chaos_quick.py", "tests/chaos/test_chaos_mutations.py", "tests/dst/test_dst_mutations.py",
+    "tests/contributing/", "tests/deploy/",
     "tests/containers/", "tests/exactness/test_against_transformers.py", "tests/exactness/test_codec_quality.py",
     "tests/exactness/test_compiled_entry.py", "tests/exactness/test_demo_promises.py",
     "tests/exactness/test_deferred_compiler.py", "tests/exactness/test_kept_scan.py::test_transformers",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import hashlib
 import logging
 import resource
 import sys
 
+from tests.chaos import mutations
 from tests.dst.trial import WHOLE_S, learn, run
 
 
@@ -16,6 +18,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.dst run", description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--mutation", help="of tests.chaos.mutations: what is switched off, until a seed shows it")
     parser.add_argument("--log", default="CRITICAL", help="of the product, from this level on")
     parser.add_argument("--tell", action="store_true", help="what happened, of each")
     said = parser.parse_args(arguments)
@@ -23,8 +26,10 @@ def main(arguments: list[str]) -> int:
     sys.unraisablehook = lambda _: None  # last words of coroutines whose run is over
     answers, bad, began = learn(), 0, _cpu_s()
     gc.disable()  # what it frees would come to an end at other moments
+    mutation = getattr(mutations, said.mutation) if said.mutation else contextlib.nullcontext
     for seed in range(said.first, said.first + said.seeds):
-        found = run(seed, answers)
+        with mutation():
+            found = run(seed, answers)
         whole = hashlib.sha256(repr((found.lines, found.wrong)).encode()).hexdigest()[:16]
         print(f"{seed} {whole} {len(found.faults)} faults, {found.resumed} resumed", flush=True)
         if said.tell or found.wrong:
@@ -32,6 +37,8 @@ def main(arguments: list[str]) -> int:
         for wrong in found.wrong:
             print(f"  WRONG {wrong[:400]}")
         bad += bool(found.wrong)
+        if bad and said.mutation:
+            break
         del found
         gc.collect()
     took = _cpu_s() - began

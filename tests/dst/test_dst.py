@@ -6,12 +6,16 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 
-FIRST, SEEDS = 1, 4  # that run twice
+FIRST, SEEDS = 1, 3  # that run twice
+
+
+def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.dst", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 def lines_of(first: int, seeds: int) -> list[str]:
-    command = [sys.executable, "-m", "tests.dst", "run", "--first", str(first), "--seeds", str(seeds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = ran("--first", str(first), "--seeds", str(seeds))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout.splitlines()[:-1]
 
@@ -23,4 +27,4 @@ def test_a_seed_runs_again_as_it_ran() -> None:
 
 def test_seeds_of_the_day() -> None:
     """Others each day; a failure prints its own."""
-    assert len(lines_of(datetime.now(UTC).toordinal() * 1000, 12)) == 12
+    assert len(lines_of(datetime.now(UTC).toordinal() * 1000, 6)) == 6
