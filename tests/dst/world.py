@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvchat.chat_template import template_of
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.loop import PlacementLoop, PlacementParts
 from kvfleet.worker.engine.bundle import read_bundle
+from kvfleet.worker.serve import chat_intake
 from kvproto import codec
 from kvproto import connection as product
 from kvproto.buckets import ensure_buckets
@@ -40,6 +42,7 @@ Begin = Callable[[], Awaitable[Any]]
 
 product._Client = SimClient  # type: ignore[misc]
 _BUNDLES: dict[tuple[str, int], Any] = {}
+_TEMPLATES: dict[int, Any] = {}
 
 
 def _bundle(folder: Path, name: str, *, block_size: int, **more: Any) -> Any:
@@ -49,7 +52,14 @@ def _bundle(folder: Path, name: str, *, block_size: int, **more: Any) -> Any:
     return _BUNDLES[name, block_size]
 
 
+def _template(bundle: Any) -> Any:
+    if id(bundle) not in _TEMPLATES:  # of a bundle that is kept
+        _TEMPLATES[id(bundle)] = template_of(bundle)
+    return _TEMPLATES[id(bundle)]
+
+
 fake_fleet.read_bundle = _bundle
+chat_intake.template_of = _template
 
 
 @dataclass(eq=False)
@@ -142,7 +152,7 @@ class World:
             name, new_epoch(), "", State.READY, Role.PLACEMENT, "localhost", 1, codec.supported_versions()
         )
         chance = random.Random(self.hub.random.getrandbits(32)).random
-        config, parts = PlacementConfig(policy="cost"), PlacementParts(system=None)
+        config, parts = PlacementConfig(policy="cost", index_blocks=4096), PlacementParts(system=None)
         loop = PlacementLoop(connection, self.subjects, record, config, chance=chance, fleet_key=FLEET_KEY, parts=parts)
         await loop.start()
         return loop
