@@ -30,6 +30,7 @@ from kvproto.tasks import end
 log = logging.getLogger(__name__)
 
 LEASE_PERIOD_S = 1.0
+TAKE_S = 10.0  # in which NATS may come back
 SWEEP_PERIOD_S = 0.2
 LATE_S = 1.0
 WATCH_SILENT_S, WATCH_SILENT_MOST_S = 3.0, 60.0  # records are written every second, unless there are no members
@@ -90,6 +91,17 @@ class Lease:
                     return
                 except StaleRevision:
                     continue  # written in between
+
+    async def take(self, patience_s: float = TAKE_S) -> None:
+        """For the first time, as soon as JetStream answers. Raises Fenced, or Unavailable after `patience_s`."""
+        until = asyncio.get_running_loop().time() + patience_s
+        while True:
+            try:
+                return await self.renew()
+            except Unavailable:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+            await asyncio.sleep(0.1)
 
     async def set(self, record: WorkerRecord | MemberRecord) -> None:
         """Replace the record, keeping the lease, and write it at once."""

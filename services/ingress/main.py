@@ -179,7 +179,7 @@ async def serve(settings: IngressSettings, life: Lifecycle) -> None:
     ingress.metrics.registry.register(LiveCollector(common_readings("ingress", connection, certificates)))
     life.closing("ingress", ingress.close)
     lease = Lease(bucket, record)
-    await lease.renew()  # first: others take the turns of an ingress that is no member as free
+    await lease.take()  # first: others take the turns of an ingress that is no member as free
     life.closing("lease", lease.release)
     life.spawn(lease.run(lambda error: life.fatal(str(error))), "lease")
     if settings.listen_fd is not None:

@@ -139,7 +139,7 @@ class PlacementLoop(Replica):
         await self.desk.start()
         await self.connection.synced()
         lease = Lease(await Bucket.open(self.connection, subjects.members_bucket), self._record)
-        await lease.renew()
+        await lease.take()
         self._lease = lease
         self._announcing.append(self.spawn(lease.run(self._on_fenced)))
         if subjects.region:

@@ -37,7 +37,7 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     served = await backend.find()
     record = worker_record(settings, settings.member, served.bundle, served.slots, served.adapters)
     lease = Lease(bucket, record)
-    await lease.renew()
+    await lease.take()
     starting = asyncio.create_task(lease.run(lambda error: life.fatal(str(error))), name="starting-lease")
     life.closing("lease", lease.release)
     await backend.load(record)

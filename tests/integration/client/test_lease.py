@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -56,4 +57,21 @@ async def test_a_late_answer_loses_nothing(
     assert held is not None
     assert codec.decode(MemberRecord, held).lease == lease.record.lease != first
     assert [record.getMessage() for record in caplog.records] == ["lease on vault.v1 was lost, registered again"]
+    await connection.close()
+
+
+async def test_the_first_is_waited_for(nats_url: str, fleet_buckets: Subjects) -> None:
+    """A process that starts in an outage of a moment need not be started again."""
+    connection = await Connection.open(nats_url, name="lease", inbox_prefix="_adm.lease")
+    slow = LateAnswers(await Bucket.open(connection, fleet_buckets.members_bucket))
+    lease = Lease(slow, member_record(Role.VAULT, "v1"))  # type: ignore[arg-type]
+    slow.late = True
+    with pytest.raises(Unavailable):
+        await lease.take(0.3)
+    taking = asyncio.create_task(lease.take())
+    await asyncio.sleep(0.3)
+    assert not taking.done()
+    slow.late = False
+    await taking
+    assert lease.record.lease
     await connection.close()
