@@ -75,12 +75,8 @@ class Trial:
             world.start(name, self.begins[name])
         for name in self.clients:
             world.start(name, world.client)
-        world.hub.run(
-            lambda: all(one.made or one.failed for name, one in world.processes.items() if name != "init"), READY_S
-        )
-        for one in world.processes.values():
-            if one.failed is not None:
-                raise one.failed
+        names = (*self.members, *self.clients)
+        world.hub.run(lambda: all(world.processes[name].made for name in names), READY_S)
         views = [self.client(name).members.view for name in self.clients]
         world.hub.run(lambda: all(len(list(view.ready())) == WORKERS for view in views), READY_S)
 

@@ -37,7 +37,7 @@ from tests.support.fake_fleet import FakeFleet, FakeWorker
 AT = "127.0.0.1:4222"
 URL = f"nats://{AT}"
 FLEET_KEY = b"the fleet's"
-READY_S = 30.0
+BACKOFF_S = 1.0  # before what could not start is started again
 Begin = Callable[[], Awaitable[Any]]
 
 product._Client = SimClient  # type: ignore[misc]
@@ -97,9 +97,16 @@ class World:
                 process.made = await begin()
             except Exception as error:  # noqa: BLE001 - the trial tells it
                 process.failed = error
+                self.hub.at(self.hub.now + BACKOFF_S, partial(self._again, name, process, begin))
 
         self.spawn(process, live())
         return process
+
+    def _again(self, name: str, process: Process, begin: Begin) -> None:
+        """As its supervisor would."""
+        if self.processes[name] is process and not process.place.is_dead:
+            self.kill(name)
+            self.start(name, begin)
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         here, self.hub.here = self.hub.here, process.place
