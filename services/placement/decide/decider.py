@@ -69,7 +69,7 @@ class Decider:
         """Choose and book. Raises InvalidRequest, NotFound, ModelNotFound, or NoWorkers or Overloaded (retryable)."""
         policy = self._policy(ask.policy or self.default)
         if not self.state.fleet.is_known(ask.model):
-            if self.state.fleet.is_unknown:
+            if self.state.fleet.is_unknown and not self.state.region_summaries.regions.own:  # else others may serve all
                 raise NoWorkers("no worker has been seen yet", field="model", retry_after_s=2.0)
             raise ModelNotFound(f"no worker of this fleet has served {ask.model[:64]!r}", field="model")
         ready = self.state.fleet.ready(ask.model)
