@@ -79,7 +79,8 @@ class VaultLoop:
         blocks = self.subjects.blocks(self.record.id)
         self._subscription = await self.connection.subscribe(blocks, self._on_snapshot)
         await self.connection.synced()
-        await self.lease.set(self.record)
+        self.lease.record = self.record
+        await self.lease.take()
         self._tasks.spawn(self.lease.run(lambda error: self.on_fatal(str(error))), "lease")
         self._tasks.spawn(self._tell(), "events")
         self._tasks.spawn(self._beat(), "heartbeat")

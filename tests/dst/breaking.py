@@ -33,7 +33,7 @@ class Breaker:
         server, process = world.server, world.processes.get(name)
         mend: Callable[[], None] = _nothing
         if fault.kind is Kind.NATS_KILL:
-            server.stop()
+            server.kill()
             mend = server.start
         elif fault.kind is Kind.NATS_HANG:
             server.hang()

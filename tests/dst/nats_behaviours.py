@@ -22,14 +22,35 @@ LIMIT_S = 60.0
 QUIET_S = 0.3  # in which nothing may come
 
 
-class Stage(Protocol):
-    """One server. `restart` kills it and starts it again with its store, some time later."""
+class Server(Protocol):
+    """That was killed it starts again with its store."""
 
-    async def open(self, name: str, user: str = "admin", password: str | None = None) -> Connection: ...
+    @property
+    def url(self) -> str: ...
     def hang(self) -> None: ...
     def wake(self) -> None: ...
-    async def kill(self) -> None: ...
-    async def start(self) -> None: ...
+    def kill(self) -> None: ...
+    def start(self) -> None: ...
+
+
+class Stage:
+    """A server, and connections to it."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._opened: list[Connection] = []
+
+    async def open(self, name: str, user: str = "admin", password: str | None = None) -> Connection:
+        made = await Connection.open(
+            self.server.url, name=name, inbox_prefix=f"_adm.{name}", user=user, password=password or user
+        )
+        self._opened.append(made)
+        return made
+
+    async def close(self) -> None:
+        self.server.wake()
+        for one in self._opened:
+            await one.close()
 
 
 Behaviour = Callable[[Stage], Awaitable[None]]
@@ -222,11 +243,11 @@ async def a_server_that_was_killed_comes_back(stage: Stage) -> None:
     b.on_reconnect.append(back)
     await a.publish("x.before", b"1")
     await until(lambda: some)
-    await stage.kill()
+    stage.server.kill()
     await until(lambda: went and not a.is_connected)
     assert (went, b.connected_for_s, b.is_settled(0.0)) == ([False], 0.0, False)
     await a.publish("x.meanwhile", b"2")
-    await stage.start()
+    stage.server.start()
     await until(lambda: came and a.is_connected)
     assert came == [b"to "]
     assert (b.reconnects_total, a.reconnects_total) == (1, 1)
@@ -242,11 +263,11 @@ async def a_server_that_hangs_is_silent(stage: Stage) -> None:
     some = await heard(b, "x")
     await asyncio.sleep(2.5)
     assert not a.is_silent, "it answers, though nothing is said"
-    stage.hang()
+    stage.server.hang()
     await until(lambda: a.is_silent and b.is_silent)
     assert a.is_connected
     await a.publish("x", b"meanwhile")
-    stage.wake()
+    stage.server.wake()
     await until(lambda: data(some) == [b"meanwhile"])
     await until(lambda: not a.is_silent)
     assert (a.reconnects_total, b.reconnects_total) == (0, 0)
@@ -257,9 +278,9 @@ async def a_server_that_hangs_for_long_is_left(stage: Stage) -> None:
     a = await stage.open("a")
     went: list[bool] = []
     a.on_disconnect.append(lambda: went.append(True))
-    stage.hang()
+    stage.server.hang()
     await until(lambda: went)
-    stage.wake()
+    stage.server.wake()
     await until(lambda: a.reconnects_total and a.is_connected)
     some = await heard(a, "x")
     await a.publish("x", b"again")
@@ -268,10 +289,10 @@ async def a_server_that_hangs_for_long_is_left(stage: Stage) -> None:
 
 @behaviour
 async def nobody_is_there(stage: Stage) -> None:
-    await stage.kill()
+    stage.server.kill()
     with pytest.raises(Unavailable, match="no NATS server answers"):
         await stage.open("a")
-    await stage.start()
+    stage.server.start()
     a = await stage.open("a")
     assert a.is_connected
 
@@ -421,11 +442,11 @@ async def a_bucket_outlives_its_server(stage: Stage) -> None:
     connection, _ = await bucket(stage)
     keys = await Bucket.open(connection, SUBJECTS.sessions_bucket)
     revision = await keys.update("k", b"kept", 0)
-    await stage.kill()
+    stage.server.kill()
     await until(lambda: not connection.is_connected)
     with pytest.raises(Unavailable):
         await keys.get("k")
-    await stage.start()
+    stage.server.start()
     await until(lambda: connection.reconnects_total and connection.is_connected)
     assert await keys.get("k") == Entry("k", b"kept", revision)
     told, stop = await watched(keys)

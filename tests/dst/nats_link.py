@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import nats.errors
 from nats.aio.client import NATS_HDR_LINE, Srv
-from nats.aio.client import Client as NatsClient
 
 from kvproto import connection as product
 from tests.dst.hub import Hub
@@ -36,6 +35,19 @@ class Published:
 
     def __len__(self) -> int:
         return len(self.data) + len(self.headers) + len(self.subject) + 16
+
+
+class Delivered:
+    """A MSG or HMSG on its way to the client."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        self.parts = sid, subject, reply, data, headers
+        self.size = len(data) + len(headers) + len(subject) + 16
+
+    def __len__(self) -> int:
+        return self.size
 
 
 class Link:
@@ -220,8 +232,8 @@ class SimClient(product._Client):
                     await self._process_op_err(error)
                     break
                 part = await self._transport.take()
-                if type(part) is tuple:
-                    await self._process_msg(*part)
+                if type(part) is Delivered:
+                    await self._process_msg(*part.parts)
                 elif part == b"PING\r\n":
                     await self._process_ping()
                 elif part == b"PONG\r\n":
@@ -254,6 +266,3 @@ class Net:
         transport = SimTransport(server, self.hub)
         server.greet(transport)
         return transport
-
-
-_: type[NatsClient] = SimClient

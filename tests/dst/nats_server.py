@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.dst.hub import Hub
 from tests.dst.jetstream import JetStream
-from tests.dst.nats_link import _END, Published, SimTransport
+from tests.dst.nats_link import _END, Delivered, Published, SimTransport
 from tests.dst.subjects import Interest, any_matches, covers
 
 VERSION = "2.15.0"
@@ -56,8 +56,8 @@ class Attached:
 class SimNats:
     """`users`: password and rights by name; none: anybody may do anything."""
 
-    def __init__(self, hub: Hub, users: dict[str, tuple[str, May]] | None = None) -> None:
-        self.hub, self.users = hub, users or {}
+    def __init__(self, hub: Hub, url: str, users: dict[str, tuple[str, May]] | None = None) -> None:
+        self.hub, self.url, self.users = hub, url, users or {}
         self.is_up, self.is_hung = True, False
         self.latency_range_s = (0.0001, 0.001)
         self.clients: dict[SimTransport, Attached] = {}
@@ -108,7 +108,7 @@ class SimNats:
         self.lost(transport)
         transport.to_client.send([*([f"-ERR '{why}'\r\n".encode()] if why else []), _END])
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         """It is killed: its clients' connections are reset. What JetStream has stays."""
         self.is_up = False
         for client in list(self.clients.values()):
@@ -203,7 +203,7 @@ class SimNats:
         for one in self.interest.of(message.reply):
             if one.client is client:
                 reply = (one.sid, message.reply.encode(), b"", b"", NO_RESPONDERS)
-                client.transport.to_client.send([reply])
+                client.transport.to_client.send([Delivered(*reply)])
 
     # What they hear.
 
@@ -227,7 +227,7 @@ class SimNats:
 
     def _deliver(self, one: Subscribed, subject: bytes, reply: bytes, message: Published) -> None:
         link = one.client.transport.to_client
-        link.send([Delivered((one.sid, subject, reply, message.data, message.headers))])
+        link.send([Delivered(one.sid, subject, reply, message.data, message.headers)])
         if link.unread > MAX_PENDING:
             self.close(one.client, "Slow Consumer")
         if one.left is not None:
@@ -238,6 +238,3 @@ class SimNats:
     def answer(self, subject: str, data: bytes, headers: bytes = b"") -> None:
         """From the server itself."""
         self.route(Published(subject, "", data, headers))
-
-
-Delivered = tuple

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.connection import Connection
 from kvproto.testing.fixtures import ProcessFactory
-from kvproto.testing.nats_process import NatsProcess
-from tests.dst.nats_behaviours import BEHAVIOURS
+from tests.dst.nats_behaviours import BEHAVIOURS, Stage
 
 CONFIG = """
 may = ["free.>", "_adm.>"]
@@ -32,40 +30,13 @@ accounts {
 """
 
 
-class RealStage:
-    def __init__(self, server: NatsProcess) -> None:
-        self._server = server
-        self.opened: list[Connection] = []
-
-    async def open(self, name: str, user: str = "admin", password: str | None = None) -> Connection:
-        made = await Connection.open(
-            self._server.url, name=name, inbox_prefix=f"_adm.{name}", user=user, password=password or user
-        )
-        self.opened.append(made)
-        return made
-
-    def hang(self) -> None:
-        self._server.hang()
-
-    def wake(self) -> None:
-        self._server.wake()
-
-    async def kill(self) -> None:
-        self._server.kill()
-
-    async def start(self) -> None:
-        self._server.start()
-
-
 @pytest.fixture
-async def real(nats_process: ProcessFactory, tmp_path: Path) -> AsyncIterator[RealStage]:
+async def real(nats_process: ProcessFactory, tmp_path: Path) -> AsyncIterator[Stage]:
     config = tmp_path / "nats.conf"
     config.write_text(CONFIG)
-    stage = RealStage(nats_process(config))
+    stage = Stage(nats_process(config))
     yield stage
-    stage.wake()
-    for one in stage.opened:
-        await one.close()
+    await stage.close()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +49,7 @@ def simulated() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)
-async def test_real(real: RealStage, name: str) -> None:
+async def test_real(real: Stage, name: str) -> None:
     await BEHAVIOURS[name](real)
 
 

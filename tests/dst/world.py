@@ -78,7 +78,7 @@ class World:
         self.hub = Hub(seed)
         threads.begin(self.hub)
         self.net = SimClient.net = Net(self.hub)
-        self.server = self.net.servers[AT] = SimNats(self.hub)
+        self.server = self.net.servers[AT] = SimNats(self.hub, URL)
         self.subjects = Subjects()
         self.processes: dict[str, Process] = {}  # present lives
         self.former: list[Process] = []
