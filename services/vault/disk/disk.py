@@ -45,6 +45,7 @@ class _Segment:
     path: Path
     size: int = 0
     hashes: set[bytes] = field(default_factory=set)
+    unerased: list[tuple[int, RecordPrefix]] = field(default_factory=list)  # given up, and the disk failed to erase
 
 
 class _Place(NamedTuple):
@@ -99,6 +100,9 @@ class DiskStore:
 
     def close(self) -> None:
         """Release the folder. A second call does nothing."""
+        if self._lock is not None:
+            with suppress(OSError):
+                self._erase([])
         self._leave_active()
         self._places, self._segments, self._lost, self.bytes_used = {}, [], [], 0
         if self._lock is not None:
@@ -148,7 +152,7 @@ class DiskStore:
             self._grow(segment, prefix.record_bytes)
             place = _Place(segment, at, prefix)
             if prefix.kind is Kind.ERASING:
-                segments.overwrite(file, place.offset, place.prefix)
+                segments.erase(file, [(at, prefix)])
             if prefix.kind is not Kind.BLOCK:
                 continue
             if len(start) < PREFIX_BYTES + prefix.header_bytes:
@@ -156,7 +160,7 @@ class DiskStore:
             header = segments.read_header(prefix, start[PREFIX_BYTES : PREFIX_BYTES + prefix.header_bytes])
             if header is None:
                 self.counts.damaged += 1
-                segments.overwrite(file, place.offset, place.prefix)  # no erase could name it
+                segments.erase(file, [(at, prefix)])  # no erase could name it
                 continue
             if header.hash in self._places:  # after a power cut an erased one may be back: the later counts
                 self._erase([header.hash])
@@ -219,8 +223,8 @@ class DiskStore:
         return header
 
     def forget(self, blocks: Iterable[bytes]) -> None:
-        """Erase blocks for good: their bytes are overwritten and synced. Raises OSError if the disk fails; then a
-        restart may bring them back."""
+        """Erase blocks for good: their bytes are overwritten and synced. Raises OSError if the disk fails; then the
+        next call erases them, and a restart before it may bring them back."""
         known = [block for block in dict.fromkeys(blocks) if block in self._places]
         self._erase(known)
         self.counts.erased += len(known)
@@ -251,22 +255,19 @@ class DiskStore:
         return segments.read_header(prefix, bytes(start[PREFIX_BYTES:])) if prefix == place.prefix else None
 
     def _erase(self, blocks: list[bytes]) -> None:
-        """Mark all, so that they are gone from then on; then overwrite them, and wait for the disk."""
-        places: dict[_Segment, list[_Place]] = {}
+        """They are gone from now on, also if this raises OSError; then the next call erases them."""
         for block in blocks:
             place = self._places.pop(block)
             place.segment.hashes.discard(block)
-            places.setdefault(place.segment, []).append(place)
+            place.segment.unerased.append((place.offset, place.prefix))
         failure: OSError | None = None
-        for segment, there in places.items():
+        for segment in self._segments:
+            if not segment.unerased:
+                continue
             try:
                 with segments.opened(segment.path, os.O_RDWR) as file:
-                    for place in there:
-                        segments.write(file, place.offset, place.prefix._replace(kind=Kind.ERASING).packed())
-                    os.fdatasync(file)
-                    for place in there:
-                        segments.overwrite(file, place.offset, place.prefix)
-                    os.fdatasync(file)
+                    segments.erase(file, segment.unerased)
+                segment.unerased.clear()
             except OSError as error:
                 failure = error
         if failure is not None:
@@ -317,6 +318,7 @@ class DiskStore:
         for block in segment.hashes:
             del self._places[block]
         segment.path.unlink(missing_ok=True)
+        segments.sync_folder(self.folder)  # else a power cut brings back blocks that no list has: no erase reaches them
 
     def _drop_empty(self) -> None:
         active = self._active[0] if self._active is not None else None

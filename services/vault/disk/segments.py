@@ -16,7 +16,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -140,14 +140,27 @@ def read(file: int, offset: int, *parts: memoryview) -> int:
     return total
 
 
-def overwrite(file: int, offset: int, prefix: RecordPrefix) -> None:
-    """Zeros the record's header and payload, then marks it ERASED."""
-    at, end = offset + PREFIX_BYTES, offset + prefix.record_bytes
-    while at < end:
-        count = min(end - at, len(_ZEROS))
-        write(file, at, _ZEROS[:count])
-        at += count
-    write(file, offset, prefix._replace(kind=Kind.ERASED).packed())
+def erase(file: int, records: Sequence[tuple[int, RecordPrefix]]) -> None:
+    """Zeros these records' headers and payloads, for good. Cut short at any moment, by a power cut too, it is done or
+    the next scan finishes it."""
+    for offset, prefix in records:
+        write(file, offset, prefix._replace(kind=Kind.ERASING).packed())
+    os.fdatasync(file)
+    for offset, prefix in records:
+        at, end = offset + PREFIX_BYTES, offset + prefix.record_bytes
+        while at < end:
+            count = min(end - at, len(_ZEROS))
+            write(file, at, _ZEROS[:count])
+            at += count
+    os.fdatasync(file)
+    for offset, prefix in records:
+        write(file, offset, prefix._replace(kind=Kind.ERASED).packed())
+
+
+def sync_folder(path: Path) -> None:
+    """That files in it were made and unlinked holds from now on, over a power cut too."""
+    with opened(path, os.O_RDONLY) as folder:
+        os.fsync(folder)
 
 
 def _after(parts: list[memoryview], done: int) -> list[memoryview]:
