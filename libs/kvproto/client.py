@@ -77,6 +77,7 @@ class Client:
         self.inbox = Inbox(connection)
         self._driver = RequestDriver(connection, subjects, members, self.inbox, self.counters)
         self._streams: dict[str, Stream] = {}
+        self._begun = asyncio.Event()  # a stream, since there were none
         self._watcher: asyncio.Task[None] | None = None
         self._owns_connection = False
         self._ear = Ear(self.now())
@@ -187,6 +188,7 @@ class Client:
         stream.trail = trail if trail is not None else Trail(generation.traceparent)
         stream.assembly.resume(before, generation.scored)
         self._streams[request] = stream
+        self._begun.set()
         self.inbox.receivers[request] = stream
         self.counters.requests_total += 1
         stream.driver = asyncio.create_task(self._driver.run(stream, generation), name=f"stream-{request}")
@@ -196,6 +198,9 @@ class Client:
     async def _watch(self) -> None:
         """One timer for all streams: gaps, silence, readers that do not read."""
         while True:
+            if not self._streams:
+                self._begun.clear()
+                await self._begun.wait()
             await asyncio.sleep(WATCH_PERIOD_S)
             now = self.now()
             listens = self.connection.is_connected and not self.connection.is_silent

@@ -1,6 +1,6 @@
 """Loop: the worker's part of the data plane. Owns its listener, its keys, and the addresses of vaults and peers.
 
-vaults' records, watched ──every quarter second──▶ RemoteTiers (set_vaults)
+vaults' records, watched ──▶ RemoteTiers (set_vaults)
 a peer's record, when a request names it ──Peers──▶ RemoteTiers (set_peers)
 kvf_keys ──▶ KeyRing ──▶ RemoteTiers and DataPlaneServer
 peers ──data plane──▶ DataPlaneServer ──▶ PeerStore ──▶ the engine's thread
@@ -31,19 +31,18 @@ from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing, follow_keys
 from kvproto.dataplane.server import DataPlaneCounters, DataPlaneServer
 from kvproto.errors import CodecError, Unavailable
+from kvproto.fleet_view import Change
 from kvproto.ids import is_token
 from kvproto.members import Members
-from kvproto.messages import Role, Tier, WorkerRecord
+from kvproto.messages import MemberRecord, Role, Tier, WorkerRecord
 from kvproto.regions import link_key
 from kvproto.subjects import Subjects, member_key
-from kvproto.tasks import end
 from kvservice import tracing
 from kvservice.data_plane import client_context, limits_of, reachable, recorder_of, server_context
 from kvservice.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
-REFRESH_PERIOD_S = 0.25
 LINK_KEY = "between-regions"  # no id of the bucket: those are random, or `first`
 FRESH_S = 5.0  # after which an address is looked up again: the peer may have begun a new life
 ASK_S = 0.02  # for a peer's address
@@ -108,8 +107,7 @@ class TierNetwork:
     _keys: BucketFollower | None = None
     _vaults: Members | None = None
     _peers: Peers | None = None
-    _refreshing: asyncio.Task[None] | None = None
-    _known: list[SourceAddress] = field(default_factory=list)
+    _known: dict[str, SourceAddress] = field(default_factory=dict)  # vaults
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -143,11 +141,10 @@ class TierNetwork:
         """Follow keys and addresses. Raises Unavailable."""
         self._keys = await follow_keys(connection, subjects, self.ring)
         self._vaults = Members(connection, subjects, hears=False, role=Role.VAULT)
+        self._vaults.member_listeners.append(self._on_vault)
         await self._vaults.start()
         if self.remote is not None:
             self._peers = Peers(await Bucket.open(connection, subjects.members_bucket), me, self.remote.set_peers)
-        self._refresh()
-        self._refreshing = asyncio.create_task(self._keep_fresh(), name="tier-addresses")
 
     def meet(self, worker: str) -> Awaitable[None] | None:
         return None if self._peers is None else self._peers.meet(worker)
@@ -156,23 +153,18 @@ class TierNetwork:
     def served(self) -> DataPlaneCounters:
         return DataPlaneCounters() if self._server is None else self._server.counters
 
-    async def _keep_fresh(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_PERIOD_S)
-            try:
-                self._refresh()
-            except Exception:  # a loop's top: else vaults would stay as they are for ever
-                log.exception("vaults could not be taken over")
-
-    def _refresh(self) -> None:
-        assert self._vaults is not None
-        found = vaults_of(record for record, _ in self._vaults.view.members.values())
-        if found != self._known and self.remote is not None:
-            self._known = found
-            self.remote.set_vaults(found)
+    def _on_vault(self, change: Change, record: MemberRecord) -> None:
+        address = None if change is Change.LEFT else next(iter(vaults_of([record])), None)
+        if address == self._known.get(record.id):
+            return
+        if address is None:
+            del self._known[record.id]
+        else:
+            self._known[record.id] = address
+        if self.remote is not None:
+            self.remote.set_vaults(list(self._known.values()))
 
     async def stop(self) -> None:
-        await end(task for task in (self._refreshing,) if task is not None)
         for followed in (self._vaults, self._keys):
             if followed is not None:
                 await followed.stop()
