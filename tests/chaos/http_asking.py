@@ -44,14 +44,17 @@ class _Cut(Exception):
 
 
 class HttpClients:
-    """Shared by all HTTP clients of a run: the ingresses, and connections to them. Close it."""
+    """Shared by all HTTP clients of a run: the ingresses, and connections to them. Close it. `transport`: in place of
+    sockets."""
 
-    def __init__(self, bases: Mapping[str, str], now: Clock) -> None:
+    def __init__(self, bases: Mapping[str, str], now: Clock, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._bases = dict(bases)
         self._turn = itertools.cycle(self._bases)
         self._now = now
         self._client = httpx.AsyncClient(
-            trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            transport=transport,
         )
 
     async def close(self) -> None:
@@ -118,6 +121,15 @@ class HttpClients:
                 self._noted(answer.json(), exchange, ingress)
             await asyncio.sleep(RETRY_S)
         exchange.done_at = self._now()
+
+    async def delete(self, path: str, tenant: str) -> bool:
+        """Whether it is gone, by an ingress's word."""
+        url, headers = f"{self._bases[next(self._turn)]}/{path}", {"Authorization": f"Bearer {key_of(tenant)}"}
+        try:
+            answer = await self._client.delete(url, headers=headers, timeout=httpx.Timeout(10.0, connect=CONNECT_S))
+        except httpx.TransportError:
+            return False
+        return answer.status_code in (200, 404)
 
     def _noted(self, told: dict[str, Any], exchange: Exchange, ingress: str) -> None:
         at = self._now()

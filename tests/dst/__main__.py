@@ -16,10 +16,13 @@ HASHES = "PYTHONHASHSEED"
 
 
 def main() -> int:
-    from tests.dst import threads
+    from tests.dst import sockets, threads
 
     threads.install()
-    from tests.dst import alike, run  # and the product
+    sockets.install()
+    from tests.dst import alike, files, run  # and the product
+
+    files.install()
 
     return {"alike": alike.main, "run": run.main}[sys.argv[1]](sys.argv[2:])
 

@@ -5,91 +5,173 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tests.dst.nats_link import Published
+from kvproto import codec
+from tests.dst.hub import Place
+from tests.dst.nats_link import Link, Published
 from tests.dst.nats_server import Subscribed
 from tests.dst.schedule import Fault, Kind
-from tests.dst.world import AT, Begin, World
+from tests.dst.world import AT, World
 
 CALM_S = (0.0001, 0.001)
+DRAIN_S = 8.0  # until a process that does not end is killed
+NEXT_VERSION = codec.VERSION + 1  # of a release to come, which reads this one too
+
+Mend = Callable[[], object]
 
 
 class Breaker:
-    """`begins`: how each process that may die is started again."""
+    """Tells `note` of each fault as it is done."""
 
-    def __init__(self, world: World, begins: dict[str, Begin], note: Callable[[str], None]) -> None:
-        self._world, self._begins, self._note = world, begins, note
+    def __init__(self, world: World, note: Callable[[Fault], None]) -> None:
+        self._world, self._note = world, note
         self._lossy: dict[str, float] = {}  # by process: the chance that a message to it is lost
         self._repeating: dict[str, float] = {}
         world.server.on_delivery = self._copies
+        self._this = codec.MIN_VERSION, codec.VERSION
 
     def plan(self, faults: tuple[Fault, ...]) -> None:
         hub = self._world.hub
+        if any(fault.kind is Kind.UPGRADE for fault in faults):
+            hub.enter = self._speak
         for fault in faults:
             hub.at(hub.now + fault.at_s, partial(self._begin, fault))
 
-    def _begin(self, fault: Fault) -> None:
-        world, hub, name = self._world, self._world.hub, fault.target
-        self._note(str(fault))
-        server, process = world.server, world.processes.get(name)
-        mend: Callable[[], None] = _nothing
-        if fault.kind is Kind.NATS_KILL:
-            server.kill()
-            mend = server.start
-        elif fault.kind is Kind.NATS_HANG:
-            server.hang()
-            mend = server.wake
-        elif fault.kind is Kind.NATS_LEADERLESS:
-            server.jetstream.is_away = True
-            mend = partial(setattr, server.jetstream, "is_away", False)
-        elif fault.kind is Kind.SLOW:
-            server.latency_range_s = (0.0001, 0.002 + 0.3 * fault.strength**3)
-            mend = partial(setattr, server, "latency_range_s", CALM_S)
-        elif process is None or process.place.is_dead:
-            return
-        elif fault.kind is Kind.KILL:
-            world.kill(name)
-            mend = partial(world.start, name, self._begins[name])  # type: ignore[assignment]
-        elif fault.kind is Kind.PAUSE:
-            process.place.pause()
-            mend = partial(self._wake, name)
-        elif fault.kind is Kind.CUT:
-            for transport in world.transports_of(name):
-                transport.lose()
-        elif fault.kind is Kind.CLOCK:
-            process.place.clock_ahead_s += (fault.strength - 0.5) * 400
-        elif fault.kind is Kind.LOST:
-            self._lossy[name] = 0.3 * fault.strength
-            mend = partial(self._lossy.pop, name, 0.0)  # type: ignore[assignment]
-        elif fault.kind is Kind.REPEATED:
-            self._repeating[name] = 0.5 * fault.strength
-            mend = partial(self._repeating.pop, name, 0.0)  # type: ignore[assignment]
-        else:
-            mend = self._part(name, fault.kind)
-        hub.at(hub.now + fault.for_s, mend)
+    def end(self) -> None:
+        codec.MIN_VERSION, codec.VERSION = self._this
 
-    def _part(self, name: str, kind: Kind) -> Callable[[], None]:
-        world = self._world
-        world.net.apart.add((name, AT))
-        held = []
+    def _speak(self, place: Place) -> None:
+        low, high = self._this
+        codec.VERSION = place.version or high
+        codec.MIN_VERSION = max(low, codec.VERSION - 1)
+
+    def _begin(self, fault: Fault) -> None:
+        hub, process = self._world.hub, self._world.processes.get(fault.target)
+        if fault.kind is Kind.SCALE_UP:
+            if fault.target + "b" in self._world.processes:
+                return
+        elif process is not None and process.place.is_dead:
+            return
+        self._note(fault)
+        mend = _DEEDS[fault.kind](self, fault)
+        if mend is not None:
+            hub.at(hub.now + fault.for_s, mend)
+
+    # Processes.
+
+    def _kill(self, fault: Fault) -> Mend:
+        begin = self._world.processes[fault.target].begin
+        self._world.kill(fault.target)
+        return partial(self._world.start, fault.target, begin)
+
+    def _pause(self, fault: Fault) -> Mend:
+        place = self._world.processes[fault.target].place
+        place.pause()
+        return lambda: None if place.is_dead else place.go_on()
+
+    def _drain(self, fault: Fault) -> Mend:
+        world, name = self._world, fault.target
+        former = world.processes[name]
+        world.drain(name, DRAIN_S)
+
+        def start() -> None:
+            if world.processes[name] is not former:
+                return
+            if former.place.is_dead:
+                world.start(name, former.begin)
+            else:
+                world.hub.at(world.hub.now + 0.5, start)
+
+        return start
+
+    def _upgrade(self, fault: Fault) -> Mend:
+        versions, name = self._world.versions, fault.target
+        versions[name] = self._this[1] if versions.get(name) == NEXT_VERSION else NEXT_VERSION
+        return self._drain(fault)
+
+    def _scale_up(self, fault: Fault) -> None:
+        name = f"{fault.target}b"
+        self._world.start(name, partial(self._world.worker, name))
+
+    def _jump(self, fault: Fault) -> None:
+        self._world.processes[fault.target].place.clock_ahead_s += (fault.strength - 0.5) * 400
+
+    # Networks.
+
+    def _partition(self, fault: Fault) -> Mend:
+        """From NATS alone, or from all."""
+        world, name, kind = self._world, fault.target, fault.kind
+        place = world.processes[name].place
+        is_alone = fault.strength > 0.4
+        apart = {(name, AT)}
+        world.net.apart |= apart
+        links: list[Link | None] = []
         for transport in world.transports_of(name):
-            if kind in (Kind.PARTITION, Kind.DUMB):
-                held.append(transport.to_server)
-            if kind in (Kind.PARTITION, Kind.DEAF):
-                held.append(transport.to_client)
-        for link in held:
-            link.hold()
+            links += [transport.to_server] * (kind is not Kind.DEAF) + [transport.to_client] * (kind is not Kind.DUMB)
+        if is_alone:
+            world.sockets.apart.add(name)
+            for socket in world.sockets.of(place):
+                there = socket.peer.out if socket.peer is not None else None
+                links += [socket.out] * (kind is not Kind.DEAF) + [there] * (kind is not Kind.DUMB)
+        lost = {(client, name) for client in world.processes} if is_alone and name[0] == "i" else set()
+        world.web.apart |= lost
+        web = world.web.connections_of(place) if is_alone else []
+        for connection in web:
+            connection.hold()
+        for link in links:
+            if link is not None:
+                link.hold()
 
         def mend() -> None:
-            world.net.apart.discard((name, AT))
-            for link in held:
-                link.let_go()
+            world.net.apart.difference_update(apart)
+            world.web.apart.difference_update(lost)
+            world.sockets.apart.discard(name)
+            for connection in web:
+                connection.let_go()
+            for link in links:
+                if link is not None:
+                    link.let_go()
 
         return mend
 
-    def _wake(self, name: str) -> None:
-        place = self._world.processes[name].place
-        if not place.is_dead:
-            place.go_on()
+    def _cut(self, fault: Fault) -> None:
+        world, place = self._world, self._world.processes[fault.target].place
+        for transport in world.transports_of(fault.target):
+            transport.lose()
+        for socket in world.sockets.of(place):
+            socket.lose()
+        for connection in world.web.connections_of(place):
+            connection.lose()
+
+    def _half_open(self, fault: Fault) -> None:
+        for socket in self._world.sockets.of(self._world.processes[fault.target].place):
+            socket.forget()
+
+    def _slow(self, fault: Fault) -> Mend:
+        world = self._world
+        slow = (0.0001, 0.002 + 0.3 * fault.strength**3)
+        networks = [world.server, world.sockets, world.web][: 1 + int(3 * fault.strength)]
+
+        def mend() -> None:
+            for one in networks:
+                one.latency_range_s = CALM_S
+
+        for one in networks:
+            one.latency_range_s = slow
+        return mend
+
+    def _lose(self, fault: Fault) -> Mend:
+        return self._of(self._lossy, fault.target, 0.3 * fault.strength)
+
+    def _repeat(self, fault: Fault) -> Mend:
+        return self._of(self._repeating, fault.target, 0.5 * fault.strength)
+
+    def _flip(self, fault: Fault) -> Mend:
+        return self._of(self._world.sockets.flips, fault.target, 0.1 * fault.strength)
+
+    @staticmethod
+    def _of(chances: dict[str, float], name: str, chance: float) -> Mend:
+        chances[name] = chance
+        return partial(chances.pop, name, 0.0)
 
     def _copies(self, message: Published, to: Subscribed) -> int:
         if not self._lossy and not self._repeating:
@@ -99,6 +181,59 @@ class Breaker:
             return 0
         return 2 if draw() < self._repeating.get(name, 0.0) else 1
 
+    # Disks.
 
-def _nothing() -> None:
-    pass
+    def _power_cut(self, fault: Fault) -> Mend:
+        mend = self._kill(fault)
+        self._world.disk(fault.target).power_cut()
+        return mend
+
+    def _lose_disk(self, fault: Fault) -> Mend:
+        mend = self._kill(fault)
+        del self._world.disks[fault.target]
+        self._world.disk(fault.target)
+        return mend
+
+    def _fill(self, fault: Fault) -> Mend:
+        disk = self._world.disk(fault.target)
+        disk.room_bytes = 0
+        return partial(setattr, disk, "room_bytes", None)
+
+    def _slow_disk(self, fault: Fault) -> Mend:
+        disk = self._world.disk(fault.target)
+        disk.slow_s = 0.2 * fault.strength
+        return partial(setattr, disk, "slow_s", 0.0)
+
+    def _fail(self, fault: Fault) -> Mend:
+        disk = self._world.disk(fault.target)
+        disk.failing = fault.strength
+        return partial(setattr, disk, "failing", 0.0)
+
+    def _rot(self, fault: Fault) -> None:
+        self._world.disk(fault.target).flip()
+
+    # The NATS server.
+
+    def _kill_nats(self, fault: Fault) -> Mend:
+        self._world.server.kill()
+        return self._world.server.start
+
+    def _hang_nats(self, fault: Fault) -> Mend:
+        self._world.server.hang()
+        return self._world.server.wake
+
+    def _take_leader(self, fault: Fault) -> Mend:
+        jetstream = self._world.server.jetstream
+        jetstream.is_away = True
+        return partial(setattr, jetstream, "is_away", False)
+
+
+_DEEDS: dict[Kind, Callable[[Breaker, Fault], Mend | None]] = {
+    Kind.KILL: Breaker._kill, Kind.PAUSE: Breaker._pause, Kind.DRAIN: Breaker._drain, Kind.UPGRADE: Breaker._upgrade,
+    Kind.SCALE_UP: Breaker._scale_up, Kind.PARTITION: Breaker._partition, Kind.DEAF: Breaker._partition,
+    Kind.DUMB: Breaker._partition, Kind.CUT: Breaker._cut, Kind.HALF_OPEN: Breaker._half_open, Kind.SLOW: Breaker._slow,
+    Kind.LOST: Breaker._lose, Kind.REPEATED: Breaker._repeat, Kind.FLIPPED: Breaker._flip, Kind.CLOCK: Breaker._jump,
+    Kind.POWER_CUT: Breaker._power_cut, Kind.DISK_LOST: Breaker._lose_disk, Kind.DISK_FULL: Breaker._fill,
+    Kind.DISK_SLOW: Breaker._slow_disk, Kind.DISK_FAILS: Breaker._fail, Kind.DISK_ROTS: Breaker._rot,
+    Kind.NATS_KILL: Breaker._kill_nats, Kind.NATS_HANG: Breaker._hang_nats, Kind.NATS_LEADERLESS: Breaker._take_leader,
+}  # fmt: skip

@@ -46,6 +46,7 @@ class Place:
         self.hub, self.name = hub, name
         self.is_dead = self.is_paused = False
         self.clock_ahead_s = 0.0
+        self.version = 0  # of the wire, that it speaks
         self.actors: list[Actor] = []
         self._parked: list[Actor] = []
 
@@ -103,6 +104,7 @@ class Hub:
         self.world = self.here = Place(self, "world")
         self.places = [self.world]
         self.is_over = False
+        self.enter: Callable[[Place], None] = lambda place: None  # before another place's turn
         self.turns_total = 0
         self._timers: list[tuple[float, int, Timer]] = []
         self._made = 0
@@ -142,7 +144,9 @@ class Hub:
                     ready[at] = ready[-1]
                     ready.pop()
                     actor.is_ready = False
-                    self.here = actor.place
+                    if actor.place is not self.here:
+                        self.here = actor.place
+                        self.enter(actor.place)
                     set_loop(actor.loop)
                     actor.greenlet.switch()
                     if turns > LIMIT:

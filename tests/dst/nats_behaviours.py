@@ -127,6 +127,20 @@ async def one_of_a_queue_group(stage: Stage) -> None:
 
 
 @behaviour
+async def what_is_subscribed_twice_under_one_number_is_heard_once(stage: Stage) -> None:
+    a = await stage.open("a")
+    some = await heard(a, "t")
+    number = max(a.raw._subs)
+    await a.raw._send_command(b"SUB t  %d\r\n" % number)
+    await a.synced()
+    await a.publish("t", b"1")
+    await a.publish("t", b"2")
+    await a.synced()
+    await asyncio.sleep(QUIET_S)
+    assert data(some) == [b"1", b"2"]
+
+
+@behaviour
 async def messages_keep_their_order(stage: Stage) -> None:
     a, b = await stage.open("a"), await stage.open("b")
     some = await heard(b, "o.>")

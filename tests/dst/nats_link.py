@@ -7,13 +7,15 @@ messages travel as objects, commands as their bytes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import nats.errors
 from nats.aio.client import NATS_HDR_LINE, Srv
+from nats.js.client import JetStreamContext
 
 from kvproto import connection as product
 from tests.dst.hub import Hub
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from tests.dst.nats_server import SimNats
 
 HIGH = 65_536  # bytes that were not taken, from where on a writer waits
+LATER = 0.1  # of writes: a turn later
 _END = b""
 
 
@@ -100,7 +103,9 @@ class SimTransport:
         self._parts: deque[Any] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
-        self._is_closing = self._is_over = False
+        self._read: Callable[[Any], Coroutine[Any, Any, None] | None] | None = None
+        self._waiting: _Waiting | None = None
+        self._is_closing = self._is_over = self._is_due = False
         self.place = hub.here
         self._loop = asyncio.get_running_loop()
 
@@ -134,6 +139,37 @@ class SimTransport:
             self._reader = self._loop.create_future()
             await self._reader
         return self._parts.popleft()
+
+    async def listen(self, read: Callable[[Any], Coroutine[Any, Any, None] | None]) -> _Waiting | None:
+        """`read` begins with each part as it comes. Returns what has to wait, or None at the end."""
+        self._read = read
+        self._take_all()
+        if self._waiting is None and not (self._is_over or self._is_closing):
+            self._reader = self._loop.create_future()
+            await self._reader
+        self._read = None
+        waiting, self._waiting = self._waiting, None
+        return waiting
+
+    def _take_all(self) -> None:
+        self._is_due = False
+        if self._read is None:
+            return
+        while self._parts and self._waiting is None:
+            begun = self._read(self._parts.popleft())
+            if begun is None:
+                continue
+            try:
+                waits_for = begun.send(None)
+            except StopIteration:
+                continue
+            self._waiting = _Waiting(begun, waits_for)
+        if self._waiting is not None:
+            self._wake()
+
+    @property
+    def takes(self) -> bool:
+        return not self._is_closing and self.to_server.unread <= HIGH
 
     def at_eof(self) -> bool:
         return self._is_over and not self._parts
@@ -178,7 +214,11 @@ class SimTransport:
             parts = parts[:-1]
             self._is_over = True
         self._parts += parts
-        self._wake()
+        if self._read is None or self._is_over:
+            self._wake()
+        elif not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._take_all)
 
     def _wake(self) -> None:
         if self.place.is_dead:
@@ -223,28 +263,122 @@ class SimClient(product._Client):
         if self._flush_queue is not None and self._flush_queue.empty():
             await self._flush_pending()
 
+    async def subscribe(self, *of: Any, **how: Any) -> Any:
+        made = await super().subscribe(*of, **how)
+        if made._cb is not None:
+            made._pending_queue = AtOnce(self, made)
+            made._cb = made._pending_queue.go_on
+        return made
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        """At once where the socket has room, mostly: else by nats-py's task for it, whose turn comes later."""
+        transport = self._transport
+        takes = self.is_connected and transport is not None and transport.takes
+        if not takes or self.net.hub.random.random() < LATER or not self._flush_queue.empty():
+            return await super()._flush_pending(force_flush)
+        if self._pending:
+            transport.writelines(self._pending)
+            self._pending, self._pending_data_size = [], 0
+        return None
+
     async def _read_loop(self) -> None:
-        while not (self.is_closed or self.is_reconnecting or self._transport is None):
+        """What comes is read by callbacks of the loop, without this task's turn; it goes on with what waits."""
+        transport = self._transport
+        while not (self.is_closed or self.is_reconnecting or transport is None):
             try:
-                if self._transport.at_eof():
+                if transport.at_eof():
                     error = nats.errors.UnexpectedEOF()
                     await self._error_cb(error)
                     await self._process_op_err(error)
                     break
-                part = await self._transport.take()
-                if type(part) is Delivered:
-                    await self._process_msg(*part.parts)
-                elif part == b"PING\r\n":
-                    await self._process_ping()
-                elif part == b"PONG\r\n":
-                    await self._process_pong()
-                elif part.startswith(b"-ERR"):
-                    await self._process_err(part[5:].strip().decode().lower())
+                waits = await transport.listen(self._read)
+                if waits is not None:
+                    await waits
             except OSError as error:
                 await self._process_op_err(error)
                 break
             except asyncio.CancelledError:
                 break
+            transport = self._transport
+
+    def _read(self, part: Any) -> Coroutine[Any, Any, None] | None:
+        if type(part) is Delivered:
+            return self._process_msg(*part.parts)
+        if part == b"PING\r\n":
+            return self._process_ping()
+        if part == b"PONG\r\n":
+            return self._process_pong()
+        if part.startswith(b"-ERR"):
+            return self._process_err(part[5:].strip().decode().lower())
+        return None
+
+
+class _Waiting:
+    """What is left of a coroutine that has begun without a task, and what it waits for."""
+
+    def __init__(self, begun: Coroutine[Any, Any, None], waits_for: Any, data: bytes = b"") -> None:
+        self._begun, self._waits_for, self.data = begun, waits_for, data
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waits_for = self._waits_for
+        while True:
+            try:
+                said = None if waits_for is None else (yield waits_for)
+            except BaseException as error:  # noqa: BLE001 - it is the coroutine's
+                wanted = partial(self._begun.throw, error)
+            else:
+                wanted = partial(self._begun.send, said)
+            try:
+                waits_for = wanted()
+            except StopIteration:
+                return
+
+
+class AtOnce(asyncio.Queue[Any]):
+    """A subscription's messages. Mostly its callback begins as one comes, without a turn of nats-py's task for it,
+    which goes on with what has to wait."""
+
+    def __init__(self, client: SimClient, subscription: Any) -> None:
+        super().__init__(subscription._pending_msgs_limit)
+        self._client, self._subscription, self._callback = client, subscription, subscription._cb
+        self._draw, self._running = client.net.hub.random.random, asyncio.get_running_loop()
+
+    def put_nowait(self, message: Any) -> None:
+        task = self._subscription._wait_for_msgs_task
+        is_elsewhere = asyncio.current_task(self._running) is not None
+        if self._unfinished_tasks or task is None or is_elsewhere or self._draw() < LATER:
+            super().put_nowait(message)
+            return
+        begun = self._callback(message)
+        asyncio.tasks._enter_task(self._running, task)
+        try:
+            waits_for = begun.send(None)
+        except StopIteration:
+            present = self._client._subs.get(self._subscription._id)  # JetStream's library puts its own in its place
+            if present is not None:
+                present._pending_size -= len(message.data)
+        except Exception as error:  # noqa: BLE001 - its task tells it
+            super().put_nowait(_Waiting(_raising(error), None, message.data))
+        else:
+            super().put_nowait(_Waiting(begun, waits_for, message.data))
+        finally:
+            asyncio.tasks._leave_task(self._running, task)
+
+    def go_on(self, message: Any) -> Any:
+        return message if type(message) is _Waiting else self._callback(message)
+
+
+async def _raising(error: Exception) -> None:
+    raise error
+
+
+async def _no_flow_control(self: Any) -> None:
+    """nats-py looks four times a second whether it owes an answer; this server never asks for one."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.get_running_loop().create_future()
+
+
+JetStreamContext._JSI.check_flow_control_response = _no_flow_control
 
 
 class Net:

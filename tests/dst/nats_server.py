@@ -63,6 +63,7 @@ class SimNats:
         self.clients: dict[SimTransport, Attached] = {}
         self.interest: Interest[Subscribed] = Interest()
         self.jetstream = JetStream(self)
+        self.on_message: Callable[[Attached, Published], None] = lambda client, message: None
         self.on_delivery: Callable[[Published, Subscribed], int] = lambda message, to: 1  # copies, a fault's
         self._ids = 0
 
@@ -161,6 +162,8 @@ class SimNats:
                 [f"-ERR 'Permissions Violation for Subscription to \"{subject}\"'\r\n".encode()]
             )
             return
+        if sid in client.subscriptions:  # said twice, as nats-py does when it reconnects: it counts once
+            return
         made = client.subscriptions[sid] = Subscribed(client, sid, subject, queue)
         self.interest.put(subject, made)
         self.jetstream.listened(subject)
@@ -193,6 +196,7 @@ class SimNats:
                 told = f"-ERR 'Permissions Violation for Publish to \"{subject}\"'\r\n"
                 client.transport.to_client.send([told.encode()])
                 return
+        self.on_message(client, message)
         reached = self.route(message)
         if self.jetstream.take(message):
             return

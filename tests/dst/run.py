@@ -26,14 +26,17 @@ def main(arguments: list[str]) -> int:
     sys.unraisablehook = lambda _: None  # last words of coroutines whose run is over
     answers, bad, began = learn(), 0, _cpu_s()
     gc.disable()  # what it frees would come to an end at other moments
+    gc.freeze()
     mutation = getattr(mutations, said.mutation) if said.mutation else contextlib.nullcontext
     for seed in range(said.first, said.first + said.seeds):
         with mutation():
             found = run(seed, answers)
+            if found.wrong and not said.mutation:
+                found = run(seed, answers, traces=True)
         whole = hashlib.sha256(repr((found.lines, found.wrong)).encode()).hexdigest()[:16]
-        print(f"{seed} {whole} {len(found.faults)} faults, {found.resumed} resumed", flush=True)
+        print(f"{seed} {whole} {len(found.faults)} faults, {found.counts.get('resumed', 0)} resumed", flush=True)
         if said.tell or found.wrong:
-            print("\n".join(f"    {line[:200]}" for line in found.lines))
+            print("\n".join(f"    {line[:400]}" for line in found.lines))
         for wrong in found.wrong:
             print(f"  WRONG {wrong[:400]}")
         bad += bool(found.wrong)

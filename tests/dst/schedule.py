@@ -11,27 +11,42 @@ from enum import StrEnum
 class Kind(StrEnum):
     KILL = "kill -9"
     PAUSE = "stopped, wakes"
+    DRAIN = "drain (SIGTERM)"
+    UPGRADE = "upgrade to the other wire version"
+    SCALE_UP = "one worker more"
     PARTITION = "partition"
     DEAF = "hears nothing"
     DUMB = "is heard by nobody"
-    CUT = "connection reset"
+    CUT = "connections reset"
+    HALF_OPEN = "data plane half open"
     SLOW = "slow links"
     LOST = "messages lost"
     REPEATED = "messages repeated"
+    FLIPPED = "data plane's bytes flipped"
     CLOCK = "clock jump"
+    POWER_CUT = "power cut"
+    DISK_LOST = "kill -9, its disk is lost"
+    DISK_FULL = "disk full"
+    DISK_SLOW = "disk slow"
+    DISK_FAILS = "disk fails"
+    DISK_ROTS = "a bit of the disk turns"
     NATS_KILL = "NATS killed"
     NATS_HANG = "NATS stopped, wakes"
     NATS_LEADERLESS = "JetStream without a leader"
 
 
-OF_ALL = (Kind.NATS_KILL, Kind.NATS_HANG, Kind.NATS_LEADERLESS, Kind.SLOW)
-NEVER_OF_CLIENTS = (Kind.KILL, Kind.PAUSE)
-# (shortest, longest) in seconds: a kill lasts until its supervisor starts it again.
-LASTS_S = {
-    Kind.KILL: (0.2, 6.0), Kind.PAUSE: (0.05, 9.0), Kind.PARTITION: (0.05, 8.0), Kind.DEAF: (0.05, 8.0),
-    Kind.DUMB: (0.05, 8.0), Kind.CUT: (0.0, 0.0), Kind.SLOW: (0.5, 8.0), Kind.LOST: (0.5, 6.0),
-    Kind.REPEATED: (0.5, 6.0), Kind.CLOCK: (0.0, 0.0), Kind.NATS_KILL: (0.1, 6.0), Kind.NATS_HANG: (0.1, 9.0),
-    Kind.NATS_LEADERLESS: (0.1, 6.0),
+LIVES = (0.2, 6.0)  # until a supervisor starts it again
+SINGLE = {"n": "nats", "d": "v0"}  # the server, and the vault with a disk
+# Whom it hits, by the first letter of names or one of these, and shortest and longest time in seconds.
+TRAITS: dict[Kind, tuple[str, tuple[float, float]]] = {
+    Kind.KILL: ("fpvi", LIVES), Kind.PAUSE: ("fpvi", (0.05, 9.0)), Kind.DRAIN: ("fpvi", LIVES),
+    Kind.UPGRADE: ("fpvi", LIVES), Kind.SCALE_UP: ("f", (0.0, 0.0)), Kind.PARTITION: ("fpvic", (0.05, 8.0)),
+    Kind.DEAF: ("fpvic", (0.05, 8.0)), Kind.DUMB: ("fpvic", (0.05, 8.0)), Kind.CUT: ("fpvich", (0.0, 0.0)),
+    Kind.HALF_OPEN: ("fv", (0.0, 0.0)), Kind.SLOW: ("n", (0.5, 8.0)), Kind.LOST: ("fpvic", (0.5, 6.0)),
+    Kind.REPEATED: ("fpvic", (0.5, 6.0)), Kind.FLIPPED: ("fv", (0.5, 8.0)), Kind.CLOCK: ("fpvi", (0.0, 0.0)),
+    Kind.POWER_CUT: ("d", LIVES), Kind.DISK_LOST: ("d", LIVES), Kind.DISK_FULL: ("d", (0.5, 8.0)),
+    Kind.DISK_SLOW: ("d", (0.5, 8.0)), Kind.DISK_FAILS: ("d", (0.5, 8.0)), Kind.DISK_ROTS: ("d", (0.0, 0.0)),
+    Kind.NATS_KILL: ("n", (0.1, 6.0)), Kind.NATS_HANG: ("n", (0.1, 9.0)), Kind.NATS_LEADERLESS: ("n", (0.1, 6.0)),
 }  # fmt: skip
 
 
@@ -50,15 +65,16 @@ class Fault:
         return f"{self.target}: {self.kind.value}{lasting}"
 
 
-def drawn(seed: int, members: Sequence[str], clients: Sequence[str], until_s: float) -> tuple[Fault, ...]:
+def drawn(seed: int, names: Sequence[str], until_s: float) -> tuple[Fault, ...]:
     """In order."""
     chance = random.Random(seed)
     kinds = chance.sample(list(Kind), chance.randint(1, 5))
     faults = []
     for _ in range(chance.choice((1, 2, 4, 8, 16))):
         kind = chance.choice(kinds)
-        among = ["nats"] if kind in OF_ALL else [*members, *(() if kind in NEVER_OF_CLIENTS else clients)]
-        for_s = chance.uniform(*LASTS_S[kind]) * chance.choice((0.1, 1.0))
+        whom, lasts_s = TRAITS[kind]
+        target = SINGLE.get(whom) or chance.choice([name for name in names if name[0] in whom])
+        for_s = chance.uniform(*lasts_s) * chance.choice((0.1, 1.0))
         at_s = chance.uniform(0.0, until_s)
-        faults.append(Fault(at_s, kind, chance.choice(among), min(for_s, until_s - at_s), chance.random()))
+        faults.append(Fault(at_s, kind, target, min(for_s, until_s - at_s), chance.random()))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

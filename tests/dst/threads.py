@@ -8,6 +8,7 @@ standard library are built on these.
 from __future__ import annotations
 
 import _thread
+import asyncio
 import os
 import queue
 import random
@@ -15,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent
@@ -66,6 +68,8 @@ class SimLock:
 
     def release(self) -> None:
         if not self._held:
+            if _Present.hub.is_over:
+                return
             raise RuntimeError("release unlocked lock")
         while self._waiting:
             waiting, got = self._waiting.popleft()
@@ -128,6 +132,26 @@ def _sleep(delay_s: float) -> None:
     _Present.hub.sleep(delay_s)
 
 
+async def _sleep_on_loop(delay: float, result: Any = None) -> Any:
+    """As `asyncio.sleep`, with one callback less."""
+    if delay <= 0:
+        return await _USUAL_SLEEP(0, result)
+    hub, future = _Present.hub, asyncio.get_running_loop().create_future()
+    timer = hub.at(hub.now + delay, partial(_over, future, result))
+    try:
+        return await future
+    finally:
+        timer.cancel()
+
+
+def _over(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+_USUAL_SLEEP = asyncio.sleep
+
+
 def _urandom(size: int) -> bytes:
     return _Present.hub.random.randbytes(size)
 
@@ -155,4 +179,6 @@ def install() -> None:
         setattr(time, name, _now)
         setattr(time, f"{name}_ns", lambda: int(_now() * 1e9))
     time.time, time.time_ns, time.sleep = _wall, lambda: int(_wall() * 1e9), _sleep
+    asyncio.sleep = asyncio.tasks.sleep = _sleep_on_loop  # type: ignore[assignment]
+    os.getpid = lambda: 1
     os.urandom = random._urandom = _urandom  # type: ignore[attr-defined]

@@ -1,33 +1,38 @@
-"""One run of a seed: a fleet, forty requests, what breaks meanwhile, and what the chaos suite's judge says of it."""
+"""One run of a seed: a fleet, its clients' requests, what breaks meanwhile, and what the chaos suite's judge says."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import itemgetter
 
-from kvproto.client import Client
-from tests.chaos.asking import ask_client
-from tests.chaos.behaviour import PLAIN, Behaviour
-from tests.chaos.cases import Case
+from tests.chaos import schedule as chaos
+from tests.chaos.behaviour import PLAIN
 from tests.chaos.checker import check
-from tests.chaos.history import Answer, Exchange, History, Transport
+from tests.chaos.history import Answer, Exchange, Happened, History
 from tests.chaos.load import answer_of
 from tests.dst.breaking import Breaker
+from tests.dst.callers import CLIENTS, Callers
+from tests.dst.cases import Request, cases, requests
 from tests.dst.hub import Stuck
-from tests.dst.schedule import Fault, drawn
+from tests.dst.ingresses import ingress
+from tests.dst.rest import faults_at_rest
+from tests.dst.schedule import Fault, Kind, drawn
+from tests.dst.timeline import Timeline
 from tests.dst.world import Begin, World
 
-WORKERS, PLACEMENTS, CLIENTS = 4, 2, 2
-REQUESTS, CASES = 40, 24
-LOAD_S, BROKEN_S, WHOLE_S = 30.0, 32.0, 60.0  # requests begin, faults end, all is over
+WORKERS, PLACEMENTS, VAULTS, INGRESSES = 4, 2, 2, 2
+BROKEN_S, WHOLE_S = 32.0, 60.0  # faults end, all is over
 READY_S = 30.0
-_WAYS: tuple[dict[str, Any], ...] = (
-    {}, {}, {"temperature": 0.8, "seed": 1}, {"n": 2, "temperature": 0.9, "seed": 3}, {"logprobs": 2},
-    {"frequency_penalty": 0.5},
-)  # fmt: skip
+PATIENCE_S = 9.0  # of a request that no worker has taken on; it ends a little later
+_AS_CHAOS = {
+    Kind.KILL: chaos.Kind.KILL, Kind.POWER_CUT: chaos.Kind.KILL, Kind.DISK_LOST: chaos.Kind.KILL,
+    Kind.PAUSE: chaos.Kind.STOP_LONG, Kind.DRAIN: chaos.Kind.DRAIN, Kind.UPGRADE: chaos.Kind.UPGRADE,
+    Kind.PARTITION: chaos.Kind.PARTITION, Kind.DEAF: chaos.Kind.PARTITION, Kind.DUMB: chaos.Kind.PARTITION,
+    Kind.LOST: chaos.Kind.PARTITION, Kind.CUT: chaos.Kind.CUT, Kind.NATS_KILL: chaos.Kind.NATS_KILL,
+    Kind.NATS_HANG: chaos.Kind.NATS_STOP, Kind.NATS_LEADERLESS: chaos.Kind.NATS_STOP, Kind.SLOW: chaos.Kind.NATS_STOP,
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -36,130 +41,130 @@ class Outcome:
     faults: tuple[Fault, ...]
     wrong: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # what happened, with its time
-    resumed: int = 0
-    turns: int = 0
-
-
-def cases() -> list[Case]:
-    chance = random.Random(0)
-    shared = [_ids(chance, length) for length in (16, 48, 96)]
-    made = []
-    for at in range(CASES):
-        ids = chance.choice([(), *shared]) + _ids(chance, chance.randint(8, 60))
-        sampling = {"temperature": 0.0, "ignore_eos": True, **_WAYS[at % len(_WAYS)]}
-        made.append(
-            Case(f"case-{at}", Transport.CLIENT, "demo", "public", chance.choice((4, 12, 24, 48)), sampling, ids)
-        )
-    return made
-
-
-def _ids(chance: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(chance.randrange(10, 1000) for _ in range(count))
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class Trial:
     def __init__(self, seed: int) -> None:
-        self.world = World(seed)
-        self.members = [f"w{at}" for at in range(WORKERS)] + [f"p{at}" for at in range(PLACEMENTS)]
-        self.clients = [f"c{at}" for at in range(CLIENTS)]
+        self.world = world = World(seed)
+        kinds = (("f", WORKERS), ("p", PLACEMENTS), ("v", VAULTS), ("i", INGRESSES))
+        self.members = {kind: [f"{kind}{at}" for at in range(count)] for kind, count in kinds}
         self.begins: dict[str, Begin] = {}
-        for name in self.members:
-            self.begins[name] = partial(self.world.worker if name[0] == "w" else self.world.placement, name)
-        self.exchanges: list[Exchange] = []
+        for names, begin in zip(self.members.values(), (world.worker, world.placement, world.vault), strict=False):
+            self.begins |= {name: partial(begin, name) for name in names}
+        self.begins["v0"] = partial(world.vault, "v0", has_disk=True)
+        self.begins |= {name: partial(ingress, world, world.web, name) for name in self.members["i"]}
 
     def start(self) -> None:
         world = self.world
         world.start("init", world.buckets)
         world.hub.run(world.processes["init"].tasks[0].done, READY_S)
-        for name in self.members:
-            world.start(name, self.begins[name])
-        for name in self.clients:
-            world.start(name, world.client)
-        names = (*self.members, *self.clients)
+        for name, begin in self.begins.items():
+            world.start(name, begin)
+        self.callers = Callers(world, self.members["i"])
+        names = (*self.begins, *self.callers.names)
         world.hub.run(lambda: all(world.processes[name].made for name in names), READY_S)
-        views = [self.client(name).members.view for name in self.clients]
+        views = [self.callers.client(tenant).members.view for tenant in CLIENTS]
         world.hub.run(lambda: all(len(list(view.ready())) == WORKERS for view in views), READY_S)
-
-    def client(self, name: str) -> Client:
-        made = self.world.processes[name].made
-        assert isinstance(made, Client)
-        return made
-
-    def ask(self, name: str, case: Case, behaviour: Behaviour, at_s: float) -> Any:
-        now = lambda: self.world.hub.now  # noqa: E731
-        exchange = Exchange(
-            len(self.exchanges), case.transport, case.name, case.model, case.tenant, behaviour.name, 0.0
-        )
-        self.exchanges.append(exchange)
-
-        async def work() -> None:
-            await asyncio.sleep(at_s)
-            exchange.began = now()
-            await ask_client(self.client(name), case, behaviour, exchange, now)
-
-        return self.world.spawn(self.world.processes[name], work())
 
 
 def learn() -> dict[tuple[str, int], Answer]:
     """The right answers, of a fleet that nothing happens to."""
     trial = Trial(0)
     trial.start()
-    asked = cases()
-    tasks = [trial.ask("c0", case, PLAIN, 0.0) for case in asked]
-    trial.world.hub.run(lambda: all(task.done() for task in tasks), 120.0)
+    tasks = [trial.callers.ask(Request(0.2 * at, case, PLAIN)) for at, case in enumerate(cases())]
+    trial.world.hub.run(lambda: all(task.done() for task in tasks), 300.0)
     for task in tasks:
         task.result()
-    answers = {(case.name, 0): answer_of(one, case) for case, one in zip(asked, trial.exchanges, strict=True)}
+    known = {case.name: case for case in cases()}
+    exchanges = trial.callers.exchanges
+    for one in exchanges:
+        assert [end.code for end in one.ends] == ["finished"], (one.case, one.ends, one.refusals)
+    answers = {(one.case, one.turn): answer_of(one, known[one.case]) for one in exchanges}
     trial.world.close()
     return answers
 
 
-def run(seed: int, answers: dict[tuple[str, int], Answer], faults: tuple[Fault, ...] | None = None) -> Outcome:
-    """`faults`: others than the seed's."""
+def run(
+    seed: int,
+    answers: dict[tuple[str, int], Answer],
+    faults: tuple[Fault, ...] | None = None,
+    asked: list[Request] | None = None,
+    *,
+    traces: bool = False,
+) -> Outcome:
+    """`faults`, `asked`: others than the seed's. `traces`: the lines have the messages that a failure is about."""
     trial = Trial(seed)
-    hub = trial.world.hub
-    found = Outcome(seed, drawn(seed, trial.members, trial.clients, BROKEN_S) if faults is None else faults)
-
-    def note(told: str) -> None:
-        found.lines.append(f"{hub.now - began:9.4f} {told}")
-
+    world, hub = trial.world, trial.world.hub
+    names = [name for some in trial.members.values() for name in some] + [*CLIENTS.values(), "h0"]
+    found = Outcome(seed, drawn(seed, names, BROKEN_S) if faults is None else faults)
+    asked = requests(seed) if asked is None else asked
+    happened: list[Happened] = []
     began = hub.now
+
+    def note(fault: Fault) -> None:
+        found.lines.append(f"{hub.now - began:9.4f} {fault}")
+        if (kind := _AS_CHAOS.get(fault.kind)) is not None:
+            until = hub.now + fault.for_s
+            judged = chaos.Fault(len(happened), fault.at_s, kind, fault.target, fault.for_s, 0)
+            happened.append(Happened(judged, hub.now, until, until))
+
+    breaker = Breaker(world, note)
+    timeline = Timeline(world.server) if traces else None
     try:
         trial.start()
         began = hub.now
-        Breaker(trial.world, trial.begins, note).plan(found.faults)
-        chance, asked = random.Random(seed), cases()
-        tasks = [
-            trial.ask(
-                chance.choice(trial.clients),
-                chance.choice(asked),
-                Behaviour.draw(chance, is_http=False, is_plain=False),
-                chance.uniform(0.0, LOAD_S),
-            )
-            for _ in range(REQUESTS)
-        ]
-        trial.world.run_for(WHOLE_S)
-        for exchange, task in zip(trial.exchanges, tasks, strict=True):
-            if not task.done():
-                found.wrong.append(f"request {exchange.number} ({exchange.case}) has no end: {exchange.refusals[-2:]}")
-            elif task.exception() is not None:
-                found.wrong.append(f"request {exchange.number}: {task.exception()!r}")
-        verdict = check(History(answers, trial.exchanges))
-        found.wrong += [f"{one.what}: {one.told} (request {one.exchange})" for one in verdict.violations]
-        found.wrong += [f"wrong: {one}" for one in verdict.mismatches]
-        found.resumed = sum(len(one.workers) > 1 for one in trial.exchanges)
+        breaker.plan(found.faults)
+        tasks = [trial.callers.ask(request) for request in asked]
+        world.run_for(WHOLE_S)
+        bad = _judge(trial, found, tasks, History(answers, trial.callers.exchanges, happened))
+        if timeline is not None:
+            requests_of = {one.request for one in trial.callers.exchanges if one.number in bad}
+            lines = [(float(line.split()[0]), line.split(maxsplit=1)[1]) for line in found.lines]
+            found.lines = [
+                f"{at:9.4f} {told}"
+                for at, told in sorted(lines + timeline.about(requests_of, began), key=itemgetter(0))
+            ]
     except Stuck as error:
         found.wrong.append(f"stuck: {error}")
-    for process in [*trial.world.former, *trial.world.processes.values()]:
+    finally:
+        breaker.end()
+    for process in [*world.former, *world.processes.values()]:
         found.wrong += [
             f"{process.place.name}: {one.get('message')} {one.get('exception')!r}" for one in process.loop.unhandled
         ]
-        if process.failed is not None and not process.place.is_dead:
-            found.wrong.append(f"{process.place.name} did not start: {process.failed!r}")
-    found.turns = hub.turns_total
-    for exchange in trial.exchanges:
-        found.lines.append(
-            f"request {exchange.number} {exchange.workers} {[(one.at, one.ids) for one in exchange.pieces]}"
-        )
-    trial.world.close()
+    found.lines += [f"{told} ended by itself" for told in world.fatals]
+    for exchange in trial.callers.exchanges:
+        pieces = [(one.at, one.ids, one.text) for one in exchange.pieces]
+        found.lines.append(f"request {exchange.number} {exchange.case} {exchange.workers} {exchange.refusals} {pieces}")
+    found.counts["turns"] = hub.turns_total
+    world.close()
     return found
+
+
+def _judge(trial: Trial, found: Outcome, tasks: list[asyncio.Task[None]], history: History) -> set[int]:
+    """The exchanges that broke a promise."""
+    for request, task in enumerate(tasks):
+        if task.done() and task.exception() is not None:
+            found.wrong.append(f"caller {request}: {task.exception()!r}")
+    given_up = [one for one in history.exchanges if _outlasted(one, history.faults)]
+    history.exchanges = [one for one in history.exchanges if one not in given_up]
+    verdict = check(history)
+    found.wrong += [f"{one.what}: {one.told} (request {one.exchange})" for one in verdict.violations]
+    found.wrong += [f"at rest: {told}" for told in faults_at_rest(trial.world)]
+    found.wrong += [f"web: {told}" for told in trial.world.web.failures]
+    found.counts |= verdict.counts
+    found.counts["resumed"] = sum(len({name for _, name in one.workers}) > 1 for one in history.exchanges)
+    found.counts["given_up"] = len(given_up)
+    found.counts["deleted"] = len(trial.callers.deleted)
+    return {one.exchange for one in verdict.violations if one.exchange is not None}
+
+
+def _outlasted(exchange: Exchange, faults: list[Happened]) -> bool:
+    """Whether NATS was away so often that a request's patience ended before any worker began with it: then an error
+    is right, also in a stream."""
+    if exchange.pieces or not exchange.ends or exchange.ends[0].code == "finished":
+        return False
+    end = exchange.ends[0].at
+    during = [one for one in faults if one.fault.target == "nats" and one.began < end and one.until > exchange.began]
+    return bool(during) and end - exchange.began > PATIENCE_S

@@ -6,9 +6,11 @@ Import `tests.dst.threads` first, and install it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import random
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,27 +18,43 @@ from typing import Any
 from kvchat.chat_template import template_of
 from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.loop import PlacementLoop, PlacementParts
+from kvfleet.vault.disk.disk import DiskStore
+from kvfleet.vault.disk.disk_thread import DiskThread
+from kvfleet.vault.loop import VaultLoop
+from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.serve import chat_intake
+from kvfleet.worker.tiers import source
 from kvproto import codec
 from kvproto import connection as product
-from kvproto.buckets import ensure_buckets
+from kvproto.buckets import Bucket, ensure_buckets
 from kvproto.client import Client
 from kvproto.connection import Connection
+from kvproto.dataplane import addresses
+from kvproto.dataplane.keys import KeyRing, ensure_key, follow_keys
+from kvproto.dataplane.server import DataPlaneServer
 from kvproto.ids import new_epoch, new_process_id
-from kvproto.messages import MemberRecord, Role, State
-from kvproto.subjects import PLACEMENT_INBOX, PRODUCER_INBOX, Subjects, inbox_prefix
+from kvproto.members import Lease
+from kvproto.messages import Heartbeat, MemberRecord, Role, State, WorkerRecord
+from kvproto.subjects import PLACEMENT_INBOX, PRODUCER_INBOX, VAULT_INBOX, Subjects, inbox_prefix
+from kvservice.membership import member_record
 from tests.dst import threads
+from tests.dst.files import SimDisk
 from tests.dst.hub import Hub, Place
 from tests.dst.loop import SimLoop
 from tests.dst.nats_link import Net, SimClient
 from tests.dst.nats_server import SimNats
+from tests.dst.sockets import SimSocket, Sockets
+from tests.dst.web import SimWeb
 from tests.support import fake_fleet
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 
 AT = "127.0.0.1:4222"
 URL = f"nats://{AT}"
 FLEET_KEY = b"the fleet's"
+VAULT_BYTES, DISK_BYTES = 1 << 17, 1 << 20
+LAST_WORDS_S = 1.0
+SOCKETS = Path("/run/kvfleet")
 BACKOFF_S = 1.0  # before what could not start is started again
 Begin = Callable[[], Awaitable[Any]]
 
@@ -58,6 +76,28 @@ def _template(bundle: Any) -> Any:
     return _TEMPLATES[id(bundle)]
 
 
+def _listening(path: Path) -> tuple[SimSocket, addresses.UnixAddress]:
+    made = SimSocket()
+    made.bind(str(path))
+    made.listen()
+    return made, addresses.UnixAddress(str(path))
+
+
+@functools.lru_cache(maxsize=64)
+def _read_once(version: int, kind: type[Any], data: bytes) -> Any:
+    """A record or a heartbeat: what reaches a dozen processes is read by one of them."""
+    return _DECODE(kind, data)
+
+
+def _decode(kind: type[Any], data: bytes, **limit: int) -> Any:
+    return _read_once(codec.VERSION, kind, data) if kind in _SHARED else _DECODE(kind, data, **limit)
+
+
+_DECODE = codec.decode
+_SHARED = frozenset((Heartbeat, WorkerRecord, MemberRecord))
+codec.decode = _decode
+source.PROBE_BYTES = 1 << 16  # links are measured with, and the memory of this process by that
+addresses.listening_unix = _listening  # type: ignore[assignment]
 fake_fleet.read_bundle = _bundle
 chat_intake.template_of = _template
 
@@ -68,6 +108,7 @@ class Process:
 
     place: Place
     loop: SimLoop
+    begin: Begin
     made: Any = None
     failed: BaseException | None = None
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
@@ -79,6 +120,11 @@ class World:
         threads.begin(self.hub)
         self.net = SimClient.net = Net(self.hub)
         self.server = self.net.servers[AT] = SimNats(self.hub, URL)
+        self.sockets = SimSocket.network = Sockets(self.hub)
+        self.web = SimWeb(self.hub)
+        self.disks: dict[str, SimDisk] = {}
+        self.versions: dict[str, int] = {}  # of the wire, that the next life of a process speaks
+        self.fatals: list[str] = []
         self.subjects = Subjects()
         self.processes: dict[str, Process] = {}  # present lives
         self.former: list[Process] = []
@@ -90,7 +136,8 @@ class World:
         if (earlier := self.processes.get(name)) is not None:
             self.former.append(earlier)
         place = self.hub.place(name)
-        process = self.processes[name] = Process(place, SimLoop(place))
+        place.version = self.versions.get(name, codec.VERSION)
+        process = self.processes[name] = Process(place, SimLoop(place), begin)
 
         async def live() -> None:
             try:
@@ -104,8 +151,9 @@ class World:
 
     def _again(self, name: str, process: Process, begin: Begin) -> None:
         """As its supervisor would."""
-        if self.processes[name] is process and not process.place.is_dead:
-            self.kill(name)
+        if self.processes[name] is process:
+            if not process.place.is_dead:
+                self.kill(name)
             self.start(name, begin)
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -121,6 +169,36 @@ class World:
         for transport in list(self.server.clients):
             if transport.place is process.place:
                 transport.lose()
+        self.sockets.died(process.place)
+        self.web.died(process.place)
+        if (disk := self.disks.get(name)) is not None:
+            disk.died(process.place)
+
+    def fatal(self, why: str) -> None:
+        """As its lifecycle: a process ends by itself, and is started again."""
+        name = self.hub.here.name
+        self.fatals.append(f"{name}: {why}")
+        begin = self.processes[name].begin
+        self.hub.at(self.hub.now, partial(self.kill, name))
+        self.hub.at(self.hub.now + BACKOFF_S, partial(self._again, name, self.processes[name], begin))
+
+    def drain(self, name: str, limit_s: float) -> None:
+        """As SIGTERM: what it made stops, then the process ends, at the latest after so long."""
+        process = self.processes[name]
+        if process.made is None:
+            self.kill(name)
+            return
+
+        async def stop() -> None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(process.made.stop(), limit_s)
+            self.hub.at(self.hub.now, partial(self._over, name, process))
+
+        self.spawn(process, stop())
+
+    def _over(self, name: str, process: Process) -> None:
+        if self.processes[name] is process and not process.place.is_dead:
+            self.kill(name)
 
     def do(self, name: str, work: Coroutine[Any, Any, Any], limit_s: float = 60.0) -> Any:
         """Until it is done, while all others go on."""
@@ -145,12 +223,45 @@ class World:
     async def buckets(self) -> None:
         connection = await Connection.open(URL, name="init", inbox_prefix="_adm.init")
         await ensure_buckets(connection, self.subjects)
+        await ensure_key(await Bucket.open(connection, self.subjects.keys_bucket))
         await connection.close()
 
     async def worker(self, name: str, **settings: Any) -> FakeWorker:
         fleet = FakeFleet(URL, self.subjects)
-        chosen = {"fake_tokens_per_s": 30.0, "host_bytes": 0, "blocks": 128, "drain_s": 0.5}
-        return await fleet.start(name, **{**chosen, **settings})
+        chosen = {
+            "fleet_key": FLEET_KEY.decode(),
+            "fake_tokens_per_s": 10.0,
+            "fake_prefill_tokens_per_s": 400.0,
+            "blocks": 64,
+            "host_bytes": 1 << 13,
+            "drain_s": 0.5,
+        }
+        return await fleet.start(name, SOCKETS, **{**chosen, **settings})
+
+    async def vault(self, name: str, *, has_disk: bool = False) -> Vault:
+        prefix = inbox_prefix(VAULT_INBOX, name)
+        connection = await Connection.open(URL, name=f"vault-{name}", inbox_prefix=prefix)
+        ring = KeyRing()
+        await follow_keys(connection, self.subjects, ring)
+        store, thread = VaultStore(VAULT_BYTES), None
+        if has_disk:
+            disk = DiskStore(self.disk(name).folder, DISK_BYTES)
+            found = await asyncio.get_running_loop().run_in_executor(None, disk.open)
+            thread = DiskThread(disk)
+            store = VaultStore(VAULT_BYTES, thread, on_disk=found)
+            thread.start(store)
+        server = DataPlaneServer(store, ring, name, tcp=("127.0.0.1", 0))
+        bucket = await Bucket.open(connection, self.subjects.members_bucket)
+        record = replace(member_record(Role.VAULT, name), inbox=prefix)
+        loop = VaultLoop(connection, self.subjects, Lease(bucket, record), store, server, self.fatal)
+        await loop.start()
+        return Vault(loop, store, thread)
+
+    def disk(self, name: str) -> SimDisk:
+        """Of the machine where it runs: what is left of it after its lives."""
+        if name not in self.disks:
+            self.disks[name] = SimDisk(self.hub, name, cuts=0.1)
+        return self.disks[name]
 
     async def placement(self, name: str) -> PlacementLoop:
         prefix = inbox_prefix(PLACEMENT_INBOX, f"{name}-{new_process_id()}")
@@ -160,11 +271,28 @@ class World:
         )
         chance = random.Random(self.hub.random.getrandbits(32)).random
         config, parts = PlacementConfig(policy="cost", index_blocks=4096), PlacementParts(system=None)
-        loop = PlacementLoop(connection, self.subjects, record, config, chance=chance, fleet_key=FLEET_KEY, parts=parts)
+        loop = PlacementLoop(
+            connection, self.subjects, record, config, chance=chance, fleet_key=FLEET_KEY, parts=parts,
+            on_fenced=lambda error: self.fatal(str(error)),
+        )  # fmt: skip
         await loop.start()
         return loop
 
-    async def client(self, tenant: str = "public") -> Client:
+    async def producer(self, tenant: str = "public") -> Connection:
         prefix = inbox_prefix(f"{PRODUCER_INBOX}.{tenant}", new_process_id())
-        connection = await Connection.open(URL, name=prefix, inbox_prefix=prefix)
-        return await Client.over(connection, self.subjects)
+        return await Connection.open(URL, name=prefix, inbox_prefix=prefix)
+
+    async def client(self, tenant: str = "public") -> Client:
+        return await Client.over(await self.producer(tenant), self.subjects)
+
+
+@dataclass(frozen=True, slots=True)
+class Vault:
+    loop: VaultLoop
+    store: VaultStore
+    thread: DiskThread | None
+
+    async def stop(self) -> None:
+        await self.loop.stop()
+        if self.thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self.thread.close, LAST_WORDS_S)

@@ -1,0 +1,122 @@
+"""Loop: who asks, each transport from a place of its own: two tenants' clients, a bare producer, an HTTP library."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable
+from functools import partial
+from typing import Any
+
+from kvproto.client import Client
+from tests.chaos.asking import BareProducer, ask_client
+from tests.chaos.cases import Case
+from tests.chaos.history import Exchange, Transport
+from tests.chaos.http_asking import HttpClients
+from tests.chaos.layout import TENANTS
+from tests.chaos.load import TWIN_S
+from tests.dst.cases import Request
+from tests.dst.ingresses import PORT
+from tests.dst.web import SimHttpTransport
+from tests.dst.world import World
+
+CLIENTS = dict(zip(TENANTS, ("c0", "c1"), strict=True))
+BARE, HTTP = "b0", "h0"
+DELETE_S = 0.5  # between two attempts
+
+
+class Callers:
+    """`exchanges`: what they saw. `deleted`: exchanges whose sessions and responses were."""
+
+    def __init__(self, world: World, ingresses: list[str]) -> None:
+        self.exchanges: list[Exchange] = []
+        self.deleted: list[Exchange] = []
+        self._world = world
+        self._bases = {name: f"http://{name}:{PORT}" for name in ingresses}
+        for tenant, name in CLIENTS.items():
+            world.start(name, partial(world.client, tenant))
+        world.start(BARE, self._bare)
+        world.start(HTTP, self._http)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *CLIENTS.values(), BARE, HTTP
+
+    async def _bare(self) -> BareProducer:
+        return BareProducer(await self._world.producer("public"), self._world.subjects, self._now)
+
+    async def _http(self) -> HttpClients:
+        return HttpClients(self._bases, self._now, SimHttpTransport(self._world.web))
+
+    def _now(self) -> float:
+        return self._world.hub.now
+
+    def client(self, tenant: str) -> Client:
+        made = self._world.processes[CLIENTS[tenant]].made
+        assert isinstance(made, Client)
+        return made
+
+    def ask(self, request: Request) -> asyncio.Task[None]:
+        """Done when it has ended, all of its turns, and what it left is deleted."""
+        transport = request.case.transport
+        name = CLIENTS[request.case.tenant] if transport is Transport.CLIENT else BARE if transport.is_bare else HTTP
+        first = self._exchange(request, 0)
+        return self._world.spawn(self._world.processes[name], self._converse(request, first))
+
+    async def _converse(self, request: Request, exchange: Exchange) -> None:
+        await asyncio.sleep(request.at_s)
+        case, session = request.case, f"s-{os.urandom(6).hex()}"
+        for turn in range(max(1, len(case.turns)) if case.transport is Transport.GENERATE else 1):
+            exchange = exchange if turn == 0 else self._exchange(request, turn)
+            exchange.began = self._now()
+            await self._once(request, exchange, session)
+            if [end.code for end in exchange.ends] != ["finished"]:
+                return
+        if request.deletes:
+            is_session = case.transport is Transport.GENERATE
+            await self._delete(case, f"sessions/{session}" if is_session else f"v1/responses/resp_{exchange.request}")
+            self.deleted.append(exchange)
+
+    async def _once(self, request: Request, exchange: Exchange, session: str) -> None:
+        case, behaviour, transport = request.case, request.behaviour, request.case.transport
+        if transport is Transport.CLIENT:
+            await ask_client(self.client(case.tenant), case, behaviour, exchange, self._now)
+            return
+        if transport.is_bare:
+            await self._made(BARE, BareProducer).ask(case, behaviour, exchange)
+            return
+        http, key = self._made(HTTP, HttpClients), os.urandom(8).hex()
+        if transport is Transport.BACKGROUND:
+            await http.ask_in_background(case, exchange, key=key)
+            return
+        session = session if transport is Transport.GENERATE else ""
+        asks: list[Awaitable[None]] = []
+        if behaviour.repeats:
+            twin = self._exchange(request, exchange.turn)
+            asks.append(self._later(http.ask(case, behaviour, twin, session=session, key=key)))
+        keyed = behaviour.repeats or exchange.number % 2 or behaviour.cuts_after is not None
+        asks.append(http.ask(case, behaviour, exchange, session=session, key=key if keyed else None))
+        await asyncio.gather(*asks)
+
+    async def _later(self, asking: Awaitable[None]) -> None:
+        await asyncio.sleep(TWIN_S)
+        await asking
+
+    async def _delete(self, case: Case, path: str) -> None:
+        """Until an ingress has done it."""
+        http, end = self._made(HTTP, HttpClients), self._now() + case.limit_s
+        while not await http.delete(path, case.tenant) and self._now() < end:
+            await asyncio.sleep(DELETE_S)
+
+    def _made(self, name: str, kind: type) -> Any:
+        made = self._world.processes[name].made
+        assert isinstance(made, kind)
+        return made
+
+    def _exchange(self, request: Request, turn: int) -> Exchange:
+        case = request.case
+        exchange = Exchange(
+            len(self.exchanges), case.transport, case.name, case.model, case.tenant, request.behaviour.name, 0.0, turn
+        )
+        self.exchanges.append(exchange)
+        return exchange
