@@ -1,6 +1,7 @@
 """The simulation, in a process that does nothing else.
 
     python -m tests.dst run --seeds 100 --first 1     # seeds of the fleet
+    python -m tests.dst run --mutation NAME           # with a line of the product changed
     python -m tests.dst alike [NAME ...]              # what the simulated nats-server does
 
 The order of sets of texts hangs on a seed of Python's own, which is set first.
@@ -16,14 +17,15 @@ HASHES = "PYTHONHASHSEED"
 
 
 def main() -> int:
-    from tests.dst import sockets, threads
+    from tests.dst import mutate, sockets, threads
 
     threads.install()
     sockets.install()
+    if "--mutation" in sys.argv:
+        mutate.install(sys.argv[sys.argv.index("--mutation") + 1])
     from tests.dst import alike, files, run  # and the product
 
     files.install()
-
     return {"alike": alike.main, "run": run.main}[sys.argv[1]](sys.argv[2:])
 
 

@@ -26,11 +26,11 @@ DELETE_S = 0.5  # between two attempts
 
 
 class Callers:
-    """`exchanges`: what they saw. `deleted`: exchanges whose sessions and responses were."""
+    """`exchanges`: what they saw. `deleted`: texts of sessions and responses that were, and when."""
 
     def __init__(self, world: World, ingresses: list[str]) -> None:
         self.exchanges: list[Exchange] = []
-        self.deleted: list[Exchange] = []
+        self.deleted: list[tuple[float, str]] = []
         self._world = world
         self._bases = {name: f"http://{name}:{PORT}" for name in ingresses}
         for tenant, name in CLIENTS.items():
@@ -74,8 +74,9 @@ class Callers:
                 return
         if request.deletes:
             is_session = case.transport is Transport.GENERATE
-            await self._delete(case, f"sessions/{session}" if is_session else f"v1/responses/resp_{exchange.request}")
-            self.deleted.append(exchange)
+            path = f"sessions/{session}" if is_session else f"v1/responses/resp_{exchange.request}"
+            if await self._delete(case, path):
+                self.deleted += [(self._now(), turn) for turn in case.turns]
 
     async def _once(self, request: Request, exchange: Exchange, session: str) -> None:
         case, behaviour, transport = request.case, request.behaviour, request.case.transport
@@ -102,11 +103,12 @@ class Callers:
         await asyncio.sleep(TWIN_S)
         await asking
 
-    async def _delete(self, case: Case, path: str) -> None:
-        """Until an ingress has done it."""
+    async def _delete(self, case: Case, path: str) -> bool:
+        """Whether an ingress has said so."""
         http, end = self._made(HTTP, HttpClients), self._now() + case.limit_s
-        while not await http.delete(path, case.tenant) and self._now() < end:
+        while not (is_gone := await http.delete(path, case.tenant)) and self._now() < end:
             await asyncio.sleep(DELETE_S)
+        return is_gone
 
     def _made(self, name: str, kind: type) -> Any:
         made = self._world.processes[name].made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvproto.messages import Grammar, GrammarForm
@@ -12,6 +12,7 @@ from tests.chaos.behaviour import PLAIN, Behaviour
 from tests.chaos.cases import IN_BACKGROUND, Case
 from tests.chaos.history import Transport
 from tests.chaos.layout import TENANTS
+from tests.dst.deleted import text_of
 
 MODEL = "demo"
 REQUESTS, LOAD_S = 40, 30.0  # that begin within so long
@@ -77,7 +78,11 @@ def requests(seed: int) -> list[Request]:
         )
         if transport is Transport.GENERATE and behaviour.whole:
             behaviour = PLAIN
-        deletes = transport in (Transport.GENERATE, Transport.BACKGROUND) and chance.random() < 0.5
+        deletes = transport in (Transport.GENERATE, Transport.BACKGROUND) and chance.random() < 0.6
+        if deletes:  # a text of its own: what others have too stays
+            number = len(made)
+            turns = (text_of(2 * number, 12), text_of(2 * number + 1, 6))[: len(case.turns)]
+            case, behaviour = replace(case, name=f"deleted-{number}", turns=turns), PLAIN
         made.append(Request(chance.uniform(0.0, LOAD_S), case, behaviour, deletes))
     return made
 

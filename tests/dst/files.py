@@ -121,6 +121,10 @@ class SimDisk:
                 self.files[name] = file
         self.durable = dict(self.files)
 
+    def contents(self) -> list[bytes]:
+        """Of each file, as processes see them."""
+        return [bytes(file.cached) for file in self.files.values()]
+
     def flip(self) -> bool:
         """Damage a bit of what is stored. False if nothing is."""
         chance = self.hub.random

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -12,8 +13,9 @@ from tests.chaos.behaviour import PLAIN
 from tests.chaos.checker import check
 from tests.chaos.history import Answer, Exchange, Happened, History
 from tests.chaos.load import answer_of
+from tests.dst import deleted
 from tests.dst.breaking import Breaker
-from tests.dst.callers import CLIENTS, Callers
+from tests.dst.callers import CLIENTS, HTTP, Callers
 from tests.dst.cases import Request, cases, requests
 from tests.dst.hub import Stuck
 from tests.dst.ingresses import ingress
@@ -22,9 +24,10 @@ from tests.dst.schedule import Fault, Kind, drawn
 from tests.dst.timeline import Timeline
 from tests.dst.world import Begin, World
 
-WORKERS, PLACEMENTS, VAULTS, INGRESSES = 4, 2, 2, 2
+FLEET = {"f": 4, "p": 2, "v": 2, "i": 2}  # workers, placements, vaults, ingresses
 BROKEN_S, WHOLE_S = 32.0, 60.0  # faults end, all is over
 READY_S = 30.0
+FORGOTTEN_S = 10.0  # after which, and after the faults, what was deleted must be nowhere
 PATIENCE_S = 9.0  # of a request that no worker has taken on; it ends a little later
 _AS_CHAOS = {
     Kind.KILL: chaos.Kind.KILL, Kind.POWER_CUT: chaos.Kind.KILL, Kind.DISK_LOST: chaos.Kind.KILL,
@@ -35,25 +38,39 @@ _AS_CHAOS = {
 }  # fmt: skip
 
 
-@dataclass(slots=True)
-class Outcome:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Of a run. `seed`: of the order in which things happen."""
+
     seed: int
     faults: tuple[Fault, ...]
+    requests: tuple[Request, ...]
+    fleet: Mapping[str, int] = field(default_factory=lambda: FLEET)
+
+    @classmethod
+    def of(cls, seed: int) -> Plan:
+        return cls(seed, drawn(seed, [*names_in(FLEET), *CLIENTS.values(), HTTP], BROKEN_S), tuple(requests(seed)))
+
+
+def names_in(fleet: Mapping[str, int]) -> list[str]:
+    return [f"{kind}{at}" for kind, count in fleet.items() for at in range(count)]
+
+
+@dataclass(slots=True)
+class Outcome:
     wrong: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # what happened, with its time
     counts: dict[str, int] = field(default_factory=dict)
 
 
 class Trial:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, fleet: Mapping[str, int] = FLEET) -> None:
         self.world = world = World(seed)
-        kinds = (("f", WORKERS), ("p", PLACEMENTS), ("v", VAULTS), ("i", INGRESSES))
-        self.members = {kind: [f"{kind}{at}" for at in range(count)] for kind, count in kinds}
-        self.begins: dict[str, Begin] = {}
-        for names, begin in zip(self.members.values(), (world.worker, world.placement, world.vault), strict=False):
-            self.begins |= {name: partial(begin, name) for name in names}
-        self.begins["v0"] = partial(world.vault, "v0", has_disk=True)
-        self.begins |= {name: partial(ingress, world, world.web, name) for name in self.members["i"]}
+        self.fleet = fleet
+        makers = {"f": world.worker, "p": world.placement, "v": world.vault, "i": partial(ingress, world, world.web)}
+        self.begins: dict[str, Begin] = {name: partial(makers[name[0]], name) for name in names_in(fleet)}
+        if "v0" in self.begins:
+            self.begins["v0"] = partial(world.vault, "v0", has_disk=True)
 
     def start(self) -> None:
         world = self.world
@@ -61,11 +78,11 @@ class Trial:
         world.hub.run(world.processes["init"].tasks[0].done, READY_S)
         for name, begin in self.begins.items():
             world.start(name, begin)
-        self.callers = Callers(world, self.members["i"])
+        self.callers = Callers(world, [name for name in self.begins if name[0] == "i"])
         names = (*self.begins, *self.callers.names)
         world.hub.run(lambda: all(world.processes[name].made for name in names), READY_S)
         views = [self.callers.client(tenant).members.view for tenant in CLIENTS]
-        world.hub.run(lambda: all(len(list(view.ready())) == WORKERS for view in views), READY_S)
+        world.hub.run(lambda: all(len(list(view.ready())) == self.fleet["f"] for view in views), READY_S)
 
 
 def learn() -> dict[tuple[str, int], Answer]:
@@ -85,20 +102,10 @@ def learn() -> dict[tuple[str, int], Answer]:
     return answers
 
 
-def run(
-    seed: int,
-    answers: dict[tuple[str, int], Answer],
-    faults: tuple[Fault, ...] | None = None,
-    asked: list[Request] | None = None,
-    *,
-    traces: bool = False,
-) -> Outcome:
-    """`faults`, `asked`: others than the seed's. `traces`: the lines have the messages that a failure is about."""
-    trial = Trial(seed)
-    world, hub = trial.world, trial.world.hub
-    names = [name for some in trial.members.values() for name in some] + [*CLIENTS.values(), "h0"]
-    found = Outcome(seed, drawn(seed, names, BROKEN_S) if faults is None else faults)
-    asked = requests(seed) if asked is None else asked
+def run(plan: Plan, answers: dict[tuple[str, int], Answer], *, traces: bool = False) -> Outcome:
+    """`traces`: the lines have the messages that a failure is about."""
+    trial = Trial(plan.seed, plan.fleet)
+    world, hub, found = trial.world, trial.world.hub, Outcome()
     happened: list[Happened] = []
     began = hub.now
 
@@ -114,8 +121,8 @@ def run(
     try:
         trial.start()
         began = hub.now
-        breaker.plan(found.faults)
-        tasks = [trial.callers.ask(request) for request in asked]
+        breaker.plan(plan.faults)
+        tasks = [trial.callers.ask(request) for request in plan.requests]
         world.run_for(WHOLE_S)
         bad = _judge(trial, found, tasks, History(answers, trial.callers.exchanges, happened))
         if timeline is not None:
@@ -152,11 +159,14 @@ def _judge(trial: Trial, found: Outcome, tasks: list[asyncio.Task[None]], histor
     verdict = check(history)
     found.wrong += [f"{one.what}: {one.told} (request {one.exchange})" for one in verdict.violations]
     found.wrong += [f"at rest: {told}" for told in faults_at_rest(trial.world)]
+    before = trial.world.hub.now - FORGOTTEN_S
+    texts = [text for at, text in trial.callers.deleted if at < before]
+    found.wrong += [f"deleted: {told}" for told in deleted.found(trial.world, texts)]
     found.wrong += [f"web: {told}" for told in trial.world.web.failures]
     found.counts |= verdict.counts
     found.counts["resumed"] = sum(len({name for _, name in one.workers}) > 1 for one in history.exchanges)
     found.counts["given_up"] = len(given_up)
-    found.counts["deleted"] = len(trial.callers.deleted)
+    found.counts["deleted"] = len(texts)
     return {one.exchange for one in verdict.violations if one.exchange is not None}
 
 

@@ -104,6 +104,7 @@ class HandOver:
             return  # it ended, a moment ago
         asked = replace(record.asked, inbox=carried.inbox, encoding=carried.encoding)
         capsule = Capsule(record.tenant, self.parts.record.id, _carried(record, asked, self.parts.record.id, clock()))
+        record.is_offered = True  # the engine may not have let go of it yet
         limit_s = min(CAPSULE_S, max(until - clock(), LEAST_S))
         refusal: Draining | None = None
         request, about = record.request, {"request": record.request}

@@ -150,9 +150,9 @@ class FrameBook:
                 record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[AttemptRecord, Frame]]:
-        """The frames for one output of the engine; none once the attempt has ended."""
+        """The frames for one output of the engine; none once the attempt has ended or is offered."""
         record = self._running.get((output.request, output.attempt))
-        if record is None:
+        if record is None or record.is_offered:
             return []
         if type(output) is Tokens:
             output = record.tracks[output.choice].take(output)

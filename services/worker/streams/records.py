@@ -203,6 +203,7 @@ class AttemptRecord:
     paused_at: float | None = None
     paused_by: set[str] = field(default_factory=set)  # inboxes; "" is all of them
     is_left: bool = False  # by its last reader: the engine is to cancel it
+    is_offered: bool = False  # to a placement, as it is: what the engine still makes of it is its successor's to say
     trace: AttemptTrace | None = None
 
     @property

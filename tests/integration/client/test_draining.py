@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvfleet.worker.port.outputs import StepResult
 from kvproto import codec
 from kvproto.connection import Connection, Message
 from kvproto.messages import CancelRequest, Capsule, Encoding, Failed, Frame, GenerateRequest, Moved, Sampling, Tokens
@@ -111,6 +112,25 @@ async def test_a_request_that_ends_while_it_is_offered_to_placement_ends_once(
     assert failed.code == "deadline_exceeded"
     assert worker.loop.hand_over.moved_total == 0
     assert len(worker.loop.frames.leases._leases) == 0
+
+
+async def test_what_the_engine_makes_of_a_request_while_it_is_offered_is_its_successors_to_say(
+    worker: FakeWorker, placement: Placement
+) -> None:
+    """A step may outlast the time to drain; a bare producer has no way to drop what two workers say."""
+    await placement.ask("a.plain", watched=True)
+    offered: list[int] = []
+
+    async def a_step_ends(capsule: Capsule) -> None:
+        known = len(capsule.request.output_ids)
+        offered.append(known)
+        worker.loop.on_results([StepResult([Tokens("r1", 0, 0, known, (7,), ("seven",))])])
+
+    placement.meanwhile = a_step_ends
+    async with asyncio.timeout(DRAIN_S):
+        await worker.loop.drain()
+    told = [one for one in placement.frames["_prd.public.a.plain"] if isinstance(one, Tokens)]
+    assert offered == [sum(len(one.ids) for one in told)]
 
 
 async def test_a_cancel_while_it_is_offered_to_placement_is_kept(worker: FakeWorker, placement: Placement) -> None:
