@@ -127,8 +127,11 @@ async def test_what_the_engine_makes_of_a_request_while_it_is_offered_is_its_suc
         worker.loop.on_results([StepResult([Tokens("r1", 0, 0, known, (7,), ("seven",))])])
 
     placement.meanwhile = a_step_ends
+    draining = asyncio.create_task(worker.loop.drain())
+    await until(lambda: worker.loop.hand_over.moved_total)
+    await placement.cancel("_prd.public.a.plain")
     async with asyncio.timeout(DRAIN_S):
-        await worker.loop.drain()
+        await draining
     told = [one for one in placement.frames["_prd.public.a.plain"] if isinstance(one, Tokens)]
     assert offered == [sum(len(one.ids) for one in told)]
 
