@@ -2,6 +2,7 @@
 
     python -m tests.dst run --seeds 100 --first 1     # seeds of the fleet
     python -m tests.dst run --mutation NAME           # with a line of the product changed
+    python -m tests.dst guard                         # what is real below it
     python -m tests.dst alike [NAME ...]              # what the simulated nats-server does
 
 The order of sets of texts hangs on a seed of Python's own, which is set first.
@@ -23,9 +24,11 @@ def main() -> int:
     sockets.install()
     if "--mutation" in sys.argv:
         mutate.install(sys.argv[sys.argv.index("--mutation") + 1])
-    from tests.dst import alike, files, run  # and the product
+    from tests.dst import alike, files, guard, run  # and the product
 
     files.install()
+    if sys.argv[1] == "guard":
+        return guard.main()
     return {"alike": alike.main, "run": run.main}[sys.argv[1]](sys.argv[2:])
 
 

@@ -16,6 +16,27 @@ from tests.dst.hub import Actor, Hub, Place
 MOST = 8  # callbacks in a turn
 
 
+class _Numbered:
+    """Sets of such have an order that does not hang on where in memory they are. As wrappers of the C types."""
+
+    _next = 0
+
+    def __init__(self, *of: Any, **how: Any) -> None:
+        _Numbered._next = self._number = _Numbered._next + 1
+        super().__init__(*of, **how)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class SimFuture(_Numbered, asyncio.Future):  # type: ignore[type-arg]
+    pass
+
+
+class SimTask(_Numbered, asyncio.Task):  # type: ignore[type-arg]
+    pass
+
+
 class SimLoop(asyncio.AbstractEventLoop):
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -78,12 +99,12 @@ class SimLoop(asyncio.AbstractEventLoop):
     # What is made.
 
     def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
+        return SimFuture(loop=self)
 
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        return asyncio.Task(coro, loop=self, name=name or "task", context=context)
+        return SimTask(coro, loop=self, name=name or "task", context=context)
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Any], *args: Any

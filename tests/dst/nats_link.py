@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import nats.errors
 from nats.aio.client import NATS_HDR_LINE, Srv
+from nats.aio.msg import Msg
 from nats.js.client import JetStreamContext
 
 from kvproto import connection as product
@@ -269,6 +270,19 @@ class SimClient(product._Client):
             made._pending_queue = AtOnce(self, made)
             made._cb = made._pending_queue.go_on
         return made
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        """The common case alone: a message without headers to a callback."""
+        sub = self._subs.get(sid)
+        queue = None if sub is None or headers or sub._jsi or sub._max_msgs or sub._future else sub._pending_queue
+        if type(queue) is not AtOnce or queue.qsize():
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        sub._received += 1
+        sub._pending_size += len(data)
+        queue.put_nowait(Msg(self, subject.decode(), reply.decode(), data, None, None, False, sub._id))
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         """At once where the socket has room, mostly: else by nats-py's task for it, whose turn comes later."""

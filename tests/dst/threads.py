@@ -17,13 +17,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent
 
 from tests.dst.hub import Actor, Hub, current_actor
 
-YIELDS = 0.05  # of locks that are free: others run first
+CLOCKS = ("monotonic", "perf_counter", "process_time", "thread_time")
+REAL: dict[str, Callable[..., Any]] = {
+    name: getattr(time, name) for name in (*CLOCKS, *(f"{one}_ns" for one in CLOCKS), "time", "time_ns", "sleep")
+} | {"urandom": os.urandom}
 
 
 class _Present:
@@ -164,8 +168,25 @@ def _excepthook(args: Any) -> None:
 _USUAL_HOOK = threading.excepthook
 
 
+_NUMBERS = count(1)
+
+
+def _numbered(one: Any) -> int:
+    """A hash that does not hang on where in memory it is, for objects that stand in sets."""
+    number: int | None = getattr(one, "_number", None)
+    if number is None:
+        number = one._number = next(_NUMBERS)
+    return number
+
+
+def number(*kinds: type) -> None:
+    for kind in kinds:
+        kind.__hash__ = _numbered  # type: ignore[method-assign, assignment]
+
+
 def install() -> None:
     threading.excepthook = _excepthook
+    number(threading.Thread)
     for module in (_thread, threading):
         for name, made in (
             ("allocate_lock", SimLock), ("_allocate_lock", SimLock), ("Lock", SimLock), ("LockType", SimLock),
@@ -175,7 +196,8 @@ def install() -> None:
             if hasattr(module, name):
                 setattr(module, name, made)
     queue.SimpleQueue = queue._PySimpleQueue  # type: ignore[misc, attr-defined]
-    for name in ("monotonic", "perf_counter"):
+    threading._time = queue.time = _now  # type: ignore[attr-defined]
+    for name in CLOCKS:
         setattr(time, name, _now)
         setattr(time, f"{name}_ns", lambda: int(_now() * 1e9))
     time.time, time.time_ns, time.sleep = _wall, lambda: int(_wall() * 1e9), _sleep

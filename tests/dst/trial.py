@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +48,11 @@ class Plan:
     requests: tuple[Request, ...]
     fleet: Mapping[str, int] = field(default_factory=lambda: FLEET)
 
+    @property
+    def group(self) -> int:
+        """Seeds that go on from the same start of a fleet."""
+        return self.seed // 8
+
     @classmethod
     def of(cls, seed: int) -> Plan:
         return cls(seed, drawn(seed, [*names_in(FLEET), *CLIENTS.values(), HTTP], BROKEN_S), tuple(requests(seed)))
@@ -64,15 +70,16 @@ class Outcome:
 
 
 class Trial:
-    def __init__(self, seed: int, fleet: Mapping[str, int] = FLEET) -> None:
-        self.world = world = World(seed)
-        self.fleet = fleet
+    def __init__(self, group: int, fleet: Mapping[str, int] = FLEET) -> None:
+        self.world = world = World(group)
+        self.group, self.fleet = group, fleet
         makers = {"f": world.worker, "p": world.placement, "v": world.vault, "i": partial(ingress, world, world.web)}
         self.begins: dict[str, Begin] = {name: partial(makers[name[0]], name) for name in names_in(fleet)}
         if "v0" in self.begins:
             self.begins["v0"] = partial(world.vault, "v0", has_disk=True)
 
     def start(self) -> None:
+        """Raises Stuck."""
         world = self.world
         world.start("init", world.buckets)
         world.hub.run(world.processes["init"].tasks[0].done, READY_S)
@@ -102,10 +109,11 @@ def learn() -> dict[tuple[str, int], Answer]:
     return answers
 
 
-def run(plan: Plan, answers: dict[tuple[str, int], Answer], *, traces: bool = False) -> Outcome:
-    """`traces`: the lines have the messages that a failure is about."""
-    trial = Trial(plan.seed, plan.fleet)
+def run(plan: Plan, answers: dict[tuple[str, int], Answer], trial: Trial, *, traces: bool = False) -> Outcome:
+    """Of a fleet that has just started. `traces`: the lines have the messages that a failure is about."""
     world, hub, found = trial.world, trial.world.hub, Outcome()
+    hub.random.seed(plan.seed)
+    random.seed(plan.seed)
     happened: list[Happened] = []
     began = hub.now
 
@@ -119,8 +127,6 @@ def run(plan: Plan, answers: dict[tuple[str, int], Answer], *, traces: bool = Fa
     breaker = Breaker(world, note)
     timeline = Timeline(world.server) if traces else None
     try:
-        trial.start()
-        began = hub.now
         breaker.plan(plan.faults)
         tasks = [trial.callers.ask(request) for request in plan.requests]
         world.run_for(WHOLE_S)
@@ -145,7 +151,6 @@ def run(plan: Plan, answers: dict[tuple[str, int], Answer], *, traces: bool = Fa
         pieces = [(one.at, one.ids, one.text) for one in exchange.pieces]
         found.lines.append(f"request {exchange.number} {exchange.case} {exchange.workers} {exchange.refusals} {pieces}")
     found.counts["turns"] = hub.turns_total
-    world.close()
     return found
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,10 @@ from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.loop import VaultLoop
 from kvfleet.vault.store.store import VaultStore
+from kvfleet.worker.engine import engine
 from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.serve import chat_intake
+from kvfleet.worker.text.grammar_guard import GrammarGuard
 from kvfleet.worker.tiers import source
 from kvproto import codec
 from kvproto import connection as product
@@ -32,11 +35,13 @@ from kvproto.client import Client
 from kvproto.connection import Connection
 from kvproto.dataplane import addresses
 from kvproto.dataplane.keys import KeyRing, ensure_key, follow_keys
+from kvproto.dataplane.link import Link
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.ids import new_epoch, new_process_id
 from kvproto.members import Lease
-from kvproto.messages import Heartbeat, MemberRecord, Role, State, WorkerRecord
+from kvproto.messages import Grammar, Heartbeat, MemberRecord, Role, State, WorkerRecord
 from kvproto.subjects import PLACEMENT_INBOX, PRODUCER_INBOX, VAULT_INBOX, Subjects, inbox_prefix
+from kvsampling import grammar, grammar_check
 from kvservice.membership import member_record
 from tests.dst import threads
 from tests.dst.files import SimDisk
@@ -97,6 +102,38 @@ _DECODE = codec.decode
 _SHARED = frozenset((Heartbeat, WorkerRecord, MemberRecord))
 codec.decode = _decode
 source.PROBE_BYTES = 1 << 16  # links are measured with, and the memory of this process by that
+
+
+class _AtOnce:
+    """In place of a thread of the process that all simulated ones are in."""
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args))
+        except Exception as error:  # noqa: BLE001 - who waits gets it
+            done.set_exception(error)
+        return done
+
+
+_GRAMMARS: list[grammar.Grammars] = []  # of the one tokenizer: it takes long
+
+
+def _grammars(*of: Any) -> grammar.Grammars:
+    if not _GRAMMARS:
+        _GRAMMARS.append(grammar.Grammars(*of))
+    return _GRAMMARS[0]
+
+
+@functools.cache
+def _fault_of(said: Grammar) -> str:
+    return grammar_check._fault(_GRAMMARS[0], said)
+
+
+threads.number(Link)
+grammar._POOL[:] = [_AtOnce()]  # type: ignore[list-item]
+engine.Grammars = _grammars  # type: ignore[misc, assignment]
+GrammarGuard._try = lambda self, said: _fault_of(said)  # type: ignore[method-assign]
 addresses.listening_unix = _listening  # type: ignore[assignment]
 fake_fleet.read_bundle = _bundle
 chat_intake.template_of = _template
