@@ -11,10 +11,14 @@ from tests.dst import nats_behaviours, threads
 from tests.dst.hub import Hub
 from tests.dst.loop import SimLoop
 from tests.dst.nats_link import Net, SimClient
-from tests.dst.nats_server import May, SimNats
+from tests.dst.nats_server import SYSTEM, May, SimNats, User
 
 AT = "127.0.0.1:4222"
-USERS = {"admin": ("admin", May()), "worker": ("worker", May(["free.>", "_adm.>"], ["free.>", "_adm.>"]))}
+USERS = {
+    "admin": User("admin", May()),
+    "worker": User("worker", May(["free.>", "_adm.>"], ["free.>", "_adm.>"])),
+    "sys": User("sys", May(), SYSTEM),
+}
 
 
 def run(name: str, seed: int) -> str:

@@ -22,7 +22,7 @@ from kvservice.membership import member_record
 from tests.chaos.fleet import key_of
 from tests.chaos.layout import TENANTS
 from tests.dst.web import SimWeb
-from tests.dst.world import FLEET_KEY, URL, World
+from tests.dst.world import FLEET_KEY, URL, World, as_role
 
 _KEYS = [{"name": one, "sha256": hash_key(key_of(one)), "tenant": one, "admin": True} for one in TENANTS]
 PORT = 8080
@@ -41,7 +41,7 @@ async def ingress(world: World, web: SimWeb, name: str) -> Ingress:
     )
     access = Access(settings, loop.time)
     prefix = sealed_prefix(INGRESS_INBOX, name, FLEET_KEY)
-    connection = await Connection.open(URL, name=f"ingress-{name}", inbox_prefix=prefix)
+    connection = await Connection.open(URL, name=f"ingress-{name}", inbox_prefix=prefix, **as_role("ingress"))
     bucket = await Bucket.open(connection, subjects.members_bucket)
     client = await Client.over(connection, subjects)
     buckets = await IngressBuckets.open(connection, subjects)

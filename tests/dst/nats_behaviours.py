@@ -6,6 +6,7 @@ Each takes a `Stage` and asserts. They see the product's own `Connection` and `B
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -518,3 +519,25 @@ async def rights(stage: Stage) -> None:
     assert (data(some), data(others), data(secret)) == ([b"free.x", b"y"], [], [])
     assert worker.errors_total >= 3
     assert worker.is_connected
+
+
+# Who is gone.
+
+
+@behaviour
+async def the_system_account_hears_who_comes_and_goes(stage: Stage) -> None:
+    system, a = await stage.open("placement-sys", "sys"), await stage.open("a")
+    came, left = await heard(system, "$SYS.ACCOUNT.*.CONNECT"), await heard(system, "$SYS.ACCOUNT.*.DISCONNECT")
+    others = await heard(a, "$SYS.>")
+    closed, cut = await stage.open("worker-w1", "worker"), await stage.open("worker-w2", "worker")
+    await until(lambda: _named(came) >= {"worker-w1", "worker-w2"})
+    await closed.close()
+    await until(lambda: _named(left) == {"worker-w1"})
+    cut.raw.options["allow_reconnect"] = False
+    cut.raw.writer.transport.abort()
+    await until(lambda: _named(left) == {"worker-w1", "worker-w2"})
+    assert not others
+
+
+def _named(messages: list[Message]) -> set[str]:
+    return {json.loads(message.data)["client"]["name"] for message in messages}

@@ -19,6 +19,7 @@ from tests.dst.subjects import Interest, any_matches, covers
 VERSION = "2.15.0"
 MAX_PAYLOAD = 1_048_576
 MAX_PENDING = 64 * 1_048_576  # bytes on their way to a client that does not read
+MAIN, SYSTEM = "F", "SYS"  # accounts: what the second one hears is of connections alone
 NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
 
 
@@ -28,6 +29,13 @@ class May:
 
     publish: Sequence[str] | None = None
     subscribe: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    password: str
+    may: May
+    account: str = MAIN
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +55,7 @@ class Attached:
     id: int
     name: str = ""
     user: str = ""
+    account: str = MAIN
     may: May = field(default_factory=May)
     subscriptions: dict[int, Subscribed] = field(default_factory=dict)
     is_known: bool = False  # has sent a CONNECT that was taken
@@ -54,14 +63,15 @@ class Attached:
 
 
 class SimNats:
-    """`users`: password and rights by name; none: anybody may do anything."""
+    """`users`: by name; none: anybody may do anything."""
 
-    def __init__(self, hub: Hub, url: str, users: dict[str, tuple[str, May]] | None = None) -> None:
+    def __init__(self, hub: Hub, url: str, users: dict[str, User] | None = None) -> None:
         self.hub, self.url, self.users = hub, url, users or {}
         self.is_up, self.is_hung = True, False
         self.latency_range_s = (0.0001, 0.001)
         self.clients: dict[SimTransport, Attached] = {}
         self.interest: Interest[Subscribed] = Interest()
+        self.system_interest: Interest[Subscribed] = Interest()
         self.jetstream = JetStream(self)
         self.on_message: Callable[[Attached, Published], None] = lambda client, message: None
         self.on_delivery: Callable[[Published, Subscribed], int] = lambda message, to: 1  # copies, a fault's
@@ -100,8 +110,17 @@ class SimNats:
         if client is None:
             return
         for one in client.subscriptions.values():
-            self.interest.drop(one.subject, one)
+            self._interest_of(client).drop(one.subject, one)
         client.subscriptions.clear()
+        if client.is_known:
+            self._tell(client, "DISCONNECT")
+
+    def _tell(self, client: Attached, what: str) -> None:
+        """To the system account."""
+        subject = f"$SYS.ACCOUNT.{client.account}.{what}"
+        told = json.dumps({"client": {"acc": client.account, "id": client.id, "name": client.name}}).encode()
+        for one in self.system_interest.of(subject):
+            self._deliver(one, subject.encode(), b"", Published(subject, "", told, b""))
 
     def close(self, client: Attached, why: str = "") -> None:
         """Let a client go."""
@@ -149,11 +168,12 @@ class SimNats:
         client.name = said.get("name") or ""
         if self.users:
             known = self.users.get(said.get("user") or "")
-            if known is None or known[0] != said.get("pass"):
+            if known is None or known.password != said.get("pass"):
                 self.close(client, "Authorization Violation")
                 return
-            client.user, client.may = said["user"], known[1]
+            client.user, client.may, client.account = said["user"], known.may, known.account
         client.is_known = True
+        self._tell(client, "CONNECT")
 
     def _subscribe(self, client: Attached, subject: str, queue: str, sid: int) -> None:
         may = client.may.subscribe
@@ -165,7 +185,7 @@ class SimNats:
         if sid in client.subscriptions:  # said twice, as nats-py does when it reconnects: it counts once
             return
         made = client.subscriptions[sid] = Subscribed(client, sid, subject, queue)
-        self.interest.put(subject, made)
+        self._interest_of(client).put(subject, made)
         self.jetstream.listened(subject)
 
     def _unsubscribe(self, client: Attached, sid: int, most: int) -> None:
@@ -179,7 +199,10 @@ class SimNats:
 
     def _end(self, subscribed: Subscribed) -> None:
         subscribed.client.subscriptions.pop(subscribed.sid, None)
-        self.interest.drop(subscribed.subject, subscribed)
+        self._interest_of(subscribed.client).drop(subscribed.subject, subscribed)
+
+    def _interest_of(self, client: Attached) -> Interest[Subscribed]:
+        return self.interest if client.account == MAIN else self.system_interest
 
     def _publish(self, client: Attached, message: Published) -> None:
         if len(message.data) + len(message.headers) > MAX_PAYLOAD:

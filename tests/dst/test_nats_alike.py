@@ -26,7 +26,9 @@ accounts {
       { user: worker, password: worker, permissions: { publish: $may, subscribe: $may } }
     ]
   }
+  SYS { users: [ { user: sys, password: sys } ] }
 }
+system_account: SYS
 """
 
 

@@ -43,7 +43,7 @@ from kvproto.messages import Grammar, Heartbeat, MemberRecord, Role, State, Work
 from kvproto.subjects import PLACEMENT_INBOX, PRODUCER_INBOX, VAULT_INBOX, Subjects, inbox_prefix
 from kvsampling import grammar, grammar_check
 from kvservice.membership import member_record
-from tests.dst import threads
+from tests.dst import roles, threads
 from tests.dst.files import SimDisk
 from tests.dst.hub import Hub, Place
 from tests.dst.loop import SimLoop
@@ -104,6 +104,11 @@ codec.decode = _decode
 source.PROBE_BYTES = 1 << 16  # links are measured with, and the memory of this process by that
 
 
+def as_role(role: str) -> dict[str, str]:
+    """How `Connection.open` logs in."""
+    return {"user": role, "password": role}
+
+
 class _AtOnce:
     """In place of a thread of the process that all simulated ones are in."""
 
@@ -156,7 +161,7 @@ class World:
         self.hub = Hub(seed)
         threads.begin(self.hub)
         self.net = SimClient.net = Net(self.hub)
-        self.server = self.net.servers[AT] = SimNats(self.hub, URL)
+        self.server = self.net.servers[AT] = SimNats(self.hub, URL, roles.users())
         self.sockets = SimSocket.network = Sockets(self.hub)
         self.web = SimWeb(self.hub)
         self.disks: dict[str, SimDisk] = {}
@@ -258,13 +263,13 @@ class World:
     # What may be a process.
 
     async def buckets(self) -> None:
-        connection = await Connection.open(URL, name="init", inbox_prefix="_adm.init")
+        connection = await Connection.open(URL, name="init", inbox_prefix="_adm.init", **as_role("admin"))
         await ensure_buckets(connection, self.subjects)
         await ensure_key(await Bucket.open(connection, self.subjects.keys_bucket))
         await connection.close()
 
     async def worker(self, name: str, **settings: Any) -> FakeWorker:
-        fleet = FakeFleet(URL, self.subjects)
+        fleet = FakeFleet(URL, self.subjects, login=as_role("worker"))
         chosen = {
             "fleet_key": FLEET_KEY.decode(),
             "fake_tokens_per_s": 10.0,
@@ -277,7 +282,7 @@ class World:
 
     async def vault(self, name: str, *, has_disk: bool = False) -> Vault:
         prefix = inbox_prefix(VAULT_INBOX, name)
-        connection = await Connection.open(URL, name=f"vault-{name}", inbox_prefix=prefix)
+        connection = await Connection.open(URL, name=f"vault-{name}", inbox_prefix=prefix, **as_role("vault"))
         ring = KeyRing()
         await follow_keys(connection, self.subjects, ring)
         store, thread = VaultStore(VAULT_BYTES), None
@@ -302,12 +307,13 @@ class World:
 
     async def placement(self, name: str) -> PlacementLoop:
         prefix = inbox_prefix(PLACEMENT_INBOX, f"{name}-{new_process_id()}")
-        connection = await Connection.open(URL, name=f"placement-{name}", inbox_prefix=prefix)
+        connection = await Connection.open(URL, name=f"placement-{name}", inbox_prefix=prefix, **as_role("placement"))
+        system = await Connection.open(URL, name=f"placement-sys-{name}", inbox_prefix=prefix, **as_role("sys"))
         record = MemberRecord(
             name, new_epoch(), "", State.READY, Role.PLACEMENT, "localhost", 1, codec.supported_versions()
         )
         chance = random.Random(self.hub.random.getrandbits(32)).random
-        config, parts = PlacementConfig(policy="cost", index_blocks=4096), PlacementParts(system=None)
+        config, parts = PlacementConfig(policy="cost", index_blocks=4096), PlacementParts(system=system)
         loop = PlacementLoop(
             connection, self.subjects, record, config, chance=chance, fleet_key=FLEET_KEY, parts=parts,
             on_fenced=lambda error: self.fatal(str(error)),
@@ -317,7 +323,7 @@ class World:
 
     async def producer(self, tenant: str = "public") -> Connection:
         prefix = inbox_prefix(f"{PRODUCER_INBOX}.{tenant}", new_process_id())
-        return await Connection.open(URL, name=prefix, inbox_prefix=prefix)
+        return await Connection.open(URL, name=prefix, inbox_prefix=prefix, **as_role(f"producer-{tenant}"))
 
     async def client(self, tenant: str = "public") -> Client:
         return await Client.over(await self.producer(tenant), self.subjects)
