@@ -8,9 +8,9 @@ from functools import partial
 from kvproto import codec
 from tests.dst.hub import Place
 from tests.dst.nats_link import Link, Published
-from tests.dst.nats_server import Subscribed
+from tests.dst.nats_server import SimNats, Subscribed
 from tests.dst.schedule import Fault, Kind
-from tests.dst.world import AT, World
+from tests.dst.world import World
 
 CALM_S = (0.0001, 0.001)
 DRAIN_S = 8.0  # until a process that does not end is killed
@@ -26,7 +26,8 @@ class Breaker:
         self._world, self._note = world, note
         self._lossy: dict[str, float] = {}  # by process: the chance that a message to it is lost
         self._repeating: dict[str, float] = {}
-        world.server.on_delivery = self._copies
+        for home in world.homes:
+            home.server.on_delivery = self._copies
         self._this = codec.MIN_VERSION, codec.VERSION
 
     def plan(self, faults: tuple[Fault, ...]) -> None:
@@ -102,7 +103,7 @@ class Breaker:
         world, name, kind = self._world, fault.target, fault.kind
         place = world.processes[name].place
         is_alone = fault.strength > 0.4
-        apart = {(name, AT)}
+        apart = {(name, home.at) for home in world.homes}
         world.net.apart |= apart
         links: list[Link | None] = []
         for transport in world.transports_of(name):
@@ -149,7 +150,7 @@ class Breaker:
     def _slow(self, fault: Fault) -> Mend:
         world = self._world
         slow = (0.0001, 0.002 + 0.3 * fault.strength**3)
-        networks = [world.server, world.sockets, world.web][: 1 + int(3 * fault.strength)]
+        networks = [self._server(fault), world.sockets, world.web][: 1 + int(3 * fault.strength)]
 
         def mend() -> None:
             for one in networks:
@@ -214,18 +215,37 @@ class Breaker:
 
     # The NATS server.
 
+    def _server(self, fault: Fault) -> SimNats:
+        homes = self._world.homes
+        return homes[int(fault.strength * 1000) % len(homes)].server
+
     def _kill_nats(self, fault: Fault) -> Mend:
-        self._world.server.kill()
-        return self._world.server.start
+        server = self._server(fault)
+        server.kill()
+        return server.start
 
     def _hang_nats(self, fault: Fault) -> Mend:
-        self._world.server.hang()
-        return self._world.server.wake
+        server = self._server(fault)
+        server.hang()
+        return server.wake
 
     def _take_leader(self, fault: Fault) -> Mend:
-        jetstream = self._world.server.jetstream
+        """Its consumers may be gone with the server that had them."""
+        jetstream = self._server(fault).jetstream
         jetstream.is_away = True
-        return partial(setattr, jetstream, "is_away", False)
+
+        def mend() -> None:
+            jetstream.is_away = False
+            if fault.strength > 0.5:
+                jetstream.lose_consumers()
+
+        return mend
+
+    def _part_regions(self, fault: Fault) -> Mend:
+        links = [one for home in self._world.homes for one in home.server.beyond]
+        for link in links:
+            link.is_apart = True
+        return lambda: [setattr(link, "is_apart", False) for link in links]
 
 
 _DEEDS: dict[Kind, Callable[[Breaker, Fault], Mend | None]] = {
@@ -236,4 +256,5 @@ _DEEDS: dict[Kind, Callable[[Breaker, Fault], Mend | None]] = {
     Kind.POWER_CUT: Breaker._power_cut, Kind.DISK_LOST: Breaker._lose_disk, Kind.DISK_FULL: Breaker._fill,
     Kind.DISK_SLOW: Breaker._slow_disk, Kind.DISK_FAILS: Breaker._fail, Kind.DISK_ROTS: Breaker._rot,
     Kind.NATS_KILL: Breaker._kill_nats, Kind.NATS_HANG: Breaker._hang_nats, Kind.NATS_LEADERLESS: Breaker._take_leader,
+    Kind.APART: Breaker._part_regions,
 }  # fmt: skip

@@ -21,7 +21,8 @@ from tests.dst.web import SimHttpTransport
 from tests.dst.world import World
 
 CLIENTS = dict(zip(TENANTS, ("c0", "c1"), strict=True))
-BARE, HTTP = "b0", "h0"
+BARE = "b0"
+HTTP = ("h0", "h1")  # the second one where there are two regions: sessions and responses are of one
 DELETE_S = 0.5  # between two attempts
 
 
@@ -32,21 +33,24 @@ class Callers:
         self.exchanges: list[Exchange] = []
         self.deleted: list[tuple[float, str]] = []
         self._world = world
-        self._bases = {name: f"http://{name}:{PORT}" for name in ingresses}
+        self._https = HTTP[: len(world.homes)]
+        bases = {name: f"http://{name}:{PORT}" for name in ingresses}
         for tenant, name in CLIENTS.items():
-            world.start(name, partial(world.client, tenant))
+            world.start(name, partial(world.client, name, tenant))
         world.start(BARE, self._bare)
-        world.start(HTTP, self._http)
+        for name in self._https:
+            near = {one: url for one, url in bases.items() if world.home_of(one) is world.home_of(name)}
+            world.start(name, partial(self._http, near))
 
     @property
     def names(self) -> tuple[str, ...]:
-        return *CLIENTS.values(), BARE, HTTP
+        return *CLIENTS.values(), BARE, *self._https
 
     async def _bare(self) -> BareProducer:
-        return BareProducer(await self._world.producer("public"), self._world.subjects, self._now)
+        return BareProducer(await self._world.producer(BARE), self._world.home_of(BARE).subjects, self._now)
 
-    async def _http(self) -> HttpClients:
-        return HttpClients(self._bases, self._now, SimHttpTransport(self._world.web))
+    async def _http(self, bases: dict[str, str]) -> HttpClients:
+        return HttpClients(bases, self._now, SimHttpTransport(self._world.web))
 
     def _now(self) -> float:
         return self._world.hub.now
@@ -59,26 +63,27 @@ class Callers:
     def ask(self, request: Request) -> asyncio.Task[None]:
         """Done when it has ended, all of its turns, and what it left is deleted."""
         transport = request.case.transport
-        name = CLIENTS[request.case.tenant] if transport is Transport.CLIENT else BARE if transport.is_bare else HTTP
         first = self._exchange(request, 0)
-        return self._world.spawn(self._world.processes[name], self._converse(request, first))
+        http = self._https[first.number % len(self._https)]
+        name = CLIENTS[request.case.tenant] if transport is Transport.CLIENT else BARE if transport.is_bare else http
+        return self._world.spawn(self._world.processes[name], self._converse(request, first, name))
 
-    async def _converse(self, request: Request, exchange: Exchange) -> None:
+    async def _converse(self, request: Request, exchange: Exchange, name: str) -> None:
         await asyncio.sleep(request.at_s)
         case, session = request.case, f"s-{os.urandom(6).hex()}"
         for turn in range(max(1, len(case.turns)) if case.transport is Transport.GENERATE else 1):
             exchange = exchange if turn == 0 else self._exchange(request, turn)
             exchange.began = self._now()
-            await self._once(request, exchange, session)
+            await self._once(request, exchange, session, name)
             if [end.code for end in exchange.ends] != ["finished"]:
                 return
         if request.deletes:
             is_session = case.transport is Transport.GENERATE
             path = f"sessions/{session}" if is_session else f"v1/responses/resp_{exchange.request}"
-            if await self._delete(case, path):
+            if await self._delete(case, path, name):
                 self.deleted += [(self._now(), turn) for turn in case.turns]
 
-    async def _once(self, request: Request, exchange: Exchange, session: str) -> None:
+    async def _once(self, request: Request, exchange: Exchange, session: str, name: str) -> None:
         case, behaviour, transport = request.case, request.behaviour, request.case.transport
         if transport is Transport.CLIENT:
             await ask_client(self.client(case.tenant), case, behaviour, exchange, self._now)
@@ -86,7 +91,7 @@ class Callers:
         if transport.is_bare:
             await self._made(BARE, BareProducer).ask(case, behaviour, exchange)
             return
-        http, key = self._made(HTTP, HttpClients), os.urandom(8).hex()
+        http, key = self._made(name, HttpClients), os.urandom(8).hex()
         if transport is Transport.BACKGROUND:
             await http.ask_in_background(case, exchange, key=key)
             return
@@ -103,9 +108,9 @@ class Callers:
         await asyncio.sleep(TWIN_S)
         await asking
 
-    async def _delete(self, case: Case, path: str) -> bool:
+    async def _delete(self, case: Case, path: str, name: str) -> bool:
         """Whether an ingress has said so."""
-        http, end = self._made(HTTP, HttpClients), self._now() + case.limit_s
+        http, end = self._made(name, HttpClients), self._now() + case.limit_s
         while not (is_gone := await http.delete(path, case.tenant)) and self._now() < end:
             await asyncio.sleep(DELETE_S)
         return is_gone

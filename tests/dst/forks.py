@@ -67,7 +67,7 @@ class Runner:
                 ready.world.close()
             self._ready = ready = None
             gc.collect()
-            self._ready = ready = Trial(plan.group, plan.fleet)
+            self._ready = ready = Trial(plan)
             ready.start()
         return ready
 

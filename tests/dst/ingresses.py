@@ -14,7 +14,6 @@ from kvfleet.ingress.ingress import Ingress, IngressBuckets
 from kvfleet.ingress.settings import IngressSettings, config_of
 from kvproto.buckets import Bucket
 from kvproto.client import Client
-from kvproto.connection import Connection
 from kvproto.members import Fenced, Lease
 from kvproto.messages import Role
 from kvproto.subjects import INGRESS_INBOX, sealed_prefix
@@ -22,7 +21,7 @@ from kvservice.membership import member_record
 from tests.chaos.fleet import key_of
 from tests.chaos.layout import TENANTS
 from tests.dst.web import SimWeb
-from tests.dst.world import FLEET_KEY, URL, World, as_role
+from tests.dst.world import FLEET_KEY, World
 
 _KEYS = [{"name": one, "sha256": hash_key(key_of(one)), "tenant": one, "admin": True} for one in TENANTS]
 PORT = 8080
@@ -30,18 +29,20 @@ PORT = 8080
 
 async def ingress(world: World, web: SimWeb, name: str) -> Ingress:
     """Begins it in its process, where it listens as host `name`. Its callers are the tenants of the chaos suite."""
-    process, subjects = world.processes[name], world.subjects
+    process, home = world.processes[name], world.home_of(name)
+    subjects = home.subjects
     loop = process.loop
     settings = IngressSettings(
         id=name,
-        nats_url=URL,
+        nats_url=home.url,
+        region=subjects.region,
         namespace=subjects.namespace,
         fleet_key=FLEET_KEY.decode(),
         api_keys=json.dumps({"keys": _KEYS}),
     )
     access = Access(settings, loop.time)
     prefix = sealed_prefix(INGRESS_INBOX, name, FLEET_KEY)
-    connection = await Connection.open(URL, name=f"ingress-{name}", inbox_prefix=prefix, **as_role("ingress"))
+    connection = await world.connect(home, f"ingress-{name}", prefix, "ingress")
     bucket = await Bucket.open(connection, subjects.members_bucket)
     client = await Client.over(connection, subjects)
     buckets = await IngressBuckets.open(connection, subjects)

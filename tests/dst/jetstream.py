@@ -271,6 +271,12 @@ class JetStream:
                 return
         consumer.beat = self.hub.at(self.hub.now + every_s, lambda: self._beat(stream, consumer))
 
+    def lose_consumers(self) -> None:
+        """As where the server is lost that had them: nobody is told."""
+        for stream in self.streams.values():
+            for consumer in [*stream.consumers.values()]:
+                self._drop(stream, consumer)
+
     def _drop(self, stream: Stream, consumer: Consumer) -> None:
         stream.consumers.pop(consumer.name, None)
         self._listeners.pop(consumer.config["deliver_subject"], None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tests.dst.hub import Hub
@@ -20,6 +21,8 @@ VERSION = "2.15.0"
 MAX_PAYLOAD = 1_048_576
 MAX_PENDING = 64 * 1_048_576  # bytes on their way to a client that does not read
 MAIN, SYSTEM = "F", "SYS"  # accounts: what the second one hears is of connections alone
+LINK = ("kvf.region.>", "_ing.*.b", "_ing.*.r.>", "_ing.*.*.*", "_plc.*.*.*", "_prd.>")  # region-link.conf
+BETWEEN_S = 0.02  # between regions, one way
 NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
 
 
@@ -62,6 +65,25 @@ class Attached:
     publishes: dict[str, bool] = field(default_factory=dict)  # subject -> it may
 
 
+@dataclass(eq=False, slots=True)
+class Beyond:
+    """The server of another region, and what passes to it: deploy/nats says the same to both sides."""
+
+    server: SimNats
+    is_apart: bool = False
+    _passes: dict[str, bool] = field(default_factory=dict)
+
+    def passes(self, subject: str) -> bool:
+        if self.is_apart or not self.server.is_up or self.server.is_hung:
+            return False
+        known = self._passes.get(subject)
+        if known is None:
+            if len(self._passes) > 4096:
+                self._passes.clear()
+            known = self._passes[subject] = any_matches(LINK, subject)
+        return known
+
+
 class SimNats:
     """`users`: by name; none: anybody may do anything."""
 
@@ -73,9 +95,11 @@ class SimNats:
         self.interest: Interest[Subscribed] = Interest()
         self.system_interest: Interest[Subscribed] = Interest()
         self.jetstream = JetStream(self)
+        self.beyond: list[Beyond] = []
         self.on_message: Callable[[Attached, Published], None] = lambda client, message: None
         self.on_delivery: Callable[[Published, Subscribed], int] = lambda message, to: 1  # copies, a fault's
         self._ids = 0
+        self._due_beyond = 0.0
 
     def latency_s(self) -> float:
         low, high = self.latency_range_s
@@ -221,6 +245,12 @@ class SimNats:
                 return
         self.on_message(client, message)
         reached = self.route(message)
+        for one in self.beyond:
+            if one.passes(subject) and one.server.interest.of(subject):
+                reached += 1
+                due = self.hub.now + self.latency_s() + BETWEEN_S
+                self._due_beyond = due = max(due, self._due_beyond)  # in order
+                self.hub.at(due, partial(one.server.come, message))
         if self.jetstream.take(message):
             return
         if not reached and message.reply:
@@ -233,6 +263,11 @@ class SimNats:
                 client.transport.to_client.send([Delivered(*reply)])
 
     # What they hear.
+
+    def come(self, message: Published) -> None:
+        """From another region."""
+        if self.is_up and not self.is_hung:
+            self.route(message)
 
     def route(self, message: Published, shown: str = "") -> int:
         """To whom subscribed. `shown`: the subject that they see. Returns how many that are."""

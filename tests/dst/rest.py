@@ -24,7 +24,9 @@ def faults_at_rest(world: World) -> list[str]:
         if name != "init" and (process.made is None or process.place.is_dead):
             found.append(f"{name} is not there: {process.failed!r}")
             continue
-        found += [f"{name}: {told}" for told in _of(process, workers, vaults)]
+        home = world.home_of(name)
+        near = [{other for other in some if world.home_of(other) is home} for some in (workers, vaults)]
+        found += [f"{name}: {told}" for told in _of(process, *near)]
     if not found:
         found += [f"views: {told}" for told in _followed(world)]
     return found
@@ -88,6 +90,8 @@ def _followed(world: World) -> Iterator[str]:
             continue
         indexer = process.made.core.indexer
         for member, digest in truth.items():
+            if world.home_of(member) is not world.home_of(name):
+                continue
             if (state := indexer.state_of(member)) is not Follows.EXACT:
                 yield f"{name} follows {member} as {state}"
             elif indexer._followers[member].tier_digest != digest:

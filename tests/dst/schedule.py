@@ -33,6 +33,7 @@ class Kind(StrEnum):
     NATS_KILL = "NATS killed"
     NATS_HANG = "NATS stopped, wakes"
     NATS_LEADERLESS = "JetStream without a leader"
+    APART = "regions apart"
 
 
 LIVES = (0.2, 6.0)  # until a supervisor starts it again
@@ -47,6 +48,7 @@ TRAITS: dict[Kind, tuple[str, tuple[float, float]]] = {
     Kind.POWER_CUT: ("d", LIVES), Kind.DISK_LOST: ("d", LIVES), Kind.DISK_FULL: ("d", (0.5, 8.0)),
     Kind.DISK_SLOW: ("d", (0.5, 8.0)), Kind.DISK_FAILS: ("d", (0.5, 8.0)), Kind.DISK_ROTS: ("d", (0.0, 0.0)),
     Kind.NATS_KILL: ("n", (0.1, 6.0)), Kind.NATS_HANG: ("n", (0.1, 9.0)), Kind.NATS_LEADERLESS: ("n", (0.1, 6.0)),
+    Kind.APART: ("n", (0.1, 9.0)),
 }  # fmt: skip
 
 
@@ -65,10 +67,10 @@ class Fault:
         return f"{self.target}: {self.kind.value}{lasting}"
 
 
-def drawn(seed: int, names: Sequence[str], until_s: float) -> tuple[Fault, ...]:
+def drawn(seed: int, names: Sequence[str], until_s: float, *, regions: int = 1) -> tuple[Fault, ...]:
     """In order."""
     chance = random.Random(seed)
-    kinds = chance.sample(list(Kind), chance.randint(1, 5))
+    kinds = chance.sample([kind for kind in Kind if regions > 1 or kind is not Kind.APART], chance.randint(1, 5))
     faults = []
     for _ in range(chance.choice((1, 2, 4, 8, 16))):
         kind = chance.choice(kinds)

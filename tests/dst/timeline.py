@@ -14,12 +14,13 @@ SHORT = 100  # characters of a field, at most
 
 
 class Timeline:
-    """Keeps messages of core NATS as they come to the server; `about` reads those that name a request."""
+    """Keeps messages of core NATS as they come to a server; `about` reads those that name a request."""
 
-    def __init__(self, server: SimNats) -> None:
+    def __init__(self, servers: list[SimNats]) -> None:
         self._kept: list[tuple[float, str, str, bytes]] = []
-        self._hub = server.hub
-        server.on_message = self._keep
+        self._hub = servers[0].hub
+        for server in servers:
+            server.on_message = self._keep
 
     def _keep(self, client: Attached, message: Published) -> None:
         self._kept.append((self._hub.now, client.transport.place.name, message.subject, message.data))

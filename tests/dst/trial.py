@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 
@@ -53,9 +53,14 @@ class Plan:
         """Seeds that go on from the same start of a fleet."""
         return self.seed // 8
 
+    @property
+    def regions(self) -> tuple[str, ...]:
+        return ("east", "west") if self.group % 4 == 3 else ("",)
+
     @classmethod
     def of(cls, seed: int) -> Plan:
-        return cls(seed, drawn(seed, [*names_in(FLEET), *CLIENTS.values(), HTTP], BROKEN_S), tuple(requests(seed)))
+        plan, names = cls(seed, (), tuple(requests(seed))), [*names_in(FLEET), *CLIENTS.values(), HTTP[0]]
+        return replace(plan, faults=drawn(seed, names, BROKEN_S, regions=len(plan.regions)))
 
 
 def names_in(fleet: Mapping[str, int]) -> list[str]:
@@ -70,11 +75,11 @@ class Outcome:
 
 
 class Trial:
-    def __init__(self, group: int, fleet: Mapping[str, int] = FLEET) -> None:
-        self.world = world = World(group)
-        self.group, self.fleet = group, fleet
+    def __init__(self, plan: Plan) -> None:
+        self.world = world = World(plan.group, plan.regions)
+        self.group, self.fleet = plan.group, plan.fleet
         makers = {"f": world.worker, "p": world.placement, "v": world.vault, "i": partial(ingress, world, world.web)}
-        self.begins: dict[str, Begin] = {name: partial(makers[name[0]], name) for name in names_in(fleet)}
+        self.begins: dict[str, Begin] = {name: partial(makers[name[0]], name) for name in names_in(plan.fleet)}
         if "v0" in self.begins:
             self.begins["v0"] = partial(world.vault, "v0", has_disk=True)
 
@@ -88,13 +93,17 @@ class Trial:
         self.callers = Callers(world, [name for name in self.begins if name[0] == "i"])
         names = (*self.begins, *self.callers.names)
         world.hub.run(lambda: all(world.processes[name].made for name in names), READY_S)
-        views = [self.callers.client(tenant).members.view for tenant in CLIENTS]
-        world.hub.run(lambda: all(len(list(view.ready())) == self.fleet["f"] for view in views), READY_S)
+        workers = [world.home_of(name) for name in self.begins if name[0] == "f"]
+        views = {name: self.callers.client(tenant).members.view for tenant, name in CLIENTS.items()}
+        world.hub.run(
+            lambda: all(len(list(one.ready())) == workers.count(world.home_of(name)) for name, one in views.items()),
+            READY_S,
+        )
 
 
 def learn() -> dict[tuple[str, int], Answer]:
     """The right answers, of a fleet that nothing happens to."""
-    trial = Trial(0)
+    trial = Trial(Plan(0, (), ()))
     trial.start()
     tasks = [trial.callers.ask(Request(0.2 * at, case, PLAIN)) for at, case in enumerate(cases())]
     trial.world.hub.run(lambda: all(task.done() for task in tasks), 300.0)
@@ -125,7 +134,7 @@ def run(plan: Plan, answers: dict[tuple[str, int], Answer], trial: Trial, *, tra
             happened.append(Happened(judged, hub.now, until, until))
 
     breaker = Breaker(world, note)
-    timeline = Timeline(world.server) if traces else None
+    timeline = Timeline([home.server for home in world.homes]) if traces else None
     try:
         breaker.plan(plan.faults)
         tasks = [trial.callers.ask(request) for request in plan.requests]
@@ -166,7 +175,7 @@ def _judge(trial: Trial, found: Outcome, tasks: list[asyncio.Task[None]], histor
     found.wrong += [f"at rest: {told}" for told in faults_at_rest(trial.world)]
     before = trial.world.hub.now - FORGOTTEN_S
     texts = [text for at, text in trial.callers.deleted if at < before]
-    found.wrong += [f"deleted: {told}" for told in deleted.found(trial.world, texts)]
+    found.wrong += sorted({f"deleted: {told}" for told in deleted.found(trial.world, texts)})
     found.wrong += [f"web: {told}" for told in trial.world.web.failures]
     found.counts |= verdict.counts
     found.counts["resumed"] = sum(len({name for _, name in one.workers}) > 1 for one in history.exchanges)

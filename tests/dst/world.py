@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,7 +42,14 @@ from kvproto.dataplane.server import DataPlaneServer
 from kvproto.ids import new_epoch, new_process_id
 from kvproto.members import Lease
 from kvproto.messages import Grammar, Heartbeat, MemberRecord, Role, State, WorkerRecord
-from kvproto.subjects import PLACEMENT_INBOX, PRODUCER_INBOX, VAULT_INBOX, Subjects, inbox_prefix
+from kvproto.subjects import (
+    DEFAULT_NAMESPACE,
+    PLACEMENT_INBOX,
+    PRODUCER_INBOX,
+    VAULT_INBOX,
+    Subjects,
+    inbox_prefix,
+)
 from kvsampling import grammar, grammar_check
 from kvservice.membership import member_record
 from tests.dst import roles, threads
@@ -48,14 +57,13 @@ from tests.dst.files import SimDisk
 from tests.dst.hub import Hub, Place
 from tests.dst.loop import SimLoop
 from tests.dst.nats_link import Net, SimClient
-from tests.dst.nats_server import SimNats
+from tests.dst.nats_server import Beyond, SimNats
 from tests.dst.sockets import SimSocket, Sockets
 from tests.dst.web import SimWeb
 from tests.support import fake_fleet
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 
-AT = "127.0.0.1:4222"
-URL = f"nats://{AT}"
+PORT = 4222  # of the first region's server
 FLEET_KEY = b"the fleet's"
 VAULT_BYTES, DISK_BYTES = 1 << 17, 1 << 20
 LAST_WORDS_S = 1.0
@@ -104,11 +112,6 @@ codec.decode = _decode
 source.PROBE_BYTES = 1 << 16  # links are measured with, and the memory of this process by that
 
 
-def as_role(role: str) -> dict[str, str]:
-    """How `Connection.open` logs in."""
-    return {"user": role, "password": role}
-
-
 class _AtOnce:
     """In place of a thread of the process that all simulated ones are in."""
 
@@ -144,6 +147,19 @@ fake_fleet.read_bundle = _bundle
 chat_intake.template_of = _template
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A region: its server, and its subjects."""
+
+    at: str
+    server: SimNats
+    subjects: Subjects
+
+    @property
+    def url(self) -> str:
+        return f"nats://{self.at}"
+
+
 @dataclass(eq=False)
 class Process:
     """One life. `made`: what its `begin` returned."""
@@ -157,19 +173,33 @@ class Process:
 
 
 class World:
-    def __init__(self, seed: int) -> None:
+    """`regions`: by the first letter and number of a name, where its process is; every second one of a kind is in the
+    second region, if there are two."""
+
+    def __init__(self, seed: int, regions: Sequence[str] = ("",)) -> None:
         self.hub = Hub(seed)
         threads.begin(self.hub)
         self.net = SimClient.net = Net(self.hub)
-        self.server = self.net.servers[AT] = SimNats(self.hub, URL, roles.users())
+        self.homes = [self._home(region, PORT + at) for at, region in enumerate(regions)]
+        for one, other in itertools.permutations(self.homes, 2):
+            one.server.beyond.append(Beyond(other.server))
         self.sockets = SimSocket.network = Sockets(self.hub)
         self.web = SimWeb(self.hub)
         self.disks: dict[str, SimDisk] = {}
         self.versions: dict[str, int] = {}  # of the wire, that the next life of a process speaks
         self.fatals: list[str] = []
-        self.subjects = Subjects()
         self.processes: dict[str, Process] = {}  # present lives
         self.former: list[Process] = []
+
+    def _home(self, region: str, port: int) -> Home:
+        at = f"127.0.0.1:{port}"
+        server = self.net.servers[at] = SimNats(self.hub, f"nats://{at}", roles.users())
+        return Home(at, server, Subjects(DEFAULT_NAMESPACE, region))
+
+    def home_of(self, name: str) -> Home:
+        """Of names that end in a number; others are in the first region."""
+        digits = re.search(r"[0-9]+", name)
+        return self.homes[int(digits[0]) % len(self.homes) if digits else 0]
 
     # Processes.
 
@@ -208,9 +238,8 @@ class World:
     def kill(self, name: str) -> None:
         process = self.processes[name]
         process.place.die()
-        for transport in list(self.server.clients):
-            if transport.place is process.place:
-                transport.lose()
+        for transport in self.transports_of(name):
+            transport.lose()
         self.sockets.died(process.place)
         self.web.died(process.place)
         if (disk := self.disks.get(name)) is not None:
@@ -255,7 +284,7 @@ class World:
 
     def transports_of(self, name: str) -> list[Any]:
         place = self.processes[name].place
-        return [one for one in self.server.clients if one.place is place]
+        return [one for home in self.homes for one in home.server.clients if one.place is place]
 
     def close(self) -> None:
         self.hub.close()
@@ -263,15 +292,22 @@ class World:
     # What may be a process.
 
     async def buckets(self) -> None:
-        connection = await Connection.open(URL, name="init", inbox_prefix="_adm.init", **as_role("admin"))
-        await ensure_buckets(connection, self.subjects)
-        await ensure_key(await Bucket.open(connection, self.subjects.keys_bucket))
-        await connection.close()
+        for home in self.homes:
+            connection = await self.connect(home, "init", "_adm.init", "admin")
+            await ensure_buckets(connection, home.subjects)
+            await ensure_key(await Bucket.open(connection, home.subjects.keys_bucket))
+            await connection.close()
+
+    @staticmethod
+    async def connect(home: Home, name: str, prefix: str, role: str) -> Connection:
+        return await Connection.open(home.url, name=name, inbox_prefix=prefix, user=role, password=role)
 
     async def worker(self, name: str, **settings: Any) -> FakeWorker:
-        fleet = FakeFleet(URL, self.subjects, login=as_role("worker"))
+        home = self.home_of(name)
+        fleet = FakeFleet(home.url, home.subjects, login={"user": "worker", "password": "worker"})
         chosen = {
             "fleet_key": FLEET_KEY.decode(),
+            "region": home.subjects.region,
             "fake_tokens_per_s": 10.0,
             "fake_prefill_tokens_per_s": 400.0,
             "blocks": 64,
@@ -282,9 +318,10 @@ class World:
 
     async def vault(self, name: str, *, has_disk: bool = False) -> Vault:
         prefix = inbox_prefix(VAULT_INBOX, name)
-        connection = await Connection.open(URL, name=f"vault-{name}", inbox_prefix=prefix, **as_role("vault"))
+        home = self.home_of(name)
+        connection = await self.connect(home, f"vault-{name}", prefix, "vault")
         ring = KeyRing()
-        await follow_keys(connection, self.subjects, ring)
+        await follow_keys(connection, home.subjects, ring)
         store, thread = VaultStore(VAULT_BYTES), None
         if has_disk:
             disk = DiskStore(self.disk(name).folder, DISK_BYTES)
@@ -293,9 +330,9 @@ class World:
             store = VaultStore(VAULT_BYTES, thread, on_disk=found)
             thread.start(store)
         server = DataPlaneServer(store, ring, name, tcp=("127.0.0.1", 0))
-        bucket = await Bucket.open(connection, self.subjects.members_bucket)
+        bucket = await Bucket.open(connection, home.subjects.members_bucket)
         record = replace(member_record(Role.VAULT, name), inbox=prefix)
-        loop = VaultLoop(connection, self.subjects, Lease(bucket, record), store, server, self.fatal)
+        loop = VaultLoop(connection, home.subjects, Lease(bucket, record), store, server, self.fatal)
         await loop.start()
         return Vault(loop, store, thread)
 
@@ -307,26 +344,27 @@ class World:
 
     async def placement(self, name: str) -> PlacementLoop:
         prefix = inbox_prefix(PLACEMENT_INBOX, f"{name}-{new_process_id()}")
-        connection = await Connection.open(URL, name=f"placement-{name}", inbox_prefix=prefix, **as_role("placement"))
-        system = await Connection.open(URL, name=f"placement-sys-{name}", inbox_prefix=prefix, **as_role("sys"))
+        home = self.home_of(name)
+        connection = await self.connect(home, f"placement-{name}", prefix, "placement")
+        system = await self.connect(home, f"placement-sys-{name}", prefix, "sys")
         record = MemberRecord(
             name, new_epoch(), "", State.READY, Role.PLACEMENT, "localhost", 1, codec.supported_versions()
         )
         chance = random.Random(self.hub.random.getrandbits(32)).random
         config, parts = PlacementConfig(policy="cost", index_blocks=4096), PlacementParts(system=system)
         loop = PlacementLoop(
-            connection, self.subjects, record, config, chance=chance, fleet_key=FLEET_KEY, parts=parts,
+            connection, home.subjects, record, config, chance=chance, fleet_key=FLEET_KEY, parts=parts,
             on_fenced=lambda error: self.fatal(str(error)),
         )  # fmt: skip
         await loop.start()
         return loop
 
-    async def producer(self, tenant: str = "public") -> Connection:
+    async def producer(self, name: str, tenant: str = "public") -> Connection:
         prefix = inbox_prefix(f"{PRODUCER_INBOX}.{tenant}", new_process_id())
-        return await Connection.open(URL, name=prefix, inbox_prefix=prefix, **as_role(f"producer-{tenant}"))
+        return await self.connect(self.home_of(name), prefix, prefix, f"producer-{tenant}")
 
-    async def client(self, tenant: str = "public") -> Client:
-        return await Client.over(await self.producer(tenant), self.subjects)
+    async def client(self, name: str, tenant: str = "public") -> Client:
+        return await Client.over(await self.producer(name, tenant), self.home_of(name).subjects)
 
 
 @dataclass(frozen=True, slots=True)
