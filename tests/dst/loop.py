@@ -16,25 +16,12 @@ from tests.dst.hub import Actor, Hub, Place
 MOST = 8  # callbacks in a turn
 
 
-class _Numbered:
-    """Sets of such have an order that does not hang on where in memory they are. As wrappers of the C types."""
-
-    _next = 0
-
-    def __init__(self, *of: Any, **how: Any) -> None:
-        _Numbered._next = self._number = _Numbered._next + 1
-        super().__init__(*of, **how)
-
-    def __hash__(self) -> int:
-        return self._number
+class SimFuture(asyncio.Future):  # type: ignore[type-arg]
+    """As those of C, but that it takes attributes."""
 
 
-class SimFuture(_Numbered, asyncio.Future):  # type: ignore[type-arg]
-    pass
-
-
-class SimTask(_Numbered, asyncio.Task):  # type: ignore[type-arg]
-    pass
+class SimTask(asyncio.Task):  # type: ignore[type-arg]
+    """The same."""
 
 
 class SimLoop(asyncio.AbstractEventLoop):

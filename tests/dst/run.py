@@ -14,7 +14,7 @@ from tests.dst.forks import Runner
 from tests.dst.shrink import shrunk
 from tests.dst.trial import WHOLE_S, Outcome, Plan, learn
 
-SHRINKING = 150  # runs, at most
+SHRINKING = 80  # runs, at most
 
 
 def main(arguments: list[str]) -> int:

@@ -34,10 +34,11 @@ class _Present:
     """The hub of the run that goes on."""
 
     hub = Hub(0)
+    numbers = count(1)  # of objects in sets
 
 
 def begin(hub: Hub) -> None:
-    _Present.hub = hub
+    _Present.hub, _Present.numbers = hub, count(1)
     random.seed(hub.random.getrandbits(64))
 
 
@@ -168,18 +169,16 @@ def _excepthook(args: Any) -> None:
 _USUAL_HOOK = threading.excepthook
 
 
-_NUMBERS = count(1)
-
-
 def _numbered(one: Any) -> int:
     """A hash that does not hang on where in memory it is, for objects that stand in sets."""
     number: int | None = getattr(one, "_number", None)
     if number is None:
-        number = one._number = next(_NUMBERS)
+        number = one._number = next(_Present.numbers)
     return number
 
 
 def number(*kinds: type) -> None:
+    """Their objects are told apart by the order in which they were first asked for a hash."""
     for kind in kinds:
         kind.__hash__ = _numbered  # type: ignore[method-assign, assignment]
 

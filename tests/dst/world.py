@@ -55,7 +55,7 @@ from kvservice.membership import member_record
 from tests.dst import roles, threads
 from tests.dst.files import SimDisk
 from tests.dst.hub import Hub, Place
-from tests.dst.loop import SimLoop
+from tests.dst.loop import SimFuture, SimLoop, SimTask
 from tests.dst.nats_link import Net, SimClient
 from tests.dst.nats_server import Beyond, SimNats
 from tests.dst.sockets import SimSocket, Sockets
@@ -138,7 +138,7 @@ def _fault_of(said: Grammar) -> str:
     return grammar_check._fault(_GRAMMARS[0], said)
 
 
-threads.number(Link)
+threads.number(Link, SimFuture, SimTask)
 grammar._POOL[:] = [_AtOnce()]  # type: ignore[list-item]
 engine.Grammars = _grammars  # type: ignore[misc, assignment]
 GrammarGuard._try = lambda self, said: _fault_of(said)  # type: ignore[method-assign]

@@ -1,13 +1,14 @@
-"""Loop: finds and erases the blocks of a session at the living workers of its model. Workers of other regions where it
-ran erase them in the background; owns those tasks."""
+"""Loop: finds the blocks of a session at the living workers of its model, and erases them at all. Those that do not
+answer, and those of other regions where it ran, erase them in the background; owns those tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvfleet.ingress.sessions.session import Session
 from kvproto import codec
@@ -24,9 +25,9 @@ FIND_TIMEOUT_S = 5.0
 ERASE_TIMEOUT_S = 2.0  # a request waits for so long; a worker in a long step erases after it
 BACKGROUND_TIMEOUT_S = 5.0  # of one try in the background, where no request waits
 BACKGROUND_RETRY_S = 5.0
+HOME_RETRY_S = 1.0
 BACKGROUND_LIMIT_S = 60.0  # of all tries in one region
 MAX_LATER = 64  # background erasures at once; each may hold a long history
-HOME = ""  # this region
 CLOSE_S = 2.0
 
 
@@ -62,8 +63,8 @@ class SessionBlocks:
         return {worker: codec.decode(Inspection, answer) for worker, answer in answers.items()}
 
     async def erase(self, session: Session) -> None:
-        """Have every worker and vault forget what only this session had, its strays too. Raises nothing: a worker that
-        is away loses its memory anyway."""
+        """Have every worker and vault forget what only this session had, its strays too. Raises nothing: who does not
+        answer is told again in the background."""
         assert session.head is not None
         tenant = tenant_of(session.key)
         question = AdminRequest(
@@ -76,23 +77,30 @@ class SessionBlocks:
         await self._erase(AdminRequest(AdminCommand.ERASE, tenant, ids, model=model), regions)
 
     async def _erase(self, question: AdminRequest, regions: Iterable[str]) -> None:
-        await self._ask_all(self._workers_of(question.model), question, ERASE_TIMEOUT_S)
+        left = self._lives_of(question.model)
+        await self._tell(question, left, ERASE_TIMEOUT_S)
+        if left:
+            self._later("", self._erase_here(question, left))
         self._erase_later(question, regions)
 
     def forget(self, key: str, head: SessionHead, ids: tuple[int, ...], keep: int) -> None:
         """Have workers forget, in the background, what only this sequence has behind `keep` tokens."""
         question = AdminRequest(AdminCommand.ERASE, tenant_of(key), ids, keep=keep, model=head.model)
-        self._erase_later(question, (HOME, *head.regions))
+        self._later("", self._erase_here(question, self._lives_of(head.model)))
+        self._erase_later(question, head.regions)
 
     def _erase_later(self, question: AdminRequest, regions: Iterable[str]) -> None:
-        """Workers that do not answer are told again for a minute; later they keep their blocks until eviction."""
         for region in regions:
-            if len(self._erasing) >= MAX_LATER:
-                log.warning("region %s is not told what to forget: too much is on its way", region or "here")
-                continue
-            task = asyncio.create_task(self._erase_in(region, question), name=f"erase-in-{region or 'home'}")
-            self._erasing.add(task)
-            task.add_done_callback(self._erasing.discard)
+            self._later(region, self._erase_in(region, question))
+
+    def _later(self, region: str, erasing: Coroutine[Any, Any, None]) -> None:
+        if len(self._erasing) >= MAX_LATER:
+            log.warning("region %s is not told what to forget: too much is on its way", region or "here")
+            erasing.close()
+            return
+        task = asyncio.create_task(erasing, name=f"erase-in-{region or 'home'}")
+        self._erasing.add(task)
+        task.add_done_callback(self._erasing.discard)
 
     async def close(self) -> None:
         if self._erasing:
@@ -101,21 +109,41 @@ class SessionBlocks:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
+    async def _tell(self, question: AdminRequest, left: dict[str, str], timeout_s: float) -> None:
+        """Takes those out of `left` that were told, and lives that are over: their memory is."""
+        view = self.client.members.view
+        for worker, epoch in [*left.items()]:
+            known = view.workers.get(worker)
+            if known is None or known.record.epoch != epoch:
+                del left[worker]
+        for worker in await self._ask_all([one for one in left if view.is_alive(one)], question, timeout_s):
+            del left[worker]
+
+    async def _erase_here(self, question: AdminRequest, left: dict[str, str]) -> None:
+        """Ends when all of these lives were told, or are over. One that is held up keeps its blocks, and comes back."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BACKGROUND_LIMIT_S):
+                while True:
+                    await self._tell(question, left, BACKGROUND_TIMEOUT_S)
+                    if not left:
+                        return
+                    await asyncio.sleep(HOME_RETRY_S)
+        log.warning("a session's blocks may still be at %s: they do not answer", ", ".join(left))
+
     async def _erase_in(self, region: str, question: AdminRequest) -> None:
-        """Ends when all known workers there, one at least, have answered."""
+        """Ends when all known workers there, one at least, have answered; they are told again for a minute, and keep
+        their blocks until eviction afterwards."""
         told: set[str] = set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BACKGROUND_LIMIT_S):
                 while True:
-                    model, away = question.model, region != HOME
-                    workers = self.region_workers(region, model) if away else self._workers_of(model)
+                    workers = self.region_workers(region, question.model)
                     late = [worker for worker in workers if worker not in told]
                     told |= (await self._ask_all(late, question, BACKGROUND_TIMEOUT_S)).keys()
                     if workers and told.issuperset(workers):
                         return
                     await asyncio.sleep(BACKGROUND_RETRY_S)
-        where = region or "this one"
-        log.warning("a session's blocks may still be in region %s: not all workers there could be told", where)
+        log.warning("a session's blocks may still be in region %s: not all workers there could be told", region)
 
     async def _ask_all(self, workers: list[str], question: AdminRequest, timeout_s: float) -> dict[str, bytes]:
         limit = asyncio.Semaphore(AT_ONCE)
@@ -132,11 +160,15 @@ class SessionBlocks:
         return {worker: answer for worker, answer in zip(workers, answers, strict=True) if answer is not None}
 
     def _workers_of(self, model: str) -> list[str]:
-        """Of an adapter, all of the model that it is of: it may have been unloaded where its blocks are."""
         view = self.client.members.view
-        alive = {worker: one.record for worker, one in view.workers.items() if view.is_alive(worker)}
-        of = {record.model for record in alive.values() if record.serves(model)}
-        return sorted(worker for worker, record in alive.items() if record.model in of)
+        return [worker for worker in self._lives_of(model) if view.is_alive(worker)]
+
+    def _lives_of(self, model: str) -> dict[str, str]:
+        """Epochs of the workers that are here or were lately. Of an adapter, all of the model that it is of: it may
+        have been unloaded where its blocks are."""
+        records = {worker: one.record for worker, one in sorted(self.client.members.view.workers.items())}
+        of = {record.model for record in records.values() if record.serves(model)}
+        return {worker: record.epoch for worker, record in records.items() if record.model in of}
 
 
 def tokens_by_tier(found: Iterable[tuple[str, Inspection]]) -> dict[str, dict[str, int]]:
