@@ -25,7 +25,7 @@ from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggar
 from kvfleet.worker.tiers.looking import Look, SourceQuestion
 from kvfleet.worker.tiers.source import WRONG, Quarantine, Source, SourceAddress
 from kvfleet.worker.tiers.transfers import GONE, ConnectionJob, Deadlines, RemoteCounts, RemoteSettings
-from kvfleet.worker.tiers.write_behind import WriteBehind
+from kvfleet.worker.tiers.write_behind import Owed, WriteBehind, owe
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.keys import KeyRing
 from kvproto.messages import Tier, TierLoad
@@ -39,6 +39,7 @@ CONNECT_S = 1.5
 IDLE_S = 60.0  # then a peer's connections end
 MAX_STRAYS = 65_536
 CLOSE_S = 3.0
+MAX_AWAY = 64  # vaults that are owed erasures and are not here
 MAX_FAR = 64  # peers of other regions that are remembered
 FAR_LOOK_LIMIT_S = 1.0
 
@@ -60,6 +61,7 @@ class RemoteTiers:
     _ring: VaultRing = field(default_factory=VaultRing)
     _quarantine: Quarantine = field(default_factory=Quarantine)
     _strays: OrderedDict[bytes, str] = field(default_factory=OrderedDict)  # block hash -> vault, not the owner, with it
+    _owed: OrderedDict[str, Owed] = field(default_factory=OrderedDict)  # by vault that is away
     _ending: list[threading.Thread] = field(default_factory=list)
     _closed: bool = False
     _vault_changes: int = 0
@@ -96,12 +98,17 @@ class RemoteTiers:
         leaving = [one for one in sources.values() if wanted.get(one.id) != one.address]
         for source in leaving:
             del sources[source.id]
+            if source.writes is not None:
+                self._owed[source.id] = dict(source.writes.owed)
         for address in wanted.values():
             if address.id not in sources:
                 connect = partial(self._connect, tier, address, self.keyring)
                 source = sources[address.id] = Source(tier, address, connect, self.settings.look_limit_s)
                 if tier is Tier.VAULT:
-                    source.writes = WriteBehind(address.id, connect, self.settings, self._deadlines, self.counts)
+                    owed = self._owed.pop(address.id, {})
+                    source.writes = WriteBehind(address.id, connect, self.settings, self._deadlines, self.counts, owed)
+        while len(self._owed) > MAX_AWAY:
+            self._owed.popitem(last=False)
         return leaving
 
     def _end(self, leaving: Iterable[Source]) -> None:
@@ -262,8 +269,11 @@ class RemoteTiers:
         return self._vault_changes + self.counts.not_offloaded
 
     def erase(self, names: Sequence[BlockName]) -> None:
-        """Have vaults forget these blocks, except those that others continue, and drop what waits to be offloaded."""
+        """Have vaults forget these blocks, except those that others continue, and drop what waits to be offloaded. A
+        vault that is away may come back with its disk: it is told then."""
         with self._lock:
+            for owed in self._owed.values():
+                owe(owed, names)
             writes = [vault.writes for vault in self._vaults.values() if vault.writes is not None]
         for write_behind in writes:
             write_behind.erase(names)

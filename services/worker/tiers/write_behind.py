@@ -2,7 +2,7 @@
 
 offer ──▶ queue ──a batch──▶ has it? ──▶ encode ──▶ put ──▶ done
             ▲──────────── it did not get through ─────│
-erase: what waits is dropped; the vault forgets after the batch that is under way
+erase: what waits is dropped; the vault forgets after the batch that is under way, or once it is back
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ BATCH_BYTES = 16 * 1024 * 1024
 OFFLOAD_LIMIT_S = 10.0
 ERASE_LIMIT_S = 5.0
 AGAIN_S = 2.0  # from an erase that failed, or that a broken put may have outlived, to the second one
+MAX_OWED = 65_536  # blocks that a vault is still to forget
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,15 +122,29 @@ class OffloadQueue:
         assert all(one.expires <= other.expires for one, other in pairwise(self._waiting))
 
 
+Owed = dict[bytes, BlockName]  # by hash: what a vault is still to forget
+
+
+def owe(owed: Owed, names: Sequence[BlockName]) -> None:
+    """The oldest ones give way."""
+    owed.update((name.hash, name) for name in names)
+    for _ in range(len(owed) - MAX_OWED):
+        del owed[next(iter(owed))]
+
+
 @dataclass(eq=False)
 class WriteBehind:
+    """`owed`: to an earlier life of this vault."""
+
     vault: str
     connect: Connect
     settings: RemoteSettings
     deadlines: Deadlines
     counts: RemoteCounts
+    owed: Owed = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _asked_to_drain: bool = False
+    _asked_to_erase: bool = False
     _watched: bool = False
     _closed: bool = False
     _broke_at: float = float("-inf")  # when a put last ended without an answer
@@ -157,9 +172,14 @@ class WriteBehind:
             dropped = self._queue.drop({name.hash for name in names})
         self._give_back(dropped, "erased")
         again = time.monotonic() - self._broke_at < OFFLOAD_LIMIT_S
-        self._erase(names, last=False)
+        self._owe(names)
         if again:
-            self.deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
+            self.deadlines.after(AGAIN_S, lambda: self._owe(names))
+
+    def _owe(self, names: Sequence[BlockName]) -> None:
+        with self._lock:
+            owe(self.owed, names)
+        self._erase_soon()
 
     def close(self) -> threading.Thread:
         """Returns at once, with the thread that will end. What waits is given back now, what is under way with it."""
@@ -178,20 +198,31 @@ class WriteBehind:
         if not self._connection.submit(ConnectionJob(self._drain, self._broke)):
             self._asked_to_drain = False  # `_maintain` asks again
 
-    def _erase(self, names: Sequence[BlockName], *, last: bool) -> None:
-        def run(client: DataPlaneClient) -> None:
-            for share in by_root(names):
-                for at in share.parts(MAX_BLOCKS):
-                    client.erase(share.root, [names[one].hash for one in at], time.monotonic() + ERASE_LIMIT_S)
+    def _erase_soon(self) -> None:
+        with self._lock:
+            if self._asked_to_erase or self._closed or not self.owed:
+                return
+            self._asked_to_erase = True
+        if not self._connection.submit(ConnectionJob(self._erase, self._not_erased)):
+            self._asked_to_erase = False  # `_maintain` asks again
 
-        def fail(reason: str) -> None:
-            if last or self._closed:
-                self.counts.failed(Tier.VAULT, "erase")
-            else:
-                self.deadlines.after(AGAIN_S, lambda: self._erase(names, last=True))
+    def _erase(self, client: DataPlaneClient) -> None:
+        with self._lock:
+            names = list(self.owed.values())
+        for share in by_root(names):
+            for at in share.parts(MAX_BLOCKS):
+                client.erase(share.root, [names[one].hash for one in at], time.monotonic() + ERASE_LIMIT_S)
+        with self._lock:
+            for name in names:
+                if self.owed.get(name.hash) is name:  # else it is to be forgotten once more
+                    del self.owed[name.hash]
+        self._asked_to_erase = False
+        self._erase_soon()
 
-        if not self._connection.submit(ConnectionJob(run, fail)):
-            fail(GONE)
+    def _not_erased(self, reason: str) -> None:
+        self.counts.failed(Tier.VAULT, "erase")
+        self._asked_to_erase = False
+        self.deadlines.after(AGAIN_S, self._erase_soon)
 
     def _give_back(self, offloads: Sequence[Offload], reason: str) -> None:
         if offloads:
@@ -200,8 +231,10 @@ class WriteBehind:
             offload.on_done()
 
     def _maintain(self, client: DataPlaneClient) -> None:
-        if len(self._queue):  # it came while there was no connection
+        """For what came while there was no connection."""
+        if len(self._queue):
             self._drain_soon()
+        self._erase_soon()
 
     def _drain(self, client: DataPlaneClient) -> None:
         """One batch; then other jobs have their turn."""
