@@ -39,7 +39,10 @@ def main(arguments: list[str]) -> int:
         if found.wrong and said.shrink:
             plan = shrunk(plan, partial(_fails_alike, runner, found), SHRINKING)
         if said.tell or found.wrong:
-            _tell(plan, runner.outcome(plan, traces=True))
+            again = runner.outcome(plan, traces=True)
+            if plan == Plan.of(plan.seed) and again.wrong != found.wrong:
+                print(f"  NOT THE SAME AGAIN: {found.wrong}")
+            _tell(plan, again)
         if bad and said.mutation:
             break
     took = threads.REAL["perf_counter"]() - began

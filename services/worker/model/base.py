@@ -107,7 +107,7 @@ class ModelRunner(Protocol):
 def host_memory(size: int) -> memoryview:
     """`size` zero bytes, on huge pages where the system has them, taken when first touched. Raises MemoryError."""
     try:
-        pages = mmap.mmap(-1, max(size, 1))
+        pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"{size} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
