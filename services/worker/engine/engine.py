@@ -78,7 +78,7 @@ class Engine:
         self.counters = EngineCounters()
         self.grammars = Grammars(lambda: detokenizer.to_json(), runner.vocab_size, runner.eos_ids)
         self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs, self.grammars)
-        self.kv = KvHoldings(runner, tiers)
+        self.kv = KvHoldings(runner, tiers, self.sequences)
         self._audit = PoolAudit(pool)
         self._clock = clock
         self._outputs: list[SequenceOutput] = []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvfleet.worker.blocks.content_index import common_prefix
 from kvfleet.worker.model.base import ModelRunner
+from kvfleet.worker.schedule.sequence import Sequence as Running
+from kvfleet.worker.schedule.sequence import SequenceState
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import Root, chain, in_tier
 from kvproto.messages import Inspection, Tier
@@ -16,6 +19,7 @@ from kvproto.messages import Inspection, Tier
 class KvHoldings:
     runner: ModelRunner
     tiers: Tiers
+    live: Iterable[Running]  # the present ones, whenever it is iterated
 
     @property
     def digest(self) -> int:
@@ -50,5 +54,14 @@ class KvHoldings:
         return self.runner.read_kv(blocks, tokens, layer)
 
     def erase(self, root: Root, ids: Sequence[int], keep: int = 0) -> int:
-        """As `BlockPool.erase`, in every tier. Returns how many blocks of this worker went."""
-        return self.tiers.erase(root, chain(root, ids, self.tiers.pool.block_size), ids, keep)
+        """As `BlockPool.erase`, in every tier; what running sequences hold of it, when they have ended. Returns how
+        many blocks of this worker went at once."""
+        hashes = chain(root, ids, self.tiers.pool.block_size)
+        users = [one for one in self.live if common_prefix(one.ids, ids) > keep]
+        if users:
+            self.tiers.erase_once(lambda: all(map(_is_over, users)), root, hashes, ids, keep)
+        return self.tiers.erase(root, hashes, ids, keep)
+
+
+def _is_over(sequence: Running) -> bool:
+    return sequence.state is SequenceState.FINISHED

@@ -48,8 +48,8 @@ class Tiers:
     reuse: ReuseWatch = field(default_factory=ReuseWatch)
     lent: dict[int, list[tuple[BlockPool, list[int]]]] = field(default_factory=dict)  # chains for peers, by lending
     protector: Protector | None = None
-    # hashes that are on their way and are to be forgotten afterwards, and what forgets them
-    _erasing: deque[tuple[frozenset[bytes], Callable[[], int]]] = field(
+    # what is to be forgotten once it has arrived, or is no longer used: whether that is so, and what forgets it
+    _erasing: deque[tuple[Callable[[], bool], Callable[[], int]]] = field(
         default_factory=lambda: deque(maxlen=MOST_ERASING)
     )
 
@@ -109,11 +109,11 @@ class Tiers:
         """Called between steps. Returns sequences that go back to the queue."""
         self.offloader.maintain()
         for _ in range(len(self._erasing)):
-            known, erase = self._erasing.popleft()
-            if known.isdisjoint(self._carried()):
+            is_due, erase = self._erasing.popleft()
+            if is_due():
                 erase()
             else:
-                self._erasing.append((known, erase))
+                self._erasing.append((is_due, erase))
         return self.restorer.poll()
 
     def copied(self) -> None:
@@ -123,9 +123,9 @@ class Tiers:
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
         """Forget, in every tier, the blocks that only this token sequence has behind its first `keep` tokens; those on
         their way, when they have arrived. Returns how many went at once."""
-        known = frozenset(hashes)
-        if not known.isdisjoint(self._carried()):
-            self._erasing.append((known, partial(self.erase, root, hashes, ids, keep)))
+        has_arrived = partial(self._has_arrived, frozenset(hashes))
+        if not has_arrived():
+            self.erase_once(has_arrived, root, hashes, ids, keep)
         gone = self.pool.erase(root, hashes, ids, keep)
         first = max(keep // self.pool.block_size, root.blocks if isinstance(root, ForkedRoot) else 0)
         self.offloader.forget(hashes[first:])
@@ -133,6 +133,14 @@ class Tiers:
         if self.remote is not None and len(hashes) > first:
             self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[first:])
         return gone
+
+    def erase_once(
+        self, is_due: Callable[[], bool], root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int
+    ) -> None:
+        self._erasing.append((is_due, partial(self.erase, root, hashes, ids, keep)))
+
+    def _has_arrived(self, known: frozenset[bytes]) -> bool:
+        return known.isdisjoint(self._carried())
 
     def discard(self, root: Root, hashes: Sequence[bytes]) -> None:
         """The last block's content is wrong: drop it and all that continues it, here, in vaults and on the way."""

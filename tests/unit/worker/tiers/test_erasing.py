@@ -239,6 +239,16 @@ def test_erasing_what_nobody_has_changes_nothing(rig: Rig) -> None:
     assert rig.left()[:2] == (8, 8)
 
 
+def test_what_a_running_sequence_has_goes_when_it_ends(rig: Rig) -> None:
+    """Of a request whose reader has died, say, while another worker's answer was deleted."""
+    rig.engine.add(spec("r", PROMPT, max_tokens=20))
+    rig.engine.step()
+    assert rig.engine.kv.erase(ROOT, PROMPT) == 0, "it is in use"
+    rig.engine.cancel("r", 0)
+    rig.settle()
+    assert rig.left()[:2] == (0, 0)
+
+
 class ErasingSchedule(TieredSchedule):
     """Now and then somebody's tokens are erased, running or not."""
 
@@ -263,6 +273,9 @@ def test_random_schedules(part: int) -> None:
         schedule = ErasingSchedule(seed)
         try:
             schedule.run()
+            for _ in range(100):  # what was erased while it ran, or was on its way, goes
+                if (maintained := schedule.engine.maintain()) is not None:
+                    schedule.check_announced(maintained)
             schedule.check()
             assert not schedule.tiers._erasing
         except AssertionError as error:
