@@ -13,16 +13,13 @@ from tests.chaos.asking import BareProducer, ask_client
 from tests.chaos.cases import Case
 from tests.chaos.history import Exchange, Transport
 from tests.chaos.http_asking import HttpClients
-from tests.chaos.layout import TENANTS
 from tests.chaos.load import TWIN_S
 from tests.dst.cases import Request
 from tests.dst.ingresses import PORT
+from tests.dst.plan import BARE, CLIENTS, HTTP
 from tests.dst.web import SimHttpTransport
 from tests.dst.world import World
 
-CLIENTS = dict(zip(TENANTS, ("c0", "c1"), strict=True))
-BARE = "b0"
-HTTP = ("h0", "h1")  # the second one where there are two regions: sessions and responses are of one
 DELETE_S = 0.5  # between two attempts
 
 

@@ -12,7 +12,6 @@ from tests.chaos.behaviour import PLAIN, Behaviour
 from tests.chaos.cases import IN_BACKGROUND, Case
 from tests.chaos.history import Transport
 from tests.chaos.layout import TENANTS
-from tests.dst.deleted import text_of
 
 MODEL = "demo"
 REQUESTS, LOAD_S = 40, 30.0  # that begin within so long
@@ -85,6 +84,11 @@ def requests(seed: int) -> list[Request]:
             case, behaviour = replace(case, name=f"deleted-{number}", turns=turns), PLAIN
         made.append(Request(chance.uniform(0.0, LOAD_S), case, behaviour, deletes))
     return made
+
+
+def text_of(number: int, words: int) -> str:
+    """A text like no other in the run; `number` from 0 on."""
+    return " ".join(f"{number}x{at}q{(number * 7919 + at * 104729) % 99991}" for at in range(words))
 
 
 def _ids(chance: random.Random, count: int) -> tuple[int, ...]:

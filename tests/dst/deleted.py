@@ -11,11 +11,6 @@ from tests.support.fake_fleet import FakeWorker
 RUN = 6  # tokens in a row that no other text has
 
 
-def text_of(number: int, words: int) -> str:
-    """A text like no other in the run; `number` from 0 on."""
-    return " ".join(f"{number}x{at}q{(number * 7919 + at * 104729) % 99991}" for at in range(words))
-
-
 def found(world: World, texts: list[str]) -> Iterator[str]:
     """Where something of them is."""
     workers = {name: p.made for name, p in world.processes.items() if isinstance(p.made, FakeWorker)}

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tests.chaos.history import Answer
 from tests.dst import guard
-from tests.dst.trial import Outcome, Plan, Trial, run
+from tests.dst.plan import Plan
+from tests.dst.trial import Outcome, Trial, run
 
 # Without what Python does after a fork: it would call all simulated threads dead.
 _fork: Callable[[], int] = ctypes.PyDLL(None).fork

@@ -11,8 +11,9 @@ from functools import partial
 
 from tests.dst import threads
 from tests.dst.forks import Runner
+from tests.dst.plan import Plan
 from tests.dst.shrink import shrunk
-from tests.dst.trial import WHOLE_S, Outcome, Plan, learn
+from tests.dst.trial import WHOLE_S, Outcome, learn
 
 SHRINKING = 80  # runs, at most
 

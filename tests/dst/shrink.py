@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.dst.trial import Plan
+from tests.dst.plan import Plan
 
 Fails = Callable[[Plan], bool]
 

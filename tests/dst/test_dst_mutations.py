@@ -1,14 +1,27 @@
-"""Seeds see what is switched off."""
+"""Seeds see what breaks when one line of the product is another."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.dst import mutate
 from tests.dst.test_dst import ran
 
+LEAST = 25
 
-@pytest.mark.parametrize("mutation", ["without_duplicate_removal", "without_resend"])
-def test_it_is_found(mutation: str) -> None:
-    done = ran("--seeds", "500", "--mutation", mutation)
-    assert (done.returncode, done.stderr) == (1, ""), done.stdout[-3000:]
+
+def test_there_are_enough_and_they_apply() -> None:
+    assert len(mutate.names()) >= LEAST
+    for name in mutate.names():
+        mutation = mutate.read(name)
+        compile(mutation.applied(), mutation.path, "exec")
+        assert mutation.told
+        assert mutation.seed is not None
+
+
+@pytest.mark.parametrize("name", mutate.names())
+def test_it_is_found(name: str) -> None:
+    """By the seed in its file, and by nothing but it."""
+    done = ran("run", "--seeds", "1", "--first", str(mutate.read(name).seed), "--mutation", name)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     assert "WRONG" in done.stdout

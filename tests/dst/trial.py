@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
@@ -16,17 +15,17 @@ from tests.chaos.history import Answer, Exchange, Happened, History
 from tests.chaos.load import answer_of
 from tests.dst import deleted
 from tests.dst.breaking import Breaker
-from tests.dst.callers import CLIENTS, HTTP, Callers
-from tests.dst.cases import Request, cases, requests
+from tests.dst.callers import Callers
+from tests.dst.cases import Request, cases
 from tests.dst.hub import Stuck
 from tests.dst.ingresses import ingress
+from tests.dst.plan import CLIENTS, Plan, names_in
 from tests.dst.rest import faults_at_rest
-from tests.dst.schedule import Fault, Kind, drawn
+from tests.dst.schedule import Fault, Kind
 from tests.dst.timeline import Timeline
 from tests.dst.world import Begin, World
 
-FLEET = {"f": 4, "p": 2, "v": 2, "i": 2}  # workers, placements, vaults, ingresses
-BROKEN_S, WHOLE_S = 32.0, 60.0  # faults end, all is over
+WHOLE_S = 60.0
 READY_S = 30.0
 FORGOTTEN_S = 10.0  # after which, and after the faults, what was deleted must be nowhere
 PATIENCE_S = 9.0  # of a request that no worker has taken on; it ends a little later
@@ -37,34 +36,6 @@ _AS_CHAOS = {
     Kind.LOST: chaos.Kind.PARTITION, Kind.CUT: chaos.Kind.CUT, Kind.NATS_KILL: chaos.Kind.NATS_KILL,
     Kind.NATS_HANG: chaos.Kind.NATS_STOP, Kind.NATS_LEADERLESS: chaos.Kind.NATS_STOP, Kind.SLOW: chaos.Kind.NATS_STOP,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Of a run. `seed`: of the order in which things happen."""
-
-    seed: int
-    faults: tuple[Fault, ...]
-    requests: tuple[Request, ...]
-    fleet: Mapping[str, int] = field(default_factory=lambda: FLEET)
-
-    @property
-    def group(self) -> int:
-        """Seeds that go on from the same start of a fleet."""
-        return self.seed // 8
-
-    @property
-    def regions(self) -> tuple[str, ...]:
-        return ("east", "west") if self.group % 4 == 3 else ("",)
-
-    @classmethod
-    def of(cls, seed: int) -> Plan:
-        plan, names = cls(seed, (), tuple(requests(seed))), [*names_in(FLEET), *CLIENTS.values(), HTTP[0]]
-        return replace(plan, faults=drawn(seed, names, BROKEN_S, regions=len(plan.regions)))
-
-
-def names_in(fleet: Mapping[str, int]) -> list[str]:
-    return [f"{kind}{at}" for kind, count in fleet.items() for at in range(count)]
 
 
 @dataclass(slots=True)
