@@ -27,6 +27,7 @@ PAGES = (
     "deploy/terraform/gke/README.md",
     "examples/README.md",
     "libs/kvcpu/README.md",
+    "tests/dst/README.md",
 )
 MENU = "Contribute"
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\[]*)\]\(\s*(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\s*\)")

@@ -2,6 +2,7 @@
 
     python -m tests.dst run --seeds 100 --first 1     # seeds of the fleet
     python -m tests.dst run --mutation NAME           # with a line of the product changed
+    python -m tests.dst find [NAME ...]               # a seed for each mutation
     python -m tests.dst guard                         # what is real below it
     python -m tests.dst alike [NAME ...]              # what the simulated nats-server does
 
@@ -33,6 +34,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "find":  # in processes of their own
+        from tests.dst import find
+
+        sys.exit(find.main(sys.argv[2:]))
     if os.environ.get(HASHES) != "0":
         os.execve(sys.executable, [sys.executable, "-m", "tests.dst", *sys.argv[1:]], {**os.environ, HASHES: "0"})
     status = 1
