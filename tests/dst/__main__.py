@@ -3,6 +3,7 @@
     python -m tests.dst run --seeds 100 --first 1     # seeds of the fleet
     python -m tests.dst run --mutation NAME           # with a line of the product changed
     python -m tests.dst find [NAME ...]               # a seed for each mutation
+    python -m tests.dst web                           # the trial of HTTP
     python -m tests.dst guard                         # what is real below it
     python -m tests.dst alike [NAME ...]              # what the simulated nats-server does
 
@@ -25,12 +26,12 @@ def main() -> int:
     sockets.install()
     if "--mutation" in sys.argv:
         mutate.install(sys.argv[sys.argv.index("--mutation") + 1])
-    from tests.dst import alike, files, guard, run  # and the product
+    from tests.dst import alike, files, guard, run, web_trial  # and the product
 
     files.install()
     if sys.argv[1] == "guard":
         return guard.main()
-    return {"alike": alike.main, "run": run.main}[sys.argv[1]](sys.argv[2:])
+    return {"alike": alike.main, "run": run.main, "web": web_trial.main}[sys.argv[1]](sys.argv[2:])
 
 
 if __name__ == "__main__":

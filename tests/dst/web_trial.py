@@ -21,6 +21,7 @@ from tests.chaos.behaviour import PLAIN, Behaviour
 from tests.chaos.cases import Case
 from tests.chaos.history import Exchange, Transport
 from tests.chaos.http_asking import HttpClients
+from tests.dst import guard
 from tests.dst.hub import Place
 from tests.dst.ingresses import ingress
 from tests.dst.web import HIGH, SimHttpTransport, SimWeb
@@ -308,15 +309,10 @@ def fleet() -> None:
     trial.close()
 
 
-def _no_socket(event: str, _: object) -> None:
-    if event == "socket.__new__":
-        raise AssertionError("a real socket is opened")
-
-
 def main(arguments: list[str]) -> int:
     """`arguments`: the log level of the product, which otherwise says nothing."""
     logging.basicConfig(level=[*arguments, "CRITICAL"][0], stream=sys.stderr)
-    sys.addaudithook(_no_socket)
+    guard.begin()
     sys.unraisablehook = lambda _: None  # last words of coroutines whose run is over
     gc.collect()
     gc.disable()  # what it frees would come to an end at other moments
