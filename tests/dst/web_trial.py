@@ -17,6 +17,7 @@ import httpx
 from starlette.types import Message, Receive, Scope, Send
 
 from kvfleet.ingress.ingress import Ingress
+from kvfleet.placement.workers.warm_up import warm_up
 from tests.chaos.behaviour import PLAIN, Behaviour
 from tests.chaos.cases import Case
 from tests.chaos.history import Exchange, Transport
@@ -312,6 +313,7 @@ def fleet() -> None:
 def main(arguments: list[str]) -> int:
     """`arguments`: the log level of the product, which otherwise says nothing."""
     logging.basicConfig(level=[*arguments, "CRITICAL"][0], stream=sys.stderr)
+    warm_up()  # what is compiled is kept in files
     guard.begin()
     sys.unraisablehook = lambda _: None  # last words of coroutines whose run is over
     gc.collect()
