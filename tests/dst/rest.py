@@ -49,8 +49,8 @@ def _of(process: Process, workers: set[str], vaults: set[str]) -> Iterator[str]:
     elif isinstance(made, PlacementLoop):
         core = made.core
         yield from _balanced("core", core.check_integrity)
-        if len(core.in_flight):
-            yield f"{len(core.in_flight)} in flight"
+        if len(core.in_flight) or len(core.bookings):
+            yield f"{len(core.in_flight)} in flight, {len(core.bookings)} booked"
         yield from _sees(made.subscriptions.members.view, workers)
     elif isinstance(made, Ingress):
         if made.admission.running:
