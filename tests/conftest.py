@@ -124,8 +124,8 @@ def _part(nodeid: str) -> str:
 
 # In the order in which they are taken: what takes longest comes first. What stands in one waits for the others of it.
 PARTS = (
-    "tests/e2e/", "tests/unit/", "tests/vllm/", "tests/integration/nats/", "tests/exactness/", "tests/engines/",
-    "tests/integration/placement/", "tests/integration/client/", "tests/integration/ingress/",
+    "tests/e2e/", "tests/unit/", "tests/dst/", "tests/vllm/", "tests/integration/nats/", "tests/exactness/",
+    "tests/engines/", "tests/integration/placement/", "tests/integration/client/", "tests/integration/ingress/",
     "tests/integration/regions/", "tests/chaos/", "tests/integration/", "tests/",
 )  # fmt: skip
 
