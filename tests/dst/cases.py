@@ -16,7 +16,7 @@ from tests.chaos.layout import TENANTS
 MODEL = "demo"
 REQUESTS, LOAD_S = 40, 30.0  # that begin within so long
 LIMIT_S = 40.0  # of each request
-_LENGTHS = (3, 6, 12, 24)  # of answers, in tokens
+_LENGTHS = (3, 6, 12, 24, 48)  # of answers, in tokens
 _EVERY = (Transport.CLIENT, Transport.CLIENT, Transport.CLIENT, Transport.BARE_MSGPACK, Transport.BARE_JSON,
           Transport.CHAT, Transport.COMPLETIONS, Transport.GENERATE, Transport.BACKGROUND)  # fmt: skip
 _WORDS = ("the", "king", "and", "his", "men", "rode", "to", "gate", "of", "old", "town", "where", "a", "woman", "sold")

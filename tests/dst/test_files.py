@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from kvfleet.vault.disk import disk_thread
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.store.store import VaultStore
@@ -35,6 +36,7 @@ from tests.dst.files_behaviours import (
 )
 from tests.dst.hub import Hub
 from tests.support.kv_blocks import ROOT
+from tests.support.waiting import wait_until
 
 SEEDS = range(1, 13)
 VAULTS = """
@@ -195,3 +197,24 @@ def test_what_the_disk_failed_to_erase_is_erased_by_the_next_call(monkeypatch: p
     store.forget([])
     store.check_integrity()
     assert leaves_nothing(disk, 1)
+
+
+def test_an_erasure_is_not_acknowledged_before_the_disk_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a restart in between brings the block back, and nobody asks again."""
+    files.install(monkeypatch.setattr)
+    monkeypatch.setattr(disk_thread, "PAUSE_S", 0.01)
+    disk = SimDisk(Hub(0), "vault")
+    store, _ = opened(disk.folder)
+    headers = fill(store, range(3))
+    thread = DiskThread(store)
+    vault = VaultStore(1 << 20, thread, on_disk=headers)
+    thread.start(vault)
+    disk.failing = 1.0
+    for _ in range(2):
+        with pytest.raises(OSError, match="not erased all"):
+            vault.erase(headers[2].root, [headers[2].hash])
+    disk.failing = 0.0
+    wait_until(lambda: not thread.owes)  # by itself
+    assert vault.erase(headers[2].root, [headers[2].hash]) == 0
+    assert leaves_nothing(disk, 2)
+    thread.close(0.0)

@@ -65,7 +65,8 @@ from tests.support.fake_fleet import FakeFleet, FakeWorker
 
 PORT = 4222  # of the first region's server
 FLEET_KEY = b"the fleet's"
-VAULT_BYTES, DISK_BYTES = 1 << 17, 1 << 20
+VAULT_BYTES, DISK_BYTES = (1 << 17, 1 << 14), 1 << 20  # little memory: blocks go to the disk
+BLOCKS = (64, 20, 64)  # of a worker: few make sequences give way to others
 LAST_WORDS_S = 1.0
 SOCKETS = Path("/run/kvfleet")
 BACKOFF_S = 1.0  # before what could not start is started again
@@ -178,6 +179,7 @@ class World:
 
     def __init__(self, seed: int, regions: Sequence[str] = ("",)) -> None:
         self.hub = Hub(seed)
+        self.vault_bytes, self.blocks = VAULT_BYTES[seed % 2], BLOCKS[seed % 3]
         threads.begin(self.hub)
         self.net = SimClient.net = Net(self.hub)
         self.homes = [self._home(region, PORT + at) for at, region in enumerate(regions)]
@@ -308,9 +310,9 @@ class World:
         chosen = {
             "fleet_key": FLEET_KEY.decode(),
             "region": home.subjects.region,
-            "fake_tokens_per_s": 10.0,
+            "fake_tokens_per_s": 20.0,
             "fake_prefill_tokens_per_s": 400.0,
-            "blocks": 64,
+            "blocks": self.blocks,
             "host_bytes": 1 << 13,
             "drain_s": 0.5,
         }
@@ -322,12 +324,12 @@ class World:
         connection = await self.connect(home, f"vault-{name}", prefix, "vault")
         ring = KeyRing()
         await follow_keys(connection, home.subjects, ring)
-        store, thread = VaultStore(VAULT_BYTES), None
+        store, thread = VaultStore(self.vault_bytes), None
         if has_disk:
             disk = DiskStore(self.disk(name).folder, DISK_BYTES)
             found = await asyncio.get_running_loop().run_in_executor(None, disk.open)
             thread = DiskThread(disk)
-            store = VaultStore(VAULT_BYTES, thread, on_disk=found)
+            store = VaultStore(self.vault_bytes, thread, on_disk=found)
             thread.start(store)
         server = DataPlaneServer(store, ring, name, tcp=("127.0.0.1", 0))
         bucket = await Bucket.open(connection, home.subjects.members_bucket)

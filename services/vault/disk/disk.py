@@ -230,6 +230,11 @@ class DiskStore:
         self.counts.erased += len(known)
         self._drop_empty()
 
+    @property
+    def owes(self) -> bool:
+        """Whether it failed to erase blocks that it has forgotten. From any thread."""
+        return any(segment.unerased for segment in tuple(self._segments))
+
     def take_lost(self) -> list[bytes]:
         """Blocks that were evicted or damaged since the last call."""
         lost, self._lost = self._lost, []

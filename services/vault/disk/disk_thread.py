@@ -62,8 +62,12 @@ class DiskThread:
     def read(self, header: BlockHeader, target: memoryview) -> bool:
         return self._ask(lambda: self._read(header, target))
 
-    def forget(self, hashes: Sequence[bytes]) -> None:
-        self._ask(lambda: self._forget(hashes))
+    @property
+    def owes(self) -> bool:
+        return self.disk.owes
+
+    def forget(self, hashes: Sequence[bytes]) -> bool:
+        return self._ask(lambda: self._forget(hashes))
 
     def wake(self) -> None:
         if not self._woken:
@@ -88,10 +92,11 @@ class DiskThread:
 
     def _run(self) -> None:
         while True:
+            again_s = PAUSE_S if self.disk.owes else None
             try:
-                asked = self._asked.get_nowait() if self._spilling else self._asked.get()
+                asked = self._asked.get_nowait() if self._spilling else self._asked.get(timeout=again_s)
             except queue.Empty:
-                asked = self._spill_one
+                asked = self._spill_one if self._spilling else self._erase_again
             if asked is None:
                 break
             self._guarded(asked)
@@ -151,7 +156,10 @@ class DiskThread:
         except OSError as error:
             self._failed("erase", error)
         self._tell_lost()
-        return True
+        return not self.disk.owes
+
+    def _erase_again(self) -> None:
+        self._forget(())
 
     def _tell_lost(self) -> None:
         self.used_bytes = self.disk.bytes_used

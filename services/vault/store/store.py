@@ -38,8 +38,12 @@ class Disk(Protocol):
     def read(self, header: BlockHeader, target: memoryview) -> bool:
         """Bring the bytes of just this block, verified, to `target`. False if it is damaged or gone."""
 
-    def forget(self, hashes: Sequence[bytes]) -> None:
-        """Erase them, for restarts too. Never raises."""
+    @property
+    def owes(self) -> bool:
+        """Whether blocks that were forgotten are still to be erased."""
+
+    def forget(self, hashes: Sequence[bytes]) -> bool:
+        """Erase them, for restarts too, and all that it owes. False: not now; it owes them then."""
 
     def wake(self) -> None:
         """There is little room: call `next_spill`. Returns at once."""
@@ -146,7 +150,8 @@ class VaultStore:
             self.counters.abandoned_total += 1
 
     def erase(self, root: bytes, hashes: Sequence[bytes]) -> int:
-        """Forget those of these blocks that no other block continues, in memory and on disk. Returns how many."""
+        """Forget those of these blocks that no other block continues, in memory and on disk. Returns how many. Raises
+        OSError while the disk has not erased all: who asks again learns when it has."""
         named = set(hashes)
         on_disk: list[bytes] = []
         erased = 0
@@ -168,8 +173,8 @@ class VaultStore:
                 if parent in asked and parent not in table.continued:
                     last.append(parent)
             self.counters.erased_total += erased
-        if on_disk and self._disk is not None:
-            self._disk.forget(on_disk)
+        if self._disk is not None and (on_disk or self._disk.owes) and not self._disk.forget(on_disk):
+            raise OSError("the disk has not erased all")
         return erased
 
     def _release(self, entries: list[BlockEntry]) -> None:
