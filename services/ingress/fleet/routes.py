@@ -162,8 +162,7 @@ class FleetRoutes:
         """DELETE /sessions/{seq_id}: its history, and blocks that no other request shares. 409 while a turn runs."""
         caller = await self.parts.metered(exchange)
         seq_id = exchange.path_params["seq_id"]
-        session = await self.parts.index.sessions.erase(caller.tenant, seq_id)
-        await self.blocks.erase(session)
+        await self.parts.index.sessions.erase(caller.tenant, seq_id, self.blocks.erase)
         await _json(exchange, report.DeletedAnswer(seq_id, True))
 
     async def version(self, exchange: Exchange) -> None:

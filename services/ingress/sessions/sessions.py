@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvfleet.ingress.runs.transcript import bounded, ids_of, moved, settled
@@ -242,17 +242,22 @@ class Sessions:
             self.forget(session.key, head, history[: one.start] + one.ids, one.start)
         return replace(head, strays=ids_of(kept))
 
-    async def erase(self, tenant: str, seq_id: str) -> Session:
-        """Returns it with its strays. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
+    async def erase(
+        self, tenant: str, seq_id: str, first: Callable[[Session], Awaitable[None]] | None = None
+    ) -> Session:
+        """Returns it with its strays. `first` gets it before its record goes: whoever asks again, as this ended in the
+        middle, has to find it. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
         session = await self.read(tenant, seq_id)
         head = session.head
         if head is None:
             raise not_found(seq_id)
         if self.is_busy(session):
             raise SessionBusy(f"a turn of session {seq_id[:80]!r} is running", retry_after_s=1.0)
-        strays = await self._records.strays(session.key, head)
+        found = replace(session, strays=await self._records.strays(session.key, head))
+        if first is not None:
+            await first(found)
         await self._erase(session.key, head, session.revision)
-        return replace(session, strays=strays)
+        return found
 
     async def erase_key(self, key: str, *, only_expired: bool) -> bool:
         """For the sweep; False if the session is in use, not expired, or gone."""
