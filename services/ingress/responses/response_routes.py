@@ -106,7 +106,7 @@ class ResponseRoutes:
         for _ in range(TRIES):
             caller, stored = await self._stored(exchange)
             ids = await self._ids_of(stored)
-            if ids is not None:  # first: whoever asks again, as this ended in the middle, has to find the record
+            if ids is not None:  # first: who asks again, as this ended in the middle, has to find the record
                 await self.blocks.erase_ids(caller.tenant, *ids, stored.head.regions)
             try:
                 await self.records.erase(stored)

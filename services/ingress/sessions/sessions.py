@@ -245,7 +245,7 @@ class Sessions:
     async def erase(
         self, tenant: str, seq_id: str, first: Callable[[Session], Awaitable[None]] | None = None
     ) -> Session:
-        """Returns it with its strays. `first` gets it before its record goes: whoever asks again, as this ended in the
+        """Returns it with its strays. `first` gets it before its record goes: who asks again, as this ended in the
         middle, has to find it. Raises SessionNotFound, SessionBusy while a turn runs, Unavailable."""
         session = await self.read(tenant, seq_id)
         head = session.head
