@@ -27,7 +27,8 @@ BACKGROUND_TIMEOUT_S = 5.0  # of one try in the background, where no request wai
 BACKGROUND_RETRY_S = 5.0
 HOME_RETRY_S = 1.0
 BACKGROUND_LIMIT_S = 60.0  # of all tries in one region
-MAX_LATER = 64  # background erasures at once; each may hold a long history
+MAX_LATER = 64  # background erasures of a region at once; each may hold a long history
+HOME = "home"  # this region, among those tasks
 CLOSE_S = 2.0
 
 
@@ -79,26 +80,26 @@ class SessionBlocks:
     async def _erase(self, question: AdminRequest, regions: Iterable[str]) -> None:
         left = self._lives_of(question.model)
         await self._tell(question, left, ERASE_TIMEOUT_S)
-        if left:
-            self._later("", self._erase_here(question, left))
-        self._erase_later(question, regions)
+        self._erase_later(question, left, regions)
 
     def forget(self, key: str, head: SessionHead, ids: tuple[int, ...], keep: int) -> None:
         """Have workers forget, in the background, what only this sequence has behind `keep` tokens."""
         question = AdminRequest(AdminCommand.ERASE, tenant_of(key), ids, keep=keep, model=head.model)
-        self._later("", self._erase_here(question, self._lives_of(head.model)))
-        self._erase_later(question, head.regions)
+        self._erase_later(question, self._lives_of(head.model), head.regions)
 
-    def _erase_later(self, question: AdminRequest, regions: Iterable[str]) -> None:
+    def _erase_later(self, question: AdminRequest, left: dict[str, str], regions: Iterable[str]) -> None:
+        if left:
+            self._later(HOME, self._erase_here(question, left))
         for region in regions:
             self._later(region, self._erase_in(region, question))
 
     def _later(self, region: str, erasing: Coroutine[Any, Any, None]) -> None:
-        if len(self._erasing) >= MAX_LATER:
-            log.warning("region %s is not told what to forget: too much is on its way", region or "here")
+        name = f"erase-in-{region}"
+        if sum(task.get_name() == name for task in self._erasing) >= MAX_LATER:
+            log.warning("region %s is not told what to forget: too much is on its way", region)
             erasing.close()
             return
-        task = asyncio.create_task(erasing, name=f"erase-in-{region or 'home'}")
+        task = asyncio.create_task(erasing, name=name)
         self._erasing.add(task)
         task.add_done_callback(self._erasing.discard)
 

@@ -57,7 +57,7 @@ class KvHoldings:
         """As `BlockPool.erase`, in every tier; what running sequences hold of it, when they have ended. Returns how
         many blocks of this worker went at once."""
         hashes = chain(root, ids, self.tiers.pool.block_size)
-        users = [one for one in self.live if common_prefix(one.ids, ids) > keep]
+        users = [one for one in self.live if one.hashes[:1] == hashes[:1] and common_prefix(one.ids, ids) > keep]
         if users:
             self.tiers.erase_once(lambda: all(map(_is_over, users)), root, hashes, ids, keep)
         return self.tiers.erase(root, hashes, ids, keep)

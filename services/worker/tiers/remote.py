@@ -39,7 +39,7 @@ CONNECT_S = 1.5
 IDLE_S = 60.0  # then a peer's connections end
 MAX_STRAYS = 65_536
 CLOSE_S = 3.0
-MAX_AWAY = 64  # vaults that are owed erasures and are not here
+MAX_AWAY = 16  # vaults that are owed erasures and are not here
 MAX_FAR = 64  # peers of other regions that are remembered
 FAR_LOOK_LIMIT_S = 1.0
 
@@ -99,7 +99,7 @@ class RemoteTiers:
         for source in leaving:
             del sources[source.id]
             if source.writes is not None:
-                self._owed[source.id] = dict(source.writes.owed)
+                self._owed[source.id] = source.writes.owed  # shared: it may be told a last time
         for address in wanted.values():
             if address.id not in sources:
                 connect = partial(self._connect, tier, address, self.keyring)

@@ -137,6 +137,7 @@ class Tiers:
     def erase_once(
         self, is_due: Callable[[], bool], root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int
     ) -> None:
+        """As `erase`, later."""
         self._erasing.append((is_due, partial(self.erase, root, hashes, ids, keep)))
 
     def _has_arrived(self, known: frozenset[bytes]) -> bool:

@@ -129,12 +129,12 @@ def owe(owed: Owed, names: Sequence[BlockName]) -> None:
     """The oldest ones give way."""
     owed.update((name.hash, name) for name in names)
     for _ in range(len(owed) - MAX_OWED):
-        del owed[next(iter(owed))]
+        owed.pop(next(iter(owed)), None)
 
 
 @dataclass(eq=False)
 class WriteBehind:
-    """`owed`: to an earlier life of this vault."""
+    """`owed` begins with what an earlier life of this vault is owed, which may still add to it."""
 
     vault: str
     connect: Connect
@@ -215,7 +215,7 @@ class WriteBehind:
         with self._lock:
             for name in names:
                 if self.owed.get(name.hash) is name:  # else it is to be forgotten once more
-                    del self.owed[name.hash]
+                    self.owed.pop(name.hash, None)
         self._asked_to_erase = False
         self._erase_soon()
 

@@ -104,6 +104,22 @@ def test_histories_over_many_chunks(lengths: list[int]) -> None:
     asyncio.run(run())
 
 
+async def test_a_deletion_that_ends_in_the_middle_is_found_by_the_next_one(rig: Rig) -> None:
+    """Blocks go before the record: nobody could name them afterwards."""
+    await rig.turn(rig.one, (1, 2))
+    told = []
+
+    async def ends(session: Session) -> None:
+        told.append(session.ids)
+        raise Unavailable("NATS is away")
+
+    with pytest.raises(Unavailable):
+        await rig.one.erase("t", "s", ends)
+    with pytest.raises(Unavailable):
+        await rig.two.erase("t", "s", ends)
+    assert told == [(1, 2), (1, 2)]
+
+
 async def test_one_turn_at_a_time(rig: Rig) -> None:
     await rig.turn(rig.one, (1,))
     session = await rig.one.read("t", "s")
