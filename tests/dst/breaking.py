@@ -60,9 +60,10 @@ class Breaker:
     # Processes.
 
     def _kill(self, fault: Fault) -> Mend:
-        begin = self._world.processes[fault.target].begin
-        self._world.kill(fault.target)
-        return partial(self._world.start, fault.target, begin)
+        world, name = self._world, fault.target
+        former = world.processes[name]
+        world.kill(name)
+        return lambda: world.start(name, former.begin) if world.processes[name] is former else None
 
     def _pause(self, fault: Fault) -> Mend:
         place = self._world.processes[fault.target].place

@@ -96,6 +96,7 @@ class Callers:
         asks: list[Awaitable[None]] = []
         if behaviour.repeats:
             twin = self._exchange(request, exchange.turn)
+            twin.began = self._now() + TWIN_S
             asks.append(self._later(http.ask(case, behaviour, twin, session=session, key=key)))
         keyed = behaviour.repeats or exchange.number % 2 or behaviour.cuts_after is not None
         asks.append(http.ask(case, behaviour, exchange, session=session, key=key if keyed else None))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,13 @@ from nats.aio.msg import Msg
 from nats.js.client import JetStreamContext
 
 from kvproto import connection as product
+from tests.dst.at_once import LATER, AtOnce, Waiting
 from tests.dst.hub import Hub
 
 if TYPE_CHECKING:
     from tests.dst.nats_server import SimNats
 
 HIGH = 65_536  # bytes that were not taken, from where on a writer waits
-LATER = 0.1  # of writes: a turn later
 _END = b""
 
 
@@ -105,7 +105,7 @@ class SimTransport:
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._read: Callable[[Any], Coroutine[Any, Any, None] | None] | None = None
-        self._waiting: _Waiting | None = None
+        self._waiting: Waiting | None = None
         self._is_closing = self._is_over = self._is_due = False
         self.place = hub.here
         self._loop = asyncio.get_running_loop()
@@ -141,7 +141,7 @@ class SimTransport:
             await self._reader
         return self._parts.popleft()
 
-    async def listen(self, read: Callable[[Any], Coroutine[Any, Any, None] | None]) -> _Waiting | None:
+    async def listen(self, read: Callable[[Any], Coroutine[Any, Any, None] | None]) -> Waiting | None:
         """`read` begins with each part as it comes. Returns what has to wait, or None at the end."""
         self._read = read
         self._take_all()
@@ -164,7 +164,7 @@ class SimTransport:
                 waits_for = begun.send(None)
             except StopIteration:
                 continue
-            self._waiting = _Waiting(begun, waits_for)
+            self._waiting = Waiting(begun, waits_for)
         if self._waiting is not None:
             self._wake()
 
@@ -267,7 +267,7 @@ class SimClient(product._Client):
     async def subscribe(self, *of: Any, **how: Any) -> Any:
         made = await super().subscribe(*of, **how)
         if made._cb is not None:
-            made._pending_queue = AtOnce(self, made)
+            made._pending_queue = AtOnce(self, made, self.net.hub.random.random)
             made._cb = made._pending_queue.go_on
         return made
 
@@ -325,65 +325,6 @@ class SimClient(product._Client):
         if part.startswith(b"-ERR"):
             return self._process_err(part[5:].strip().decode().lower())
         return None
-
-
-class _Waiting:
-    """What is left of a coroutine that has begun without a task, and what it waits for."""
-
-    def __init__(self, begun: Coroutine[Any, Any, None], waits_for: Any, data: bytes = b"") -> None:
-        self._begun, self._waits_for, self.data = begun, waits_for, data
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        waits_for = self._waits_for
-        while True:
-            try:
-                said = None if waits_for is None else (yield waits_for)
-            except BaseException as error:  # noqa: BLE001 - it is the coroutine's
-                wanted = partial(self._begun.throw, error)
-            else:
-                wanted = partial(self._begun.send, said)
-            try:
-                waits_for = wanted()
-            except StopIteration:
-                return
-
-
-class AtOnce(asyncio.Queue[Any]):
-    """A subscription's messages. Mostly its callback begins as one comes, without a turn of nats-py's task for it,
-    which goes on with what has to wait."""
-
-    def __init__(self, client: SimClient, subscription: Any) -> None:
-        super().__init__(subscription._pending_msgs_limit)
-        self._client, self._subscription, self._callback = client, subscription, subscription._cb
-        self._draw, self._running = client.net.hub.random.random, asyncio.get_running_loop()
-
-    def put_nowait(self, message: Any) -> None:
-        task = self._subscription._wait_for_msgs_task
-        is_elsewhere = asyncio.current_task(self._running) is not None
-        if self._unfinished_tasks or task is None or is_elsewhere or self._draw() < LATER:
-            super().put_nowait(message)
-            return
-        begun = self._callback(message)
-        asyncio.tasks._enter_task(self._running, task)
-        try:
-            waits_for = begun.send(None)
-        except StopIteration:
-            present = self._client._subs.get(self._subscription._id)  # JetStream's library puts its own in its place
-            if present is not None:
-                present._pending_size -= len(message.data)
-        except Exception as error:  # noqa: BLE001 - its task tells it
-            super().put_nowait(_Waiting(_raising(error), None, message.data))
-        else:
-            super().put_nowait(_Waiting(begun, waits_for, message.data))
-        finally:
-            asyncio.tasks._leave_task(self._running, task)
-
-    def go_on(self, message: Any) -> Any:
-        return message if type(message) is _Waiting else self._callback(message)
-
-
-async def _raising(error: Exception) -> None:
-    raise error
 
 
 async def _no_flow_control(self: Any) -> None:

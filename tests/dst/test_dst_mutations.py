@@ -21,7 +21,13 @@ def test_there_are_enough_and_they_apply() -> None:
 
 @pytest.mark.parametrize("name", mutate.names())
 def test_it_is_found(name: str) -> None:
-    """By the seed in its file, and by nothing but it."""
+    """By the seed in its file."""
     done = ran("run", "--seeds", "1", "--first", str(mutate.read(name).seed), "--mutation", name)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     assert "WRONG" in done.stdout
+
+
+@pytest.mark.parametrize("seed", sorted({seed for name in mutate.names() if (seed := mutate.read(name).seed)}))
+def test_without_it_nothing_is(seed: int) -> None:
+    done = ran("run", "--seeds", "1", "--first", str(seed))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
