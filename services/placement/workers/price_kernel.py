@@ -21,7 +21,7 @@ from kvfleet.placement.workers.prompts import COOLS_S
     BACKLOG,  # prompt tokens queued, as of AT
     AT,  # when the fluid rows (BACKLOG, RECENT) were last set
     REQUESTS,  # waiting, running and booked
-    SLOTS,
+    SLOTS,  # requests that can run at once
     STAY,  # seconds from start to end of a request
     RECENT,  # prompt tokens given lately, as of AT
     CREDIT,  # share of its indexed blocks that is believed

@@ -140,7 +140,7 @@ class Workloads:
             values[kernel.RATE, column], values[kernel.RATE_AT, column] = rate, now
         values[kernel.BACKLOG, column] = load.queued_prefill_tokens + sum(tokens for _, tokens in unseen)
         values[kernel.REQUESTS, column] = load.waiting + load.running + len(unseen)
-        values[kernel.SLOTS, column] = load.slots
+        values[kernel.SLOTS, column] = _seats(load)
         if rates.decode_tokens_per_s >= LEAST_RATE:
             values[kernel.TOKEN_S, column] = 1 / rates.decode_tokens_per_s
         if rates.decode_steps_per_s >= LEAST_RATE:
@@ -240,6 +240,13 @@ class Workloads:
         assert len(set(self._free)) == len(self._free) <= self._values.shape[1]
         assert np.isfinite(self._values).all()
         assert (self._values[kernel.NEVER_NEGATIVE] >= 0).all()
+
+
+def _seats(load: Load) -> float:
+    """Requests that run at once. Where some wait, as many as its blocks hold, by what the running ones hold."""
+    if not load.waiting or not load.running or not load.blocks_used:
+        return load.slots
+    return min(load.slots, load.blocks_total / load.blocks_used * load.running)
 
 
 _RESTORE_ROW = {tier.value: row for row, tier in enumerate(PRICED_TIERS, kernel.RESTORE)}

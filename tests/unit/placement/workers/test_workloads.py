@@ -130,6 +130,18 @@ def test_a_full_worker_costs_the_wait_for_a_slot() -> None:
     assert priced(loads, at(free, full), 0.0)[SLOT].tolist() == [0.0, 2 * 8.0 / 4]
 
 
+def test_where_requests_wait_the_blocks_tell_how_many_run_at_once() -> None:
+    loads = Workloads()
+    blocks = {"slots": 256, "running": 2, "blocks_total": 20, "blocks_used": 16}
+    all_run, some_wait = a_worker(loads, **blocks), a_worker(loads, **blocks, waiting=6)
+    idle = a_worker(loads, slots=256, waiting=6, blocks_total=20)  # these came just now
+    few_slots = a_worker(loads, **blocks | {"slots": 1}, waiting=6)
+    for column in (all_run, some_wait, idle, few_slots):
+        loads.learn(STAY, column, 8.0)
+    waits = priced(loads, at(all_run, some_wait, idle, few_slots), 0.0)[SLOT].tolist()
+    assert waits == pytest.approx([0.0, (8 - 2.5 + 1) * 8.0 / 2.5, 0.0, 8 * 8.0])
+
+
 def test_columns_are_used_again_and_remember_nothing() -> None:
     loads = Workloads()
     columns = [a_worker(loads, running=7) for _ in range(100)]
