@@ -206,7 +206,8 @@ class Background:
             stored = await self.records.find(tenant, request)
             asked = await self.records.asked(stored)
         except NotFound:  # its ingress was gone before it had answered its client
-            await self.records.drop(tenant, request)
+            with contextlib.suppress(StaleRevision):  # its client asks again, and it has just begun
+                await self.records.drop(tenant, request, held)
             return
         if stored.is_over:
             await self.records.drop(tenant, request)

@@ -33,6 +33,7 @@ from kvproto.messages import (
 ACTIVE = "active.*.*"
 INLINE_BYTES = 64 * 1024
 CHUNK_BYTES = 256 * 1024
+TRIES = 5  # to begin
 NOTHING = StoredBytes()
 
 
@@ -83,15 +84,18 @@ class ResponseRecords:
         return transcript
 
     async def begin(self, head: ResponseHead, asked: ResponseAsked, active: ActiveResponse) -> int:
-        """Of a response in the background; returns the active record's revision, 0 if it has begun elsewhere."""
+        """Of a response in the background; returns the active record's revision, 0 if it has begun elsewhere. An active
+        record without a head is of an ingress that died between the two, or is there just now: either head will do."""
         key, active_key = _key(active.tenant, head.request), _active_key(active.tenant, active.request)
-        entry, known = await asyncio.gather(self.bucket.get(key), self.bucket.get(active_key))
-        if entry.value is not None or known.value is not None:
-            return 0
-        try:
-            revision = await self.hold(active, known.revision)
-        except StaleRevision:
-            return 0
+        for _ in range(TRIES):
+            entry, known = await asyncio.gather(self.bucket.get(key), self.bucket.get(active_key))
+            if entry.value is not None:
+                return 0
+            with contextlib.suppress(StaleRevision):
+                revision = await self.hold(active, known.revision)
+                break
+        else:
+            raise Unavailable(f"response {head.request} is begun elsewhere, too", retry_after_s=1.0)
         kept = await self._keep(key, codec.encode(asked))
         try:
             await self.bucket.update(key, codec.encode(replace(head, asked=kept)), entry.revision)
@@ -138,9 +142,9 @@ class ResponseRecords:
         """See to it, if the record's revision is this one. Raises StaleRevision."""
         return await self.bucket.update(_active_key(active.tenant, active.request), codec.encode(active), revision)
 
-    async def drop(self, tenant: str, request: str) -> None:
-        """It runs no more."""
-        await self.bucket.delete(_active_key(tenant, request))
+    async def drop(self, tenant: str, request: str, revision: int | None = None) -> None:
+        """It runs no more. With a revision: raises StaleRevision if somebody else sees to it."""
+        await self.bucket.delete(_active_key(tenant, request), revision)
 
     async def _keep(self, key: str, data: bytes) -> StoredBytes:
         if len(data) <= INLINE_BYTES:

@@ -15,6 +15,7 @@ from scripted_worker import ScriptedWorker
 
 from kvfleet.ingress.auth.api_keys import hash_key
 from kvproto.buckets import RESPONSES_BYTES, Bucket
+from kvproto.errors import Unavailable
 from kvproto.subjects import Subjects
 from kvproto.testing.nats_process import free_port
 from tests.integration.ingress.test_ingress_responses import ASKED, events_of, says
@@ -115,6 +116,28 @@ async def test_the_death_of_its_ingress_ends_nothing(
     first, second = (request for _, request in worker.requests)
     assert (first.request, first.prompt_ids, first.sampling) == (second.request, second.prompt_ids, second.sampling)
     await none_left(served, worker)
+
+
+async def test_one_whose_ingress_failed_while_it_began_begins_at_another(
+    serving: Serve, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await serving(), await serving()
+    says(worker, LONG)
+    bucket = first.ingress.responses.records.bucket
+    update = Bucket.update
+
+    async def failing(self: Bucket, key: str, value: bytes, revision: int) -> int:
+        if self is bucket and not key.startswith("active."):
+            raise Unavailable("no head")
+        return await update(self, key, value, revision)
+
+    monkeypatch.setattr(Bucket, "update", failing)
+    named = {"Idempotency-Key": "once"}
+    assert (await first.http.post("/v1/responses", json=IN_BACKGROUND, headers=named)).status_code == 503
+    answer = await second.http.post("/v1/responses", json=IN_BACKGROUND, headers=named)
+    assert answer.status_code == 200
+    assert text_of(await ended(first.http, answer.json()["id"])) == LONG
+    await none_left(second, worker)
 
 
 async def test_an_ingress_that_drains_hands_it_over(serving: Serve, worker: ScriptedWorker) -> None:
