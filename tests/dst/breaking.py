@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
 from kvproto import codec
+from kvproto.buckets import Bucket
+from kvproto.dataplane.block import BlockHeader
+from kvproto.dataplane.keys import rotate_key
+from kvproto.errors import KvfleetError
 from tests.dst.hub import Place
 from tests.dst.nats_link import Link, Published
 from tests.dst.nats_server import SimNats, Subscribed
 from tests.dst.schedule import Fault, Kind
-from tests.dst.world import World
+from tests.dst.world import Home, Vault, World
 
 CALM_S = (0.0001, 0.001)
 DRAIN_S = 8.0  # until a process that does not end is killed
@@ -69,6 +74,16 @@ class Breaker:
         place = self._world.processes[fault.target].place
         place.pause()
         return lambda: None if place.is_dead else place.go_on()
+
+    def _twin(self, fault: Fault) -> Mend:
+        """On a machine that was taken for dead, and is not."""
+        world, name = self._world, fault.target
+        former = world.processes[name]
+        world.hub.at(
+            world.hub.now + fault.for_s / 2,
+            lambda: world.start(name, former.begin) if world.processes[name] is former else None,
+        )
+        return self._pause(fault)
 
     def _drain(self, fault: Fault) -> Mend:
         world, name = self._world, fault.target
@@ -183,6 +198,39 @@ class Breaker:
             return 0
         return 2 if draw() < self._repeating.get(name, 0.0) else 1
 
+    def _lie(self, fault: Fault) -> Mend:
+        """It says that it has what it has not, and that it keeps what it lets go."""
+        made, random = self._world.processes[fault.target].made, self._world.hub.random.random
+        if not isinstance(made, Vault):
+            return lambda: None
+        store, lies = made.store, lambda: random() < fault.strength
+        has, commit = store.has, store.commit
+
+        def let_go(header: BlockHeader, buffer: memoryview) -> bool:
+            if not lies():
+                return commit(header, buffer)
+            store.abandon(header, buffer)
+            return True
+
+        store.has = lambda *asked: [found or lies() for found in has(*asked)]  # type: ignore[method-assign]
+        store.commit = let_go  # type: ignore[method-assign]
+
+        def mend() -> None:
+            store.has, store.commit = has, commit  # type: ignore[method-assign]
+
+        return mend
+
+    def _rotate(self, fault: Fault) -> None:
+        world, home = self._world, self._home(fault)
+
+        async def rotate() -> None:
+            with contextlib.suppress(KvfleetError):
+                connection = await world.connect(home, "init", "_adm.init", "admin")
+                await rotate_key(await Bucket.open(connection, home.subjects.keys_bucket))
+                await connection.close()
+
+        world.spawn(world.processes["init"], rotate())
+
     # Disks.
 
     def _power_cut(self, fault: Fault) -> Mend:
@@ -216,9 +264,12 @@ class Breaker:
 
     # The NATS server.
 
-    def _server(self, fault: Fault) -> SimNats:
+    def _home(self, fault: Fault) -> Home:
         homes = self._world.homes
-        return homes[int(fault.strength * 1000) % len(homes)].server
+        return homes[int(fault.strength * 1000) % len(homes)]
+
+    def _server(self, fault: Fault) -> SimNats:
+        return self._home(fault).server
 
     def _kill_nats(self, fault: Fault) -> Mend:
         server = self._server(fault)
@@ -257,5 +308,5 @@ _DEEDS: dict[Kind, Callable[[Breaker, Fault], Mend | None]] = {
     Kind.POWER_CUT: Breaker._power_cut, Kind.DISK_LOST: Breaker._lose_disk, Kind.DISK_FULL: Breaker._fill,
     Kind.DISK_SLOW: Breaker._slow_disk, Kind.DISK_FAILS: Breaker._fail, Kind.DISK_ROTS: Breaker._rot,
     Kind.NATS_KILL: Breaker._kill_nats, Kind.NATS_HANG: Breaker._hang_nats, Kind.NATS_LEADERLESS: Breaker._take_leader,
-    Kind.APART: Breaker._part_regions,
+    Kind.APART: Breaker._part_regions, Kind.TWIN: Breaker._twin, Kind.LIES: Breaker._lie, Kind.KEYS: Breaker._rotate,
 }  # fmt: skip

@@ -73,7 +73,9 @@ class Callers:
             exchange.began = self._now()
             await self._once(request, exchange, session, name)
             if [end.code for end in exchange.ends] != ["finished"]:
-                return
+                if exchange.ends or request.behaviour.leaves_after is None:
+                    return
+                break
         if request.deletes:
             is_session = case.transport is Transport.GENERATE
             path = f"sessions/{session}" if is_session else f"v1/responses/resp_{exchange.request}"

@@ -30,7 +30,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`deletes`: its client has what it left deleted, once it has the answer."""
+    """`deletes`: its client has what it left deleted, once it has the answer or has left."""
 
     at_s: float
     case: Case
@@ -82,6 +82,8 @@ def requests(seed: int) -> list[Request]:
             number = len(made)
             turns = (text_of(2 * number, 12), text_of(2 * number + 1, 6))[: len(case.turns)]
             case, behaviour = replace(case, name=f"deleted-{number}", turns=turns), PLAIN
+            if transport is Transport.GENERATE and chance.random() < 0.3:
+                behaviour = Behaviour("leaves", leaves_after=chance.randint(1, 20))
         made.append(Request(chance.uniform(0.0, LOAD_S), case, behaviour, deletes))
     return made
 

@@ -14,7 +14,7 @@ from kvfleet.ingress.ingress import Ingress, IngressBuckets
 from kvfleet.ingress.settings import IngressSettings, config_of
 from kvproto.buckets import Bucket
 from kvproto.client import Client
-from kvproto.members import Fenced, Lease
+from kvproto.members import Lease
 from kvproto.messages import Role
 from kvproto.subjects import INGRESS_INBOX, sealed_prefix
 from kvservice.membership import member_record
@@ -51,10 +51,6 @@ async def ingress(world: World, web: SimWeb, name: str) -> Ingress:
     await made.start()
     lease = Lease(bucket, member_record(Role.INGRESS, name, address=f"{name}:{PORT}"))
     await lease.take()
-
-    def fenced(error: Fenced) -> None:
-        loop.call_exception_handler({"message": "fenced", "exception": error})
-
-    process.tasks.append(asyncio.create_task(lease.run(fenced), name="lease"))
+    process.tasks.append(asyncio.create_task(lease.run(lambda error: world.fatal(str(error))), name="lease"))
     web.serve(process.place, loop, name, create_app(made))
     return made

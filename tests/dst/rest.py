@@ -20,6 +20,7 @@ def faults_at_rest(world: World) -> list[str]:
     found: list[str] = []
     workers = {name for name, process in world.processes.items() if isinstance(process.made, FakeWorker)}
     vaults = {name for name, process in world.processes.items() if isinstance(process.made, Vault)}
+    found += [f"{one.place.name}: an earlier life goes on" for one in world.former if not one.place.is_dead]
     for name, process in world.processes.items():
         if name != "init" and (process.made is None or process.place.is_dead):
             found.append(f"{name} is not there: {process.failed!r}")

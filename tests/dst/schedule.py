@@ -11,6 +11,7 @@ from enum import StrEnum
 class Kind(StrEnum):
     KILL = "kill -9"
     PAUSE = "stopped, wakes"
+    TWIN = "stopped, another life begins, it wakes"
     DRAIN = "drain (SIGTERM)"
     UPGRADE = "upgrade to the other wire version"
     SCALE_UP = "one worker more"
@@ -34,21 +35,24 @@ class Kind(StrEnum):
     NATS_HANG = "NATS stopped, wakes"
     NATS_LEADERLESS = "JetStream without a leader"
     APART = "regions apart"
+    LIES = "a vault that lies"
+    KEYS = "a new key of the data plane"
 
 
 LIVES = (0.2, 6.0)  # until a supervisor starts it again
 SINGLE = {"n": "nats", "d": "v0"}  # the server, and the vault with a disk
 # Whom it hits, by the first letter of names or one of these, and shortest and longest time in seconds.
 TRAITS: dict[Kind, tuple[str, tuple[float, float]]] = {
-    Kind.KILL: ("fpvi", LIVES), Kind.PAUSE: ("fpvi", (0.05, 9.0)), Kind.DRAIN: ("fpvi", LIVES),
-    Kind.UPGRADE: ("fpvi", LIVES), Kind.SCALE_UP: ("f", (0.0, 0.0)), Kind.PARTITION: ("fpvic", (0.05, 8.0)),
-    Kind.DEAF: ("fpvic", (0.05, 8.0)), Kind.DUMB: ("fpvic", (0.05, 8.0)), Kind.CUT: ("fpvich", (0.0, 0.0)),
-    Kind.HALF_OPEN: ("fv", (0.0, 0.0)), Kind.SLOW: ("n", (0.5, 8.0)), Kind.LOST: ("fpvic", (0.5, 6.0)),
-    Kind.REPEATED: ("fpvic", (0.5, 6.0)), Kind.FLIPPED: ("fv", (0.5, 8.0)), Kind.CLOCK: ("fpvi", (0.0, 0.0)),
-    Kind.POWER_CUT: ("d", LIVES), Kind.DISK_LOST: ("d", LIVES), Kind.DISK_FULL: ("d", (0.5, 8.0)),
-    Kind.DISK_SLOW: ("d", (0.5, 8.0)), Kind.DISK_FAILS: ("d", (0.5, 8.0)), Kind.DISK_ROTS: ("d", (0.0, 0.0)),
-    Kind.NATS_KILL: ("n", (0.1, 6.0)), Kind.NATS_HANG: ("n", (0.1, 9.0)), Kind.NATS_LEADERLESS: ("n", (0.1, 6.0)),
-    Kind.APART: ("n", (0.1, 9.0)),
+    Kind.KILL: ("fpvi", LIVES), Kind.PAUSE: ("fpvi", (0.05, 9.0)), Kind.TWIN: ("fpi", (0.05, 9.0)),
+    Kind.DRAIN: ("fpvi", LIVES), Kind.UPGRADE: ("fpvi", LIVES), Kind.SCALE_UP: ("f", (0.0, 0.0)),
+    Kind.PARTITION: ("fpvic", (0.05, 8.0)), Kind.DEAF: ("fpvic", (0.05, 8.0)), Kind.DUMB: ("fpvic", (0.05, 8.0)),
+    Kind.CUT: ("fpvich", (0.0, 0.0)), Kind.HALF_OPEN: ("fv", (0.0, 0.0)), Kind.SLOW: ("n", (0.5, 8.0)),
+    Kind.LOST: ("fpvic", (0.5, 6.0)), Kind.REPEATED: ("fpvic", (0.5, 6.0)), Kind.FLIPPED: ("fv", (0.5, 8.0)),
+    Kind.CLOCK: ("fpvi", (0.0, 0.0)), Kind.POWER_CUT: ("d", LIVES), Kind.DISK_LOST: ("d", LIVES),
+    Kind.DISK_FULL: ("d", (0.5, 8.0)), Kind.DISK_SLOW: ("d", (0.5, 8.0)), Kind.DISK_FAILS: ("d", (0.5, 8.0)),
+    Kind.DISK_ROTS: ("d", (0.0, 0.0)), Kind.NATS_KILL: ("n", (0.1, 6.0)), Kind.NATS_HANG: ("n", (0.1, 9.0)),
+    Kind.NATS_LEADERLESS: ("n", (0.1, 6.0)), Kind.APART: ("n", (0.1, 9.0)), Kind.LIES: ("v", (0.5, 9.0)),
+    Kind.KEYS: ("n", (0.0, 0.0)),
 }  # fmt: skip
 
 

@@ -28,10 +28,13 @@ from tests.dst.world import Begin, World
 WHOLE_S = 60.0
 READY_S = 30.0
 FORGOTTEN_S = 10.0  # after which, and after the faults, what was deleted must be nowhere
+COMMIT_S = 8.0  # of a session whose record cannot be written
+FENCED_S = 1.5  # in which an earlier life that woke has ended
 PATIENCE_S = 9.0  # of a request that no worker has taken on; it ends a little later
 _AS_CHAOS = {
     Kind.KILL: chaos.Kind.KILL, Kind.POWER_CUT: chaos.Kind.KILL, Kind.DISK_LOST: chaos.Kind.KILL,
-    Kind.PAUSE: chaos.Kind.STOP_LONG, Kind.DRAIN: chaos.Kind.DRAIN, Kind.UPGRADE: chaos.Kind.UPGRADE,
+    Kind.PAUSE: chaos.Kind.STOP_LONG, Kind.TWIN: chaos.Kind.STOP_LONG,
+    Kind.DRAIN: chaos.Kind.DRAIN, Kind.UPGRADE: chaos.Kind.UPGRADE,
     Kind.PARTITION: chaos.Kind.PARTITION, Kind.DEAF: chaos.Kind.PARTITION, Kind.DUMB: chaos.Kind.PARTITION,
     Kind.LOST: chaos.Kind.PARTITION, Kind.CUT: chaos.Kind.CUT, Kind.NATS_KILL: chaos.Kind.NATS_KILL,
     Kind.NATS_HANG: chaos.Kind.NATS_STOP, Kind.NATS_LEADERLESS: chaos.Kind.NATS_STOP, Kind.SLOW: chaos.Kind.NATS_STOP,
@@ -95,6 +98,7 @@ def run(plan: Plan, answers: dict[tuple[str, int], Answer], trial: Trial, *, tra
     hub.random.seed(plan.seed)
     random.seed(plan.seed)
     happened: list[Happened] = []
+    twins: list[tuple[str, float, float]] = []
     began = hub.now
 
     def note(fault: Fault) -> None:
@@ -103,6 +107,8 @@ def run(plan: Plan, answers: dict[tuple[str, int], Answer], trial: Trial, *, tra
             until = hub.now + fault.for_s
             judged = chaos.Fault(len(happened), fault.at_s, kind, fault.target, fault.for_s, 0)
             happened.append(Happened(judged, hub.now, until, until))
+            if fault.kind is Kind.TWIN:
+                twins.append((fault.target, hub.now, until + FENCED_S))
 
     breaker = Breaker(world, note)
     timeline = Timeline([home.server for home in world.homes]) if traces else None
@@ -110,7 +116,7 @@ def run(plan: Plan, answers: dict[tuple[str, int], Answer], trial: Trial, *, tra
         breaker.plan(plan.faults)
         tasks = [trial.callers.ask(request) for request in plan.requests]
         world.run_for(WHOLE_S)
-        bad = _judge(trial, found, tasks, History(answers, trial.callers.exchanges, happened))
+        bad = _judge(trial, found, tasks, History(answers, trial.callers.exchanges, happened), twins)
         if timeline is not None:
             requests_of = {one.request for one in trial.callers.exchanges if one.number in bad}
             lines = [(float(line.split()[0]), line.split(maxsplit=1)[1]) for line in found.lines]
@@ -134,12 +140,18 @@ def run(plan: Plan, answers: dict[tuple[str, int], Answer], trial: Trial, *, tra
     return found
 
 
-def _judge(trial: Trial, found: Outcome, tasks: list[asyncio.Task[None]], history: History) -> set[int]:
-    """The exchanges that broke a promise."""
+def _judge(
+    trial: Trial,
+    found: Outcome,
+    tasks: list[asyncio.Task[None]],
+    history: History,
+    twins: list[tuple[str, float, float]],
+) -> set[int]:
+    """The exchanges that broke a promise. `twins`: when two lives of whom were there."""
     for request, task in enumerate(tasks):
         if task.done() and task.exception() is not None:
             found.wrong.append(f"caller {request}: {task.exception()!r}")
-    given_up = [one for one in history.exchanges if _outlasted(one, history.faults)]
+    given_up = [one for one in history.exchanges if _outlasted(one, history.faults) or _doubled(one, twins)]
     history.exchanges = [one for one in history.exchanges if one not in given_up]
     verdict = check(history)
     found.wrong += [f"{one.what}: {one.told} (request {one.exchange})" for one in verdict.violations]
@@ -156,10 +168,23 @@ def _judge(trial: Trial, found: Outcome, tasks: list[asyncio.Task[None]], histor
 
 
 def _outlasted(exchange: Exchange, faults: list[Happened]) -> bool:
-    """Whether NATS was away so often that a request's patience ended before any worker began with it: then an error
-    is right, also in a stream."""
-    if exchange.pieces or not exchange.ends or exchange.ends[0].code == "finished":
+    """Whether NATS was away so often that a request's patience ended before any worker began with it, or a session's
+    when all was said and only its record was left to write: then an error is right, also in a stream."""
+    if not exchange.ends or exchange.ends[0].code == "finished":
         return False
     end = exchange.ends[0].at
     during = [one for one in faults if one.fault.target == "nats" and one.began < end and one.until > exchange.began]
+    if exchange.pieces:
+        away_s = sum(max(0.0, min(one.until, end) - max(one.began, end - COMMIT_S)) for one in during)
+        return exchange.ends[0].code == "unavailable" and away_s > COMMIT_S / 2
     return bool(during) and end - exchange.began > PATIENCE_S
+
+
+def _doubled(exchange: Exchange, twins: list[tuple[str, float, float]]) -> bool:
+    """Whether two lives of its worker may have said it to a bare producer. The earlier one ends when it next renews
+    its lease; clients drop what they hear twice."""
+    if not exchange.transport.is_bare:
+        return False
+    end = max([exchange.began, *(piece.at for piece in exchange.pieces)])
+    names = {name for _, name in exchange.workers}
+    return any(name in names and began < end and exchange.began < until for name, began, until in twins)

@@ -192,6 +192,7 @@ class World:
         self.fatals: list[str] = []
         self.processes: dict[str, Process] = {}  # present lives
         self.former: list[Process] = []
+        self._lives = itertools.count()  # of workers, each with a folder for its sockets
 
     def _home(self, region: str, port: int) -> Home:
         at = f"127.0.0.1:{port}"
@@ -238,22 +239,24 @@ class World:
         return task
 
     def kill(self, name: str) -> None:
-        process = self.processes[name]
+        self._end(self.processes[name])
+
+    def _end(self, process: Process) -> None:
         process.place.die()
-        for transport in self.transports_of(name):
+        for transport in self._transports(process.place):
             transport.lose()
         self.sockets.died(process.place)
         self.web.died(process.place)
-        if (disk := self.disks.get(name)) is not None:
+        if (disk := self.disks.get(process.place.name)) is not None:
             disk.died(process.place)
 
     def fatal(self, why: str) -> None:
         """As its lifecycle: a process ends by itself, and is started again."""
-        name = self.hub.here.name
-        self.fatals.append(f"{name}: {why}")
-        begin = self.processes[name].begin
-        self.hub.at(self.hub.now, partial(self.kill, name))
-        self.hub.at(self.hub.now + BACKOFF_S, partial(self._again, name, self.processes[name], begin))
+        place = self.hub.here
+        process = next(one for one in [*self.processes.values(), *self.former] if one.place is place)
+        self.fatals.append(f"{place.name}: {why}")
+        self.hub.at(self.hub.now, partial(self._end, process))
+        self.hub.at(self.hub.now + BACKOFF_S, partial(self._again, place.name, process, process.begin))
 
     def drain(self, name: str, limit_s: float) -> None:
         """As SIGTERM: what it made stops, then the process ends, at the latest after so long."""
@@ -285,7 +288,9 @@ class World:
         self.hub.run(lambda: bool(over), seconds + 1.0)
 
     def transports_of(self, name: str) -> list[Any]:
-        place = self.processes[name].place
+        return self._transports(self.processes[name].place)
+
+    def _transports(self, place: Place) -> list[Any]:
         return [one for home in self.homes for one in home.server.clients if one.place is place]
 
     def close(self) -> None:
@@ -306,7 +311,8 @@ class World:
 
     async def worker(self, name: str, **settings: Any) -> FakeWorker:
         home = self.home_of(name)
-        fleet = FakeFleet(home.url, home.subjects, login={"user": "worker", "password": "worker"})
+        login = {"user": "worker", "password": "worker"}
+        fleet = FakeFleet(home.url, home.subjects, login=login, on_fatal=self.fatal)
         chosen = {
             "fleet_key": FLEET_KEY.decode(),
             "region": home.subjects.region,
@@ -316,7 +322,7 @@ class World:
             "host_bytes": 1 << 13,
             "drain_s": 0.5,
         }
-        return await fleet.start(name, SOCKETS, **{**chosen, **settings})
+        return await fleet.start(name, SOCKETS / str(next(self._lives)), **{**chosen, **settings})
 
     async def vault(self, name: str, *, has_disk: bool = False) -> Vault:
         prefix = inbox_prefix(VAULT_INBOX, name)

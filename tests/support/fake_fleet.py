@@ -7,7 +7,7 @@ would (its connection drops, nothing is released) or frozen as SIGSTOP would (it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,17 @@ class FakeFleet:
     """Starts and stops fake workers on one NATS server and namespace."""
 
     def __init__(
-        self, nats_url: str, subjects: Subjects, folder: Path = DEMO_FOLDER, login: Mapping[str, Any] | None = None
+        self,
+        nats_url: str,
+        subjects: Subjects,
+        folder: Path = DEMO_FOLDER,
+        login: Mapping[str, Any] | None = None,
+        on_fatal: Callable[[str], None] | None = None,
     ) -> None:
-        """`login`: more for `Connection.open`."""
+        """`login`: more for `Connection.open`. `on_fatal`: has what a worker must end for; else they keep it."""
         self.nats_url = nats_url
         self.login = login or {}
+        self.on_fatal = on_fatal
         self.subjects = subjects
         self.folder = folder
         self.workers: dict[str, FakeWorker] = {}
@@ -113,7 +119,8 @@ class FakeFleet:
         fatal: list[str] = []
         network = TierNetwork(chosen, worker, f"host-of-{worker}", sockets) if sockets is not None else None
         engine = build_engine(chosen, self.folder, bundle, *([network.remote_for] if network is not None else []))
-        loop, thread = assemble(chosen, connection, self.subjects, lease, engine, bundle, fatal.append, network)
+        on_fatal = self.on_fatal or fatal.append
+        loop, thread = assemble(chosen, connection, self.subjects, lease, engine, bundle, on_fatal, network)
         thread.start()
         if network is not None:
             await network.follow(connection, self.subjects, loop.record)
