@@ -25,6 +25,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+
 pytest_plugins = ["kvproto.testing.fixtures"]
 
 

@@ -17,7 +17,7 @@ from tests.support.up import Up
 from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("kvfleet", "kvproto", "kvservice", "kvcpu", "kvsampling", "kvchat", "kvfleet_vllm")
+PACKAGES = ("kvfleet", "kvproto", "kvservice", "kvcpu", "kvgpu", "kvsampling", "kvchat", "kvfleet_vllm")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from tiny_models import Rig, make_model
 from kvcpu.attention.backend import CpuBackend
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvgpu.attention.backend import TritonBackend
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": ReferenceBackend, "cpu": CpuBackend}
 
@@ -27,6 +28,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[*BACKENDS, "triton"])
+def formula_backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    """Those, and what runs interpreted here, which is slow."""
+    return BACKENDS[request.param]() if request.param in BACKENDS else TritonBackend(torch.device("cpu"))
 
 
 @pytest.fixture(params=BACKENDS)

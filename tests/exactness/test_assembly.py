@@ -11,11 +11,12 @@ import torch
 from tiny_models import make_model
 
 from kvcpu.attention.backend import CpuBackend
-from kvcpu.blocks import KvShape
+from kvcpu.blocks import AttentionForm, KvShape
 from kvcpu.layers.modules import FusedMlp, FusedNorm, PackedLinear
 from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.loader import LoadedModel, adopt_model
+from kvgpu.attention.backend import TritonBackend, TritonStep
 from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
 
 OURS = (PackedLinear, FusedMlp, FusedNorm)
@@ -61,6 +62,31 @@ def test_the_cpu_attention_is_refused_for_a_model_elsewhere(loaded: LoadedModel)
         build_runner(replace(loaded, device=torch.device("cuda")), 7, 8, "cpu")
     assert refused.value.field == "attention"
     assert not ours(loaded.model)
+
+
+def test_the_triton_attention_is_tried_and_leaves_the_model_as_it_was(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(loaded.model.named_modules())
+    runner = build_runner(loaded, 7, 8, "triton")
+    assert isinstance(runner._backend, TritonBackend)
+    assert dict(loaded.model.named_modules()) == before
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(InvalidRequest, match="triton attention cannot run on cpu") as refused:
+        build_runner(loaded, 7, 8, "triton")
+    assert refused.value.field == "attention"
+
+
+def test_one_that_computes_something_else_is_refused(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = TritonStep.attend
+
+    def wrong(step: TritonStep, layer: int, query: Any, key: Any, value: Any, form: AttentionForm) -> Any:
+        window = form.window + 1 if form.window is not None else None
+        return attend(step, layer, query, key, value, replace(form, window=window))
+
+    monkeypatch.setattr(TritonStep, "attend", wrong)
+    with pytest.raises(UnsupportedModel, match=r"attention over a window differs by .* on cpu"):
+        build_runner(loaded, 7, 8, "triton")
 
 
 def test_a_pool_that_does_not_fit_is_said_so(loaded: LoadedModel) -> None:

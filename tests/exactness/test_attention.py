@@ -108,31 +108,31 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (4, 1)], ids=["multi-head", "grouped", "multi-query"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_formula(
-    form: AttentionForm, heads: int, kv_heads: int, dtype: torch.dtype, backend: AttentionBackend
+    form: AttentionForm, heads: int, kv_heads: int, dtype: torch.dtype, formula_backend: AttentionBackend
 ) -> None:
     scene = Scene(heads, kv_heads, dtype, reach=form.window)
-    (output,) = scene.attend(backend, [form])
+    (output,) = scene.attend(formula_backend, [form])
     assert_close(output, scene.expected(0, form))
 
 
-def test_layers_of_several_forms_share_a_step(backend: AttentionBackend) -> None:
+def test_layers_of_several_forms_share_a_step(formula_backend: AttentionBackend) -> None:
     forms = [FORMS["window"], FORMS["all"], FORMS["capped-window"], FORMS["capped"], FORMS["window-of-one"]]
     scene = Scene(4, 2, torch.float32, layers=len(forms))
-    for layer, output in enumerate(scene.attend(backend, forms)):
+    for layer, output in enumerate(scene.attend(formula_backend, forms)):
         assert_close(output, scene.expected(layer, forms[layer]))
 
 
-def test_windowed_layers_may_lose_what_the_longest_window_cannot_reach(backend: AttentionBackend) -> None:
+def test_windowed_layers_may_lose_what_the_longest_window_cannot_reach(formula_backend: AttentionBackend) -> None:
     forms = [FORMS["window"], FORMS["window-of-one"], FORMS["capped-window"]]
     scene = Scene(4, 2, torch.float32, layers=len(forms), reach=17)
-    for layer, output in enumerate(scene.attend(backend, forms)):
+    for layer, output in enumerate(scene.attend(formula_backend, forms)):
         assert_close(output, scene.expected(layer, forms[layer]))
 
 
 @pytest.mark.parametrize("form", [FORMS["window"], FORMS["capped-window"]], ids=["window", "capped-window"])
-def test_control_a_window_off_by_one_is_noticed(form: AttentionForm, backend: AttentionBackend) -> None:
+def test_control_a_window_off_by_one_is_noticed(form: AttentionForm, formula_backend: AttentionBackend) -> None:
     assert form.window is not None
     scene = Scene(4, 2, torch.float32)
     for window in (form.window - 1, form.window + 1):
-        (output,) = scene.attend(backend, [dataclasses.replace(form, window=window)])
+        (output,) = scene.attend(formula_backend, [dataclasses.replace(form, window=window)])
         assert (output.double() - scene.expected(0, form)).abs().max() > 1e-2

@@ -29,6 +29,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("console",), ("clients", "operator", "secrets"), ("embedded",), ("planning",),
     ),
     "kvcpu": (("vector",), ("blocks", "codec", "sampling"), ("attention", "layers")),
+    "kvgpu": (("triton_language",), ("attention",)),
 }  # fmt: skip
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
@@ -40,6 +41,7 @@ ABOVE = {
     "kvfleet.vault": ("main loop", "vault_metrics"),
     "kvfleet.cli": ("main commands",),
     "kvcpu": (),
+    "kvgpu": (),
 }
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.unit.floors import ABOVE, FLOORS, PAGE, drawn
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"kvproto", "kvservice", "kvcpu", "kvsampling", "kvchat", "kvfleet_vllm"}
+LIBRARIES = {"kvproto", "kvservice", "kvcpu", "kvgpu", "kvsampling", "kvchat", "kvfleet_vllm"}
 SERVICES = {path.name for path in (ROOT / "services").iterdir() if (path / "__init__.py").exists()}
 
 IMPURE = {
@@ -47,7 +47,14 @@ PURE = {
 EXCEPTIONS = {"kvproto.ids": {"os", "time"}}
 
 NATS_DOORS = ("kvproto.connection", "kvproto.buckets", "kvproto.testing")
-TORCH_ROOM = ("kvcpu", "kvsampling", "kvfleet_vllm", "kvfleet.worker.model", "kvfleet.worker.engine.engine_factory")
+TORCH_ROOM = (
+    "kvcpu",
+    "kvgpu",
+    "kvsampling",
+    "kvfleet_vllm",
+    "kvfleet.worker.model",
+    "kvfleet.worker.engine.engine_factory",
+)
 
 # What each floor may use beside the standard library and its own. kvproto's is the bare install of a producer.
 THIRD_PARTY = {
@@ -56,6 +63,7 @@ THIRD_PARTY = {
     "kvproto.testing": {"pytest", "docker", "testcontainers"},
     "kvservice": {"pydantic", "pydantic_core", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys",
                   "cryptography", "setproctitle", "opentelemetry"},
+    "kvgpu": {"torch", "numpy", "triton"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
     "kvsampling": {"torch", "numpy", "llguidance"},
     "kvchat": {"pydantic", "pydantic_core", "jinja2", "regex"},
@@ -190,6 +198,7 @@ def test_floors() -> None:
         "kvproto": {"kvproto"},
         "kvservice": {"kvproto", "kvservice"},
         "kvcpu": {"kvservice", "kvcpu"},
+        "kvgpu": {"kvcpu", "kvgpu"},
         "kvsampling": {"kvproto", "kvcpu", "kvsampling"},
         "kvchat": {"kvproto", "kvservice", "kvchat"},
         "kvfleet_vllm": {"kvproto", "kvsampling", "kvfleet_vllm"},

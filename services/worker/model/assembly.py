@@ -7,6 +7,7 @@ that is small beside the pool.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.attention.trial import differs
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.loader import LoadedModel
@@ -30,7 +32,7 @@ from kvsampling.draw import Draw
 
 log = logging.getLogger(__name__)
 
-Attention = Literal["auto", "cpu", "reference"]
+Attention = Literal["auto", "cpu", "triton", "reference"]
 KvDtype = Literal["auto", "int8"]
 SPARE = 1.1  # factor on a step's measured memory: allocators waste some
 
@@ -51,11 +53,11 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
-    if attention == "cpu" and loaded.device.type != "cpu":
-        raise InvalidRequest(f"the cpu attention cannot run on {loaded.device}", field="attention")
-    on_cpu = attention != "reference" and loaded.device.type == "cpu"
+    chosen = _chosen(attention, loaded.device)
     backend: AttentionBackend = ReferenceBackend()
-    if on_cpu:
+    if chosen == "triton":
+        backend = _triton(loaded, block_size)
+    elif chosen == "cpu":
         from kvcpu.attention.backend import CpuBackend
 
         threads = torch.get_num_threads()
@@ -68,6 +70,31 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)
     return runner
+
+
+def _chosen(attention: Attention, device: torch.device) -> Attention:
+    """Raises InvalidRequest if it cannot run here. Without a GPU, Triton runs where its interpreter is asked for."""
+    if attention == "auto":
+        return "cpu" if device.type == "cpu" else "triton"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if (attention == "cpu" and device.type != "cpu") or (
+        attention == "triton" and device.type == "cpu" and not interpreted
+    ):
+        raise InvalidRequest(f"the {attention} attention cannot run on {device}", field="attention")
+    return attention
+
+
+def _triton(loaded: LoadedModel, block_size: int) -> AttentionBackend:
+    """Raises UnsupportedModel if it computes something else."""
+    from kvgpu.attention.backend import TritonBackend
+
+    backend, shape = TritonBackend(loaded.device), loaded.kv_shape
+    heads = int(getattr(loaded.config, "num_attention_heads", shape.kv_heads))
+    softcap = getattr(loaded.config, "attn_logit_softcapping", None)
+    if why := differs(backend, shape, heads, block_size, loaded.device, softcap):
+        why = f"{why} on {loaded.device}; `--attention reference` serves it"
+        raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
+    return backend
 
 
 def trial_logits(loaded: LoadedModel, block_size: int, backend: AttentionBackend | None = None) -> Tensor:
