@@ -80,7 +80,7 @@ def apply(logits: Tensor, changes: Sequence[LogitChanges]) -> None:
     _change(logits, [one.banned for one in changes], [-math.inf] * len(changes), lambda _, minus: minus)
     for row, one in enumerate(changes):
         if one.allowed is not None:
-            logits[row].masked_fill_(torch.from_numpy(~one.allowed).to(logits.device), -math.inf)
+            logits[row].masked_fill_(moved(~one.allowed, logits.device), -math.inf)
 
 
 def _change(
@@ -93,9 +93,15 @@ def _change(
         return
     device = logits.device
     rows = np.repeat(np.arange(len(ids)), lengths)
-    at = torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(ids)).to(device)
+    at = moved(rows, device), moved(np.concatenate(ids), device)
     beside = np.concatenate([np.broadcast_to(value, length) for value, length in zip(values, lengths, strict=True)])
-    logits[at] = changed(logits[at].double(), torch.from_numpy(beside).to(device)).float()
+    logits[at] = changed(logits[at].double(), moved(beside, device)).float()
+
+
+def moved(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """There; the host does not wait for a GPU."""
+    held = torch.from_numpy(np.ascontiguousarray(values))
+    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)
 
 
 def _counts(draw: Draw) -> bool:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from kvsampling.grammar import Matcher
 
 
+NOT_FINITE = "the model computed logits that are not finite"
+ALL_BANNED = "every token is banned: none can be drawn"
+
+
 @dataclass(slots=True)
 class Draw:
     """How to draw the next token: its random number depends on (sampling.seed, choice, index) alone. `prompt_ids` and

@@ -1,7 +1,7 @@
 """What a draw is, in numbers that come out the same on every device, and how tensor operations compute it.
 
-CUDA uses these operations, and tests compare the compiled kernels with them. Logits are `[rows, vocab]` float32 with a
-finite largest value in each row.
+Tests compare the compiled kernels, a CPU's and a GPU's, with these operations; prompts on a GPU are scored by them.
+Logits are `[rows, vocab]` float32 with a finite largest value in each row.
 
 A token's weight is a whole number, about 2**bits * probability / greatest probability:
 

@@ -21,7 +21,7 @@ from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import Sampling, TokenLogprobs
 from kvsampling import portable
 from kvsampling.changes import LogitChanges, apply, wants_changes
-from kvsampling.draw import Draw, Drawn, Scored
+from kvsampling.draw import ALL_BANNED, NOT_FINITE, Draw, Drawn, Scored
 from kvsampling.portable import DrawSettings, is_greedy, weight_bits
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ _NO_MEMORY = (
     "ALLOCATION_FAILED",
 )
 
-NOT_FINITE = "the model computed logits that are not finite"
 ROWS_AT_ONCE = 16  # bounds the copies of large vocabularies, float32 or float64
 
 
@@ -53,6 +52,8 @@ class _Way(Protocol):
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     """One token per row of `logits` `[rows, vocab]`, or the error of that row alone."""
+    if not draws:
+        return []
     try:
         return _sample(logits, draws)
     except Exception as error:
@@ -83,6 +84,10 @@ def warm_up(device: torch.device) -> None:
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    if logits.device.type == "cuda":
+        from kvsampling import gpu  # here, so that a CPU's worker does not load Triton
+
+        return gpu.begin(logits, draws).result()
     way = _way(logits.device)
     drawn: list[Drawn] = [None] * len(draws)
     plain: list[int] = []
@@ -132,7 +137,7 @@ def _draw_changed(way: _Way, logits: Tensor, draws: Sequence[Draw]) -> list[Draw
         rows = list(changes)
         chosen = _rows(logits, rows).clone()
         apply(chosen, list(changes.values()))
-        _put(drawn, rows, _draw(way, chosen, [draws[row] for row in rows], "every token is banned: none can be drawn"))
+        _put(drawn, rows, _draw(way, chosen, [draws[row] for row in rows], ALL_BANNED))
     return drawn
 
 

@@ -29,7 +29,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("console",), ("clients", "operator", "secrets"), ("embedded",), ("planning",),
     ),
     "kvcpu": (("vector",), ("blocks", "codec", "sampling"), ("attention", "layers")),
-    "kvgpu": (("triton_language",), ("attention",)),
+    "kvgpu": (("triton_language",), ("attention", "sampling")),
 }  # fmt: skip
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"

@@ -199,7 +199,7 @@ def test_floors() -> None:
         "kvservice": {"kvproto", "kvservice"},
         "kvcpu": {"kvservice", "kvcpu"},
         "kvgpu": {"kvcpu", "kvgpu"},
-        "kvsampling": {"kvproto", "kvcpu", "kvsampling"},
+        "kvsampling": {"kvproto", "kvcpu", "kvgpu", "kvsampling"},
         "kvchat": {"kvproto", "kvservice", "kvchat"},
         "kvfleet_vllm": {"kvproto", "kvsampling", "kvfleet_vllm"},
         "kvfleet": set[str](),

@@ -26,6 +26,7 @@ from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import TokenLogprobs
+from kvsampling.changes import moved
 from kvsampling.draw import Drawn, Ran, ScoredPrompt
 from kvsampling.sampler import is_out_of_memory, sample, score
 
@@ -137,4 +138,4 @@ class TorchRunner:
             self._stream.stepped()
 
     def _move(self, array: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return moved(array, self._device)
