@@ -1,4 +1,4 @@
-"""A GPU's draws are a CPU's, bit for bit, whatever is asked for, row by row, log probabilities included. Interpreted."""
+"""A GPU's draws are a CPU's, bit for bit, whatever is asked for, log probabilities included. Interpreted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from kvsampling.sampler import sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.0}, {"top_k": 1}, {"top_k": 5}, {"top_k": 300}, {"top_p": 0.3}, {"top_p": 0.95}, {"min_p": 0.05},
+    {}, {"temperature": 0.0}, {"top_k": 1}, {"top_k": 5}, {"top_k": 300}, {"top_p": 0.3}, {"top_p": 0.95},
+    {"min_p": 0.05},
     {"top_k": 20, "top_p": 0.8, "min_p": 0.02}, {"temperature": 0.4, "top_p": 0.9, "top_k": 50},
     {"temperature": 2.5, "top_p": 0.7, "min_p": 0.1}, {"temperature": 1e-6}, {"top_p": 0.0}, {"min_p": 1.0},
 ]  # fmt: skip

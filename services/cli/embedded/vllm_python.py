@@ -12,14 +12,8 @@ from pathlib import Path
 
 HOW = 'make vllm-install, or pip install vllm "kvfleet[vllm]" and name that Python by --engine-python'
 ROOT = Path(__file__).resolve().parents[3]  # of a checkout
-PACKAGES = (
-    "kvfleet_vllm",
-    "kvsampling",
-    "kvgpu",
-    "kvcpu",
-    "kvservice",
-    "kvproto",
-)  # what runs inside vLLM, from the top down
+# What runs inside vLLM, from the top down.
+PACKAGES = ("kvfleet_vllm", "kvsampling", "kvgpu", "kvcpu", "kvservice", "kvproto")
 PROBE_S = 60.0
 # Importing vLLM would take ten seconds. It is for CPUs if its version says so: vLLM itself goes by that.
 PROBE = """
