@@ -105,7 +105,7 @@ SLOW = (
     "tests/exactness/test_deferred_compiler.py", "tests/exactness/test_kept_scan.py::test_transformers",
     "tests/e2e/test_autoscale.py", "tests/e2e/test_simulate.py", "tests/integration/security/test_region_link.py",
     "tests/integration/security/test_nats_mtls.py", "tests/unit/benchmarks/test_policy_moves.py",
-    "tests/unit/cli/test_cli_plan.py", "tests/engines/test_engine_schemas.py",
+    "tests/gpu/test_gpu_check.py", "tests/unit/cli/test_cli_plan.py", "tests/engines/test_engine_schemas.py",
 )  # fmt: skip
 
 # Those with real vLLM servers, of three processes each, which leave nothing of two cores to others.

@@ -18,7 +18,7 @@ ROOMS = {path.parent.name for path in FOLDER.glob("*/__init__.py")}
 FILES = [path for path in FOLDER.glob("*/*.py") if path.name != "__init__.py"]
 NAMES = [path.stem for path in FILES if path.parent.name != "harness" and not path.stem.startswith("_")]
 # From the ground up: a room imports lower ones alone.
-FLOORS = [{"harness"}, {"engine", "placement", "policies", "ingress", "reliability"}, {"tiers", "peers"}]
+FLOORS = [{"harness"}, {"engine", "gpu", "placement", "policies", "ingress", "reliability"}, {"tiers", "peers"}]
 
 
 def rooms_named(path: Path) -> set[str]:

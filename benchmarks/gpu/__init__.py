@@ -1,0 +1,1 @@
+"""What a GPU does, against what it could. Without one they are skipped; `--dry` runs them tiny."""
