@@ -99,6 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # seen whenever the checker changes.
 SLOW = (
     "tests/chaos/test_chaos_quick.py", "tests/chaos/test_chaos_mutations.py", "tests/dst/test_dst_mutations.py",
+    "tests/dst/test_dst_more.py",
     "tests/contributing/", "tests/deploy/",
     "tests/containers/", "tests/exactness/test_against_transformers.py", "tests/exactness/test_codec_quality.py",
     "tests/exactness/test_compiled_entry.py", "tests/exactness/test_demo_promises.py",

@@ -24,6 +24,12 @@ def lines_of(first: int, seeds: int, *more: str) -> list[str]:
     return done.stdout.splitlines()[:-1]
 
 
+def seeds_of_the_day(part: int) -> list[str]:
+    """Others each day; a failure prints its own."""
+    first = datetime.now(UTC).toordinal() * 1000 + part * SEEDS
+    return lines_of(first, SEEDS, "--jobs", "1")
+
+
 def test_nothing_is_real_below_it() -> None:
     done = ran("guard")
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr[-3000:]
@@ -38,6 +44,4 @@ def test_a_seed_runs_again_as_it_ran() -> None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_seeds_of_the_day(part: int) -> None:
-    """Others each day; a failure prints its own."""
-    first = datetime.now(UTC).toordinal() * 1000 + part * SEEDS
-    assert len(lines_of(first, SEEDS, "--jobs", "1")) == SEEDS
+    assert len(seeds_of_the_day(part)) == SEEDS

@@ -77,7 +77,7 @@ async def test_every_cut_of_a_stream_continues(rig: EngineRig) -> None:
 
 
 async def test_a_stream_cut_while_it_runs_continues(rig: EngineRig) -> None:
-    spec = rig.spec("r", rig.prompt(30), sampled(400, presence_penalty=0.5))
+    spec = rig.spec("r", rig.prompt(30), sampled(900, presence_penalty=0.5))
     uncut = await rig.run(replace(spec, request="uncut"))
     rig.submit(spec)
     await rig.until_tokens(spec, 5)
