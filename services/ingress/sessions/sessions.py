@@ -210,18 +210,24 @@ class Sessions:
         self.turns_total += 1
 
     async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
-        """End a turn that failed; the session gains `regions` and `strays`. Never raises; without NATS the lease runs
-        out instead."""
-        session = turn.session
-        async with turn.lock:
-            self._turns.pop(turn.request, None)
+        """End a turn that failed; the session gains `regions` and `strays`. Never raises; while JetStream is away for
+        too long the lease runs out instead."""
+        session, request = turn.session, turn.request
+        until = asyncio.get_running_loop().time() + self.limits.commit_timeout_s
+        while True:
             try:
-                head = session.head or turn.head
-                head = replace(head, turn=None, left_request=turn.request, regions=joined(head.regions, regions))
-                head = await self._keep_strays(session, head, session.ids, strays)
-                await self._records.abandon(turn, head)
+                async with turn.lock:
+                    self._turns.pop(request, None)
+                    head = session.head or turn.head
+                    head = replace(head, turn=None, left_request=request, regions=joined(head.regions, regions))
+                    head = await self._keep_strays(session, head, session.ids, strays)
+                    await self._records.abandon(turn, head)
+                return
             except KvfleetError as error:
-                log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
+                if not isinstance(error, Unavailable) or asyncio.get_running_loop().time() > until:
+                    log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
+                    return
+            await asyncio.sleep(COMMIT_RETRY_S)
 
     async def _keep_strays(
         self, session: Session, head: SessionHead, history: tuple[int, ...], more: Sequence[Stray]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from dataclasses import replace
 
 from ingress_build import MemoryBucket
 from test_ingress_sessions import Rig, locked
@@ -140,3 +142,19 @@ async def test_a_first_turn_that_computed_nothing_leaves_nothing() -> None:
         assert rig.bucket_keys == keys
     assert (await rig.one.erase("t", "s")).strays == (Stray(0, (1, 2)),)
     assert rig.bucket_keys == 0
+
+
+async def test_what_a_turn_left_is_remembered_though_jetstream_is_away_for_a_moment() -> None:
+    rig = Rig()
+    rig.one.limits = replace(rig.one.limits, commit_timeout_s=5.0)
+    turn = await rig.one.lock(await rig.one.read("t", "s"), "m", "r")
+    rig.bucket.away = True
+    ending = asyncio.create_task(rig.one.abandon(turn, strays=(Stray(0, (1, 2, 3)),)))
+    await asyncio.sleep(0.05)
+    assert not ending.done()
+    rig.bucket.away = False
+    await ending
+    session = await rig.two.read("t", "s")
+    assert session.head is not None
+    assert session.head.turn is None
+    assert (await rig.two.erase("t", "s")).strays == (Stray(0, (1, 2, 3)),)
