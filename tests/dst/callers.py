@@ -58,7 +58,8 @@ class Callers:
         return made
 
     def ask(self, request: Request) -> asyncio.Task[None]:
-        """Done when it has ended, all of its turns, and what it left is deleted."""
+        """Done when it has ended, all of its turns, and what it left is deleted. Not of a turn that was left after an
+        ingress had died under it: nobody promises that (docs/limits.md)."""
         transport = request.case.transport
         first = self._exchange(request, 0)
         http = self._https[first.number % len(self._https)]
@@ -76,7 +77,7 @@ class Callers:
                 if exchange.ends or request.behaviour.leaves_after is None:
                     return
                 break
-        if request.deletes:
+        if request.deletes and not (exchange.left_at is not None and (exchange.broken or exchange.refusals)):
             is_session = case.transport is Transport.GENERATE
             path = f"sessions/{session}" if is_session else f"v1/responses/resp_{exchange.request}"
             if await self._delete(case, path, name):

@@ -168,12 +168,19 @@ def _judge(
 
 
 def _outlasted(exchange: Exchange, faults: list[Happened]) -> bool:
-    """Whether NATS was away so often that a request's patience ended before any worker began with it, or a session's
-    when all was said and only its record was left to write: then an error is right, also in a stream."""
+    """Whether NATS was away, for all or for an ingress, so often that a request's patience ended before any worker
+    began with it, or a session's when all was said and only its record was left to write: then an error is right, also
+    in a stream."""
     if not exchange.ends or exchange.ends[0].code == "finished":
         return False
     end = exchange.ends[0].at
-    during = [one for one in faults if one.fault.target == "nats" and one.began < end and one.until > exchange.began]
+    during = [
+        one
+        for one in faults
+        if (one.fault.target == "nats" or (one.fault.target[0] == "i" and one.fault.kind is chaos.Kind.PARTITION))
+        and one.began < end
+        and one.until > exchange.began
+    ]
     if exchange.pieces:
         away_s = sum(max(0.0, min(one.until, end) - max(one.began, end - COMMIT_S)) for one in during)
         return exchange.ends[0].code == "unavailable" and away_s > COMMIT_S / 2
