@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -79,13 +79,39 @@ def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[Toke
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile or load what `sample` needs on this device, which takes seconds."""
+    """Compile or load what `sample` needs on this device, which takes seconds. A GPU draws by kernels of its own once
+    they are tried here, and by tensor operations where they draw anything else."""
+    if device.type == "cuda" and _kernels_agree(device):
+        _by_kernels.add(device.type)
     sample(torch.zeros(1, 8, device=device), [Draw(Sampling(1, logprobs=1), 0, 0)])
 
 
+_by_kernels: set[str] = set()  # kinds of devices
+_TRIED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 1.7},
+    {"min_p": 0.1, "top_k": 40, "top_p": 0.9},
+)  # fmt: skip
+
+
+def _kernels_agree(device: torch.device) -> bool:
+    from kvsampling import gpu  # here, so that a CPU's worker does not load Triton
+
+    logits = 3 * torch.randn(4 * len(_TRIED), 3000, generator=torch.Generator().manual_seed(0)).to(device)
+    asked = [Sampling(1, seed=at, logprobs=at % 3, **_TRIED[at % len(_TRIED)]) for at in range(len(logits))]
+    draws = [Draw(sampling, 0, at) for at, sampling in enumerate(asked)]
+    try:
+        agree = gpu.begin(logits, draws).result() == _sample(logits, draws)
+    except Exception:
+        log.warning("the kernels that draw on %s do not run: tensor operations draw, slower", device, exc_info=True)
+        return False
+    if not agree:
+        log.warning("the kernels that draw on %s draw other tokens: tensor operations draw, slower", device)
+    return agree
+
+
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    if logits.device.type == "cuda":
-        from kvsampling import gpu  # here, so that a CPU's worker does not load Triton
+    if logits.device.type in _by_kernels:
+        from kvsampling import gpu
 
         return gpu.begin(logits, draws).result()
     way = _way(logits.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvproto.errors import EngineFailure, InvalidRequest, KvfleetError
 from kvproto.messages import Sampling
-from kvsampling import gpu
+from kvsampling import gpu, sampler
 from kvsampling.draw import Draw, Drawn
 from kvsampling.sampler import sample
 
@@ -74,6 +74,15 @@ def test_what_fails_in_a_row_fails_there_alone() -> None:
     found = drawn(logits, draws)
     assert told(found) == told(sample(logits, draws))
     assert [type(one) for one in found[:5]] == [EngineFailure] * 4 + [InvalidRequest]
+
+
+def test_kernels_are_tried_before_they_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sampler._kernels_agree(torch.device(DEVICE))
+    draw = gpu.kernels.draw
+    monkeypatch.setattr(gpu.kernels, "draw", lambda *asked: draw(*asked).clamp(max=2000))
+    assert not sampler._kernels_agree(torch.device(DEVICE))
+    monkeypatch.delattr(gpu.kernels, "draw")
+    assert not sampler._kernels_agree(torch.device(DEVICE))
 
 
 def test_negative_zero_is_zero() -> None:

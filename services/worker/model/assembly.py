@@ -85,13 +85,18 @@ def _chosen(attention: Attention, device: torch.device) -> Attention:
 
 
 def _triton(loaded: LoadedModel, block_size: int) -> AttentionBackend:
-    """Raises UnsupportedModel if it computes something else."""
+    """Raises UnsupportedModel if it computes something else, or does not run."""
     from kvgpu.attention.backend import TritonBackend
 
     backend, shape = TritonBackend(loaded.device), loaded.kv_shape
     heads = int(getattr(loaded.config, "num_attention_heads", shape.kv_heads))
     softcap = getattr(loaded.config, "attn_logit_softcapping", None)
-    if why := differs(backend, shape, heads, block_size, loaded.device, softcap):
+    try:
+        why = differs(backend, shape, heads, block_size, loaded.device, softcap)
+    except Exception as error:
+        log.warning("the triton attention does not run on %s", loaded.device, exc_info=True)
+        why = f"attention does not run ({type(error).__name__})"
+    if why:
         why = f"{why} on {loaded.device}; `--attention reference` serves it"
         raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
     return backend
