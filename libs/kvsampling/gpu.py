@@ -6,7 +6,6 @@ device                        changes ─▶ draws ─▶ scores ─▶ one arra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +17,9 @@ from torch import Tensor
 
 from kvgpu.sampling import draw as kernels
 from kvproto.errors import EngineFailure, KvfleetError
-from kvproto.messages import TokenLogprobs
 from kvsampling.changes import LogitChanges, apply, moved, wants_changes
 from kvsampling.draw import ALL_BANNED, NOT_FINITE, Draw, Drawn, Scored
-from kvsampling.portable import NATURAL, DrawSettings, is_greedy, weight_bits
+from kvsampling.portable import NATURAL, DrawSettings, is_greedy, logprobs_of, weight_bits
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,17 +54,11 @@ class PendingDraws:
         for row in np.flatnonzero(~finite).tolist():
             drawn[row] = EngineFailure(NOT_FINITE)
         told = values.view(np.float64).reshape(scored, count + 1).tolist()
-        bits = weight_bits(self.vocab)
-        for row, mass, ids, (own, *found) in zip(
-            self.scored, masses.tolist(), best.reshape(scored, count).tolist(), told, strict=True
-        ):
-            token = drawn[row]
-            if not isinstance(token, int):
-                continue
-            asked = self.draws[row].sampling.logprobs or 0
-            whole = found[0] + math.log(mass) - bits * math.log(2)  # log of the sum of e**logit
-            logprobs = TokenLogprobs(own - whole, tuple(ids[:asked]), tuple(value - whole for value in found[:asked]))
-            drawn[row] = Scored(token, logprobs)
+        ids = best.reshape(scored, count).tolist()
+        for row, *found in zip(self.scored, masses.tolist(), ids, told, strict=True):
+            token, asked = drawn[row], self.draws[row].sampling.logprobs or 0
+            if isinstance(token, int):
+                drawn[row] = Scored(token, logprobs_of(*found, asked, self.vocab))
         return drawn
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvcpu.sampling.sampling_call import DEEPEST, MANTISSA_BITS, POWERS_OF_2
-from kvproto.messages import Sampling
+from kvproto.messages import Sampling, TokenLogprobs
 from kvsampling.draw import Draw
 
 Floats = npt.NDArray[np.float64]
@@ -112,6 +112,14 @@ def masses_and_best(logits: Tensor, count: int) -> tuple[Ints, Ints]:
     masses = _weights(logits, scale, weight_bits(logits.shape[-1])).sum(dim=-1)
     best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return masses.cpu().numpy(), best.cpu().numpy()
+
+
+def logprobs_of(mass: int, ids: Sequence[int], values: Sequence[float], asked: int, vocab: int) -> TokenLogprobs:
+    """The model's own of a token and of `asked` alternatives. `mass`: of all weights at temperature 1; `ids`: of the
+    largest logits; `values`: the token's logit, then those."""
+    own, *found = values
+    whole = found[0] + math.log(mass) - weight_bits(vocab) * math.log(2)  # log of the sum of e**logit
+    return TokenLogprobs(own - whole, tuple(ids[:asked]), tuple(value - whole for value in found[:asked]))
 
 
 def _weights(logits: Tensor, scale: Tensor, bits: int) -> Tensor:

@@ -22,7 +22,7 @@ from kvproto.messages import Sampling, TokenLogprobs
 from kvsampling import portable
 from kvsampling.changes import LogitChanges, apply, wants_changes
 from kvsampling.draw import ALL_BANNED, NOT_FINITE, Draw, Drawn, Scored
-from kvsampling.portable import DrawSettings, is_greedy, weight_bits
+from kvsampling.portable import DrawSettings, is_greedy, logprobs_of
 
 log = logging.getLogger(__name__)
 
@@ -172,13 +172,10 @@ def _score(way: _Way, logits: Tensor, tokens: Sequence[int], asked: Sequence[int
     masses, best = way.masses_and_best(logits, min(max(1, *asked), logits.shape[-1]))
     ids = np.column_stack((np.array(tokens, dtype=np.int64), best))
     values = logits.gather(-1, torch.from_numpy(ids).to(logits.device)).double().tolist()
-    bits = weight_bits(logits.shape[-1])
-    scored = []
-    for count, mass, others, (own, *found) in zip(asked, masses.tolist(), best.tolist(), values, strict=True):
-        whole = found[0] + math.log(mass) - bits * math.log(2)  # log of the sum of e**logit
-        alternatives = tuple(value - whole for value in found[:count])
-        scored.append(TokenLogprobs(own - whole, tuple(others[:count]), alternatives))
-    return scored
+    return [
+        logprobs_of(*found, logits.shape[-1])
+        for found in zip(masses.tolist(), best.tolist(), values, asked, strict=True)
+    ]
 
 
 def _failure(error: Exception) -> KvfleetError:

@@ -64,8 +64,7 @@ class TritonStep:
         if self._tables is None or heads != self._heads:
             self._tables, self._heads = self._moved(heads), heads
         on, group = self._tables, heads // shape.kv_heads
-        padded = max(16, 1 << (dim - 1).bit_length())
-        data = self.pool.data
+        padded, data = on.sums.shape[-1], self.pool.data
         scales = data.view(-1).view(torch.float32) if shape.quantized else data
         run = self.pool.run_bytes // data.element_size()
         layout = layer * 2 * shape.kv_heads * run, shape.layers * 2 * shape.kv_heads * run, run, shape.kv_heads
