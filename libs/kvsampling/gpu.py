@@ -55,10 +55,10 @@ class PendingDraws:
             drawn[row] = EngineFailure(NOT_FINITE)
         told = values.view(np.float64).reshape(scored, count + 1).tolist()
         ids = best.reshape(scored, count).tolist()
-        for row, *found in zip(self.scored, masses.tolist(), ids, told, strict=True):
+        for row, mass, its, logits in zip(self.scored, masses.tolist(), ids, told, strict=True):
             token, asked = drawn[row], self.draws[row].sampling.logprobs or 0
             if isinstance(token, int):
-                drawn[row] = Scored(token, logprobs_of(*found, asked, self.vocab))
+                drawn[row] = Scored(token, logprobs_of(mass, its, logits, asked, self.vocab))
         return drawn
 
 
