@@ -91,7 +91,7 @@ class VllmServer:
             *(word for flag, value in usual.items() if flag not in without for word in (flag, value) if word), *flags,
         ]  # fmt: skip
         self._niceness = niceness
-        self._env = {**os.environ, **ENV, "PYTHONPATH": str(ROOT / "libs"), **(env or {})}
+        self._env = {**os.environ, **ENV, "PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}", **(env or {})}
         self.start()
 
     def start(self) -> None:
