@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -52,15 +52,33 @@ class _Way(Protocol):
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     """One token per row of `logits` `[rows, vocab]`, or the error of that row alone."""
+    return begin(logits, draws)()
+
+
+def begin(logits: Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:
+    """`sample` in two parts: a device may draw until what this returns is called, which waits."""
     if not draws:
-        return []
+        return list
     try:
-        return _sample(logits, draws)
-    except Exception as error:
-        if len(draws) == 1:
-            return [_failure(error)]
-        log.warning("sampling %d rows raised; each is sampled alone", len(draws), exc_info=True)
-        return [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
+        drawing = _begin(logits, draws)
+    except Exception as error:  # noqa: BLE001 - logged, or given as that row's
+        failure = error
+        return lambda: _each_alone(logits, draws, failure)
+
+    def drawn() -> list[Drawn]:
+        try:
+            return drawing()
+        except Exception as error:  # noqa: BLE001 - the same
+            return _each_alone(logits, draws, error)
+
+    return drawn
+
+
+def _each_alone(logits: Tensor, draws: Sequence[Draw], error: Exception) -> list[Drawn]:
+    if len(draws) == 1:
+        return [_failure(error)]
+    log.warning("sampling %d rows raised; each is sampled alone", len(draws), exc_info=error)
+    return [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
 
 
 def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprobs]:
@@ -109,11 +127,16 @@ def _kernels_agree(device: torch.device) -> bool:
     return agree
 
 
-def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+def _begin(logits: Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:
     if logits.device.type in _by_kernels:
         from kvsampling import gpu
 
-        return gpu.begin(logits, draws).result()
+        return gpu.begin(logits, draws).result
+    drawn = _sample(logits, draws)
+    return lambda: drawn
+
+
+def _sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     way = _way(logits.device)
     drawn: list[Drawn] = [None] * len(draws)
     plain: list[int] = []

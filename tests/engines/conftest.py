@@ -18,6 +18,7 @@ from tests.support import vllm_rig
 KINDS = {
     "fake": RigKind(own_engine.fake),
     "torch": RigKind(own_engine.torch),
+    "torch overlapping": RigKind(own_engine.torch_overlapping),
     "vllm double": RigKind(vllm_rig.of_slots),
     "real vllm": RigKind(vllm_engine.start),
 }

@@ -38,7 +38,12 @@ async def torch(folder: Path, slots: int) -> EngineRig:
     return await _start(folder, slots, "torch")
 
 
-async def _start(folder: Path, slots: int, runner: Literal["fake", "torch"]) -> EngineRig:
+async def torch_overlapping(folder: Path, slots: int) -> EngineRig:
+    """As on a GPU: a step's text is made in the next one."""
+    return await _start(folder, slots, "torch", overlaps=True)
+
+
+async def _start(folder: Path, slots: int, runner: Literal["fake", "torch"], *, overlaps: bool = False) -> EngineRig:
     settings = WorkerSettings(
         runner=runner,
         fake_tokens_per_s=FAKE_TOKENS_PER_S,
@@ -52,6 +57,7 @@ async def _start(folder: Path, slots: int, runner: Literal["fake", "torch"]) -> 
     bundle = read_bundle(folder, "demo", load_format="auto", dtype="auto", block_size=BLOCK_SIZE)
     with patch.object(engine_factory, "_torch_runner", _runner):
         engine = engine_factory.build_engine(settings, folder, bundle)
+    engine.runner.overlaps = overlaps
     loop, recorder = asyncio.get_running_loop(), Recorder()
     thread = EngineThread(engine, recorder.take, loop)
     engine.tiers.wake = thread.wake

@@ -1,5 +1,10 @@
 """The engine: continuous batching over a paged KV pool, with tiers below it. Read `step` first, then `maintain`.
 
+Where a runner's device computes by itself, a step's tokens become text during the next step:
+
+    step n      plan ─ launch ─ text of n - 1 ─ wait ─ tokens        a stop string in it: what n draws for the sequence
+    step n + 1  plan ─ launch ─ text of n     ─ wait ─ tokens        is dropped, and so is its KV
+
 Carries out what the scheduler decides. It knows no torch (a runner computes), no NATS and no threads: only
 `engine_thread` calls it.
 """
@@ -81,7 +86,10 @@ class Engine:
         self.kv = KvHoldings(runner, tiers, self.sequences)
         self._audit = PoolAudit(pool)
         self._clock = clock
+        self.deliver: Callable[[StepResult], None] | None = None  # takes outputs before a step has ended
+        runner.meanwhile = self._tell_now
         self._outputs: list[SequenceOutput] = []
+        self._untold: list[tuple[Sequence, int, TokenLogprobs | None]] = []  # one of a sequence
         self._traced = TracedDraws()
 
     def add(self, spec: SequenceSpec) -> None:
@@ -130,12 +138,13 @@ class Engine:
         vaults as well."""
         for attempt in attempts:
             for sequence in self.sequences.find(*attempt):
-                if keep and sequence.state is not SequenceState.FINISHED:
+                if keep and not sequence.has_ended:
                     self.tiers.paused(sequence)
                 self._leave(sequence)
 
     def pause(self, request: str, attempt: int) -> None:
         """The attempt's blocks become evictable; `resume` finds again what survived."""
+        self._tell_now()
         for sequence in self.sequences.find(request, attempt):
             if sequence.state in (SequenceState.WAITING, SequenceState.RESTORING, SequenceState.RUNNING):
                 self.tiers.paused(sequence)
@@ -149,14 +158,14 @@ class Engine:
     def abandon(self, error: KvfleetError) -> StepResult:
         """The last outputs: every sequence fails with `error`. Works whatever state an exception left the scheduler and
         the pool in."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs, self._untold = self._outputs, [], []
         gone = self.sequences.clear()
         outputs.extend(SequenceFailed(request, attempt, error, choice) for request, attempt, choice in gone)
         return StepResult(outputs)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting or self._outputs)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._outputs or self._untold)
 
     def maintain(self) -> StepResult | None:
         """The tiers' work between steps, also when there is no step to run. Returns what changed."""
@@ -177,8 +186,11 @@ class Engine:
     def step(self) -> StepResult:
         now = self._clock()
         plan = self.scheduler.schedule(now)
+        if plan.failed:
+            self._tell_text()
         for sequence, error in plan.failed:
-            self._fail(sequence, error)
+            if self.sequences.has(sequence):
+                self._fail(sequence, error)
         for sequence in plan.started:
             self._start(sequence, now)
         self._commit(plan, self._run(plan))
@@ -191,6 +203,7 @@ class Engine:
             self.runner.copy_blocks(plan.copies)
         self.tiers.copied()
         if not plan.slices:
+            self._tell_text()
             return []
         abort = self.runner.abort
         abort.begin(plan.sequences)
@@ -202,8 +215,9 @@ class Engine:
             return []
         finally:
             abort.end()
+            self._tell_text()
         for at in reversed(range(len(ran))):
-            if isinstance(error := ran[at], OutOfMemory):
+            if isinstance(error := ran[at], OutOfMemory) and not plan.sequences[at].has_ended:
                 del ran[at]
                 self._fail(plan.drop(at), error)
         return ran
@@ -214,6 +228,8 @@ class Engine:
         size = self.pool.block_size
         windowed = self.scheduler.tables.window is not None
         for sequence, part, came in zip(plan.sequences, plan.slices, ran, strict=True):
+            if sequence.has_ended:  # by the text of the step before
+                continue
             if isinstance(came, KvfleetError):
                 self._fail(sequence, came, keep_tail=False)
                 continue
@@ -248,6 +264,26 @@ class Engine:
         if not stopped:
             sequence.append(token, self.pool.block_size)
             sequence.account.generated_tokens += 1
+        if self.runner.overlaps and not (stopped or sequence.end or sequence.is_full):
+            self._untold.append((sequence, token, logprobs))
+        else:
+            self._tell(sequence, token, logprobs, stopped=stopped)
+
+    def _tell_text(self) -> None:
+        untold, self._untold = self._untold, []
+        for sequence, token, logprobs in untold:
+            if self.sequences.has(sequence):
+                self._tell(sequence, token, logprobs)
+
+    def _tell_now(self) -> None:
+        """Also while a step runs."""
+        self._tell_text()
+        if self.deliver is not None and self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self.deliver(StepResult(outputs))
+
+    def _tell(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, *, stopped: bool = False) -> None:
+        """The token becomes text, or held text leaves, or the sequence ends."""
         try:
             released = NOTHING if stopped else sequence.text.push(token, logprobs)
             reason = FinishReason.STOP if stopped else sequence.end
@@ -299,7 +335,7 @@ class Engine:
         self._outputs.append(SequenceFailed(request, attempt, error, choice))
 
     def _leave(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
-        if sequence.state is not SequenceState.FINISHED:
+        if not sequence.has_ended:
             self.tiers.leaves(sequence, self._times.prefill_tokens_per_s)
             self.scheduler.finish(sequence, keep_tail=keep_tail)
         if (trace := sequence.spec.trace) is not None:
@@ -312,7 +348,8 @@ class Engine:
         (prefill, positions), seconds, count = plan.prefill, now - began, len(plan.slices)
         fed = plan.decodes + prefill
         self.counters.stepped(count, fed, seconds)
-        self.scheduler.pacer.observe(plan.decodes, prefill, positions, seconds, now)
+        paced = self.runner.take_device_seconds()
+        self.scheduler.pacer.observe(plan.decodes, prefill, positions, seconds if paced is None else paced, now)
         if self._traced.undrawn:
             self._traced.note(now)
         return StepResult(outputs, self._take_changes(), fed, prefill, count, seconds)

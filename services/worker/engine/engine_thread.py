@@ -69,6 +69,7 @@ class EngineThread(EnginePort):
         runner = self.engine.runner
         self.facts = EngineFacts(self.engine.pool.num_blocks, runner.bytes_per_block, runner.memory.kv_format)
         self.measured = self.engine.load(), self.engine.rates()
+        self.engine.deliver = self._hand_over
         self._guard = GrammarGuard(self.engine.grammars)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 

@@ -9,7 +9,6 @@ from typing import Any
 from kvfleet.worker.blocks.content_index import common_prefix
 from kvfleet.worker.model.base import ModelRunner
 from kvfleet.worker.schedule.sequence import Sequence as Running
-from kvfleet.worker.schedule.sequence import SequenceState
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import Root, chain, in_tier
 from kvproto.messages import Inspection, Tier
@@ -64,4 +63,4 @@ class KvHoldings:
 
 
 def _is_over(sequence: Running) -> bool:
-    return sequence.state is SequenceState.FINISHED
+    return sequence.has_ended

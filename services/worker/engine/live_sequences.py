@@ -80,6 +80,9 @@ class LiveSequences:
     def find(self, request: str, attempt: int) -> list[Sequence]:
         return list(self._choices.get((request, attempt), ()))
 
+    def has(self, sequence: Sequence) -> bool:
+        return sequence in self._choices.get(sequence.key[:2], ())
+
     def is_first_start(self, sequence: Sequence) -> bool:
         attempt = sequence.key[:2]
         is_first = attempt not in self._counted
@@ -115,5 +118,5 @@ class TracedDraws:
         for sequence, trace in undrawn:
             if sequence.num_outputs > len(sequence.spec.output_ids):
                 trace.prefilled, trace.steps_before = now, self.steps
-            elif sequence.state is not SequenceState.FINISHED:
+            elif not sequence.has_ended:
                 self.undrawn.append((sequence, trace))

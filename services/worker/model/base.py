@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvfleet.worker.schedule.sequence import Sequence as Work
@@ -85,6 +85,8 @@ class ModelRunner(Protocol):
     eos_ids: tuple[int, ...]  # tokens with which the model ends a text
     memory: BlockMemory
     tolerance: float  # the most that a `difference` between blocks of two different batches is due to rounding
+    overlaps: bool  # whether `run` calls `meanwhile`, once its device computes by itself
+    meanwhile: Callable[[], None]
 
     def run(self, slices: Sequence[Slice]) -> list[Ran]:
         """One forward pass: store KV of all slices' tokens in their blocks, score and draw where a slice says so.
@@ -93,6 +95,9 @@ class ModelRunner(Protocol):
         Running the same slices again gives the same state. Raises OutOfMemory if the pass does not fit, and StepAborted
         where `abort.check` does; the slots of the slices' tokens are then undefined.
         """
+
+    def take_device_seconds(self) -> float | None:
+        """How long the device was busy with the passes since it was last asked; None where nobody measures that."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in the given order."""

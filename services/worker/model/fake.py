@@ -90,6 +90,8 @@ class FakeRunner:
     num_layers: int = 1
     window: int | None = None
     tolerance: float = 0.0
+    overlaps: bool = False
+    meanwhile: Callable[[], None] = field(default=lambda: None)
     _due: float = 0.0
 
     def __post_init__(self) -> None:
@@ -99,6 +101,8 @@ class FakeRunner:
         self.memory: BlockMemory = FakeMemory(self.slots, self._totals, self.block_size)
 
     def run(self, slices: Sequence[Slice]) -> list[Ran]:
+        if self.overlaps:
+            self.meanwhile()
         self._wait(slices)
         ran: list[Ran] = []
         for part in slices:
@@ -106,6 +110,9 @@ class FakeRunner:
             drawn = None if part.draw is None else self._token(part, part.draw)
             ran.append(drawn if part.scoring is None else ScoredPrompt(self._scores(part, part.scoring), drawn))
         return ran
+
+    def take_device_seconds(self) -> float | None:
+        return None
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         size = self.block_size

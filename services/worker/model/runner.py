@@ -10,7 +10,7 @@ once, and the head on what they gave, piece by piece:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,13 @@ from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, stream_of
 from kvfleet.worker.model.loader import LoadedModel
+from kvfleet.worker.model.step_timer import timer_of
 from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import TokenLogprobs
 from kvsampling.changes import moved
 from kvsampling.draw import Drawn, Ran, ScoredPrompt
-from kvsampling.sampler import is_out_of_memory, sample, score
+from kvsampling.sampler import begin, is_out_of_memory, score
 
 SCORED_BYTES = 32 * 2**20  # of float32 logits at once, to score a prompt
 
@@ -43,6 +44,9 @@ class TorchRunner:
         self.device = str(loaded.device)
         self._backend = backend
         self.abort = Abort()
+        self.overlaps = loaded.device.type == "cuda"
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._timer = timer_of(loaded.device)
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
         self.read_kv, self.difference = self.pool.read, self.pool.difference
         self._stream = stream_of(loaded.device)
@@ -66,10 +70,19 @@ class TorchRunner:
                 draw.matcher.prepare(draw.output_ids)
         try:
             with torch.inference_mode(), self._kept_layers(slices):
-                drawn = iter(sample(self.logits(batch, batch.rows), batch.draws))
+                self._timer.begin()
+                drawing = begin(self.logits(batch, batch.rows), batch.draws)
+                self._timer.end()
+                if self._stream is not None:
+                    self._stream.stepped()
+                if self.overlaps:
+                    self.meanwhile()
+                drawn = iter(drawing())
                 ran = [
                     self._ran(batch, at, None if part.draw is None else next(drawn)) for at, part in enumerate(slices)
                 ]
+                if any(part.scoring is not None for part in slices):
+                    self._timer.end()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -80,8 +93,11 @@ class TorchRunner:
             if self._stream is not None:
                 self._stream.stepped()
         if self._stream is not None and not batch.draws:
-            self._stream.wait_for_step()  # as draws do; else the step would seem to take no time
+            self._stream.wait_for_step()  # as draws do; blocks change hands between steps
         return ran
+
+    def take_device_seconds(self) -> float | None:
+        return self._timer.take()
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
         """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`. Raises StepAborted."""

@@ -120,6 +120,10 @@ class Sequence:
         return self.state is SequenceState.WAITING and not self.started and not self.spec.output_ids
 
     @property
+    def has_ended(self) -> bool:
+        return self.state is SequenceState.FINISHED
+
+    @property
     def is_scored(self) -> bool:
         """Nothing of its prompt is to be scored any more. Until then what is cached gives no scores."""
         return self.scored >= self.num_prompt

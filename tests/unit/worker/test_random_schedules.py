@@ -45,6 +45,7 @@ class Schedule:
             "context_length": self.context,
         }
         runner = WindowedRunner(window=self.window, **shape) if self.window else FakeRunner(**shape)  # type: ignore[arg-type]
+        runner.overlaps = chance.random() < 0.5
         self._run = runner.run
         runner.run = self.run_slices  # type: ignore[method-assign]
         self.engine = make_engine(
