@@ -91,10 +91,10 @@ class FakeRunner:
     window: int | None = None
     tolerance: float = 0.0
     overlaps: bool = False
-    meanwhile: Callable[[], None] = field(default=lambda: None)
     _due: float = 0.0
 
     def __post_init__(self) -> None:
+        self.meanwhile: Callable[[], None] = lambda: None
         self.bytes_per_block = SLOT_BYTES * self.block_size
         self.slots = array("Q", bytes(self.bytes_per_block * self.num_blocks))
         self._totals = [0] * self.num_blocks  # a full block's last slot, for sums without arithmetic per block
