@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcpu.blocks import AttentionForm, Batch, Pool
+from kvcpu.blocks import AttentionForm, Batch, KvShape, Pool
 from kvgpu.attention import kernels
-from kvgpu.attention.plan import Table, cut
+from kvgpu.attention.plan import ITEM_FIELDS, MERGE_FIELDS, Table, cut
 from kvgpu.triton_language import INTERPRETED
 
 INTERPRETED_MULTIPROCESSORS = 4  # of a dry run: enough that long sequences are cut
@@ -35,8 +35,8 @@ class TritonBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class _OnDevice:
-    """A step's tables there."""
+class TablesOnDevice:
+    """A step's tables there. `rows`: of a tile."""
 
     rows: int
     items: Tensor
@@ -49,21 +49,21 @@ class _OnDevice:
 
 @dataclass(eq=False, slots=True)
 class TritonStep:
-    """See `AttentionStep`."""
+    """See `AttentionStep`. Tables for so many heads may be given; else they are made of the batch."""
 
     backend: TritonBackend
-    batch: Batch
+    batch: Batch | None
     pool: Pool
-    _tables: _OnDevice | None = None
-    _heads: int = 0
+    tables: TablesOnDevice | None = None
+    heads: int = 0
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         shape, wanted = self.pool.shape, query.dtype
         query, key, value = (_ready(one, shape.dtype) for one in (query, key, value))
         tokens, heads, dim = query.shape
-        if self._tables is None or heads != self._heads:
-            self._tables, self._heads = self._moved(heads), heads
-        on, group = self._tables, heads // shape.kv_heads
+        if self.tables is None or heads != self.heads:
+            self.tables, self.heads = self._moved(heads), heads
+        on, group = self.tables, heads // shape.kv_heads
         padded, data = on.sums.shape[-1], self.pool.data
         scales = data.view(-1).view(torch.float32) if shape.quantized else data
         run = self.pool.run_bytes // data.element_size()
@@ -86,8 +86,10 @@ class TritonStep:
             )
         return out.to(wanted)
 
-    def _moved(self, heads: int) -> _OnDevice:
+    def _moved(self, heads: int) -> TablesOnDevice:
         shape, batch = self.pool.shape, self.batch
+        if batch is None:
+            raise ValueError(f"{heads} heads, where the tables are for {self.heads}")
         tiles = cut(batch, shape.kv_heads, heads // shape.kv_heads, self.backend.multiprocessors)
         parts: list[Table] = [
             tiles.items.reshape(-1), tiles.merges.reshape(-1), batch.tables.astype(np.int32),
@@ -98,12 +100,18 @@ class TritonStep:
         if device.type == "cuda":
             host = host.pin_memory()
         items, merges, tables, slots = host.to(device, non_blocking=True).split_with_sizes([len(one) for one in parts])
-        padded = max(16, 1 << (shape.head_dim - 1).bit_length())
-        results = tiles.partials * shape.kv_heads, tiles.rows
-        sums = torch.empty(*results, padded, dtype=torch.float32, device=device)
-        tops = torch.empty(*results, 2, dtype=torch.float32, device=device)
-        width, merge_width = tiles.items.shape[1], tiles.merges.shape[1]
-        return _OnDevice(tiles.rows, items.view(-1, width), merges.view(-1, merge_width), tables, slots, sums, tops)
+        return TablesOnDevice(
+            tiles.rows, items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), tables, slots,
+            *partial_results(shape, tiles.partials, tiles.rows, device),
+        )  # fmt: skip
+
+
+def partial_results(shape: KvShape, partials: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`sums` and `tops`: see `kernels.attend`."""
+    padded = max(16, 1 << (shape.head_dim - 1).bit_length())
+    size = partials * shape.kv_heads, rows
+    sums = torch.empty(*size, padded, dtype=torch.float32, device=device)
+    return sums, torch.empty(*size, 2, dtype=torch.float32, device=device)
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,13 +24,14 @@ def store(
     layer, block_step, run, kv_heads,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """One token's K and V of one head. `slots` `[T]`: block * block_size + offset. Programs: `[T, kv_heads]`."""
+    """One token's K and V of one head. `slots` `[T]`: block * block_size + offset; a token with -1 is not stored.
+    Programs: `[T, kv_heads]`."""
     token, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
     at = slot // BLOCK * block_step + layer + head * run
     offset = slot % BLOCK
     numbers = tl.arange(0, PADDED)
-    inside = numbers < DIM
+    inside = (numbers < DIM) & (slot >= 0)
     for which in tl.static_range(2):
         if which == 0:
             row = tl.load(key + token * key_token + head * key_head + numbers, mask=inside, other=0.0)
@@ -45,7 +46,7 @@ def store(
             inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
             level = tl.where(inverse > 0, row, 0.0) * inverse + ROUNDS - ROUNDS
             tl.store(data + begin + offset * DIM + numbers, level.to(tl.int8), mask=inside)
-            tl.store(scales + (begin + BLOCK * DIM) // 4 + offset, scale)
+            tl.store(scales + (begin + BLOCK * DIM) // 4 + offset, scale, mask=slot >= 0)
         else:
             tl.store(data + begin + offset * DIM + numbers, row.to(data.dtype.element_ty), mask=inside)
 

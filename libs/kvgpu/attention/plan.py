@@ -41,10 +41,19 @@ class Tiles:
     partials: int
 
 
+def rows_of(several: bool, group: int) -> int:
+    """Of a tile; `several`: some sequence runs on more than one token."""
+    return max(PREFILL_ROWS if several else LEAST_ROWS, 1 << (group - 1).bit_length())
+
+
+def most_parts(sequences: int, kv_heads: int, multiprocessors: int) -> int:
+    """Items of a cut of so many decodes, however long they are."""
+    return sequences + WAVES * multiprocessors // kv_heads
+
+
 def cut(batch: Batch, kv_heads: int, group: int, multiprocessors: int) -> Tiles:
     """`group` query heads share a kv head."""
-    several = bool((batch.counts > 1).any())
-    rows = max(PREFILL_ROWS if several else LEAST_ROWS, 1 << (group - 1).bit_length())
+    rows = rows_of(bool((batch.counts > 1).any()), group)
     tokens = rows // group
     tiles = -(-batch.counts // tokens)
     owner = np.repeat(np.arange(len(batch.counts)), tiles)

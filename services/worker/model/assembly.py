@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcpu.blocks import Batch
 from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.attention.trial import differs
 from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.decode_graphs import DecodeGraphs, Record, cuda_graphs, sizes_up_to
 from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.runner import TorchRunner
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 
 Attention = Literal["auto", "cpu", "triton", "reference"]
 KvDtype = Literal["auto", "int8"]
+TRIED_TOKENS = 1024  # of each sequence, to try a recorded step
 SPARE = 1.1  # factor on a step's measured memory: allocators waste some
 
 
@@ -48,8 +52,11 @@ def with_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype, block_size: int) -> Lo
     return replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=True))
 
 
-def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: Attention = "auto") -> TorchRunner:
-    """A runner on as many threads as torch has; `reference` leaves the model as transformers made it.
+def build_runner(
+    loaded: LoadedModel, blocks: int, block_size: int, attention: Attention = "auto", graphs: int = 0
+) -> TorchRunner:
+    """A runner on as many threads as torch has; `reference` leaves the model as transformers made it. On a GPU decode
+    steps of up to `graphs` sequences are recorded.
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
@@ -69,7 +76,40 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
     runner.pool.reach(0)
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)
+    if loaded.device.type == "cuda":
+        record_decodes(runner, loaded, backend, min(graphs, blocks), cuda_graphs(loaded.device))
     return runner
+
+
+def record_decodes(
+    runner: TorchRunner, loaded: LoadedModel, backend: AttentionBackend, most: int, record: Record
+) -> None:
+    """Has the runner replay decode steps of up to `most` sequences, as far as they can be recorded."""
+    from kvgpu.attention.backend import TritonBackend
+    from kvgpu.attention.decode_inputs import DecodeInputs
+
+    size, blocks = runner.block_size, -(-loaded.context_length // runner.block_size)
+
+    def is_right(count: int, replayed: Callable[[Batch], Tensor | None]) -> bool:
+        length = max(1, min(runner.num_blocks // count, blocks, TRIED_TOKENS // size))
+        end = min(length * size, loaded.context_length) - 1
+        draw = Draw(Sampling(1), 0, 0)
+        slices = [
+            Slice([at % loaded.vocab_size], end, range(at * length, (at + 1) * length), draw) for at in range(count)
+        ]
+        batch = RaggedBatch.of(slices, size)
+        with torch.inference_mode():
+            wanted, found = runner.logits(batch, batch.rows), replayed(batch)
+            return found is not None and _same(loaded, wanted.float(), found.float())
+
+    if most and isinstance(backend, TritonBackend):
+        inputs = DecodeInputs(backend, runner.pool, _heads(loaded), most, most * blocks)
+        runner.graphs = DecodeGraphs(loaded.model, inputs, loaded.first_position, record)
+        runner.graphs.record(sizes_up_to(most), is_right)
+
+
+def _heads(loaded: LoadedModel) -> int:
+    return int(getattr(loaded.config, "num_attention_heads", loaded.kv_shape.kv_heads))
 
 
 def _chosen(attention: Attention, device: torch.device) -> Attention:
@@ -89,10 +129,9 @@ def _triton(loaded: LoadedModel, block_size: int) -> AttentionBackend:
     from kvgpu.attention.backend import TritonBackend
 
     backend, shape = TritonBackend(loaded.device), loaded.kv_shape
-    heads = int(getattr(loaded.config, "num_attention_heads", shape.kv_heads))
     softcap = getattr(loaded.config, "attn_logit_softcapping", None)
     try:
-        why = differs(backend, shape, heads, block_size, loaded.device, softcap)
+        why = differs(backend, shape, _heads(loaded), block_size, loaded.device, softcap)
     except Exception as error:
         log.warning("the triton attention does not run on %s", loaded.device, exc_info=True)
         why = f"attention does not run ({type(error).__name__})"
@@ -118,13 +157,15 @@ def trial_logits(loaded: LoadedModel, block_size: int, backend: AttentionBackend
 
 def _check_unchanged(loaded: LoadedModel, before: Tensor, after: Tensor) -> None:
     """Each part was tried when it was replaced; this checks the whole. Raises UnsupportedModel."""
-    if loaded.kv_shape.dtype is torch.float32:
-        same = float((after - before).abs().max()) <= 1e-3 * float(before.abs().max())
-    else:
-        same = float((after - before).abs().mean()) <= 0.1 * float(before.std())
-    if not same:
+    if not _same(loaded, before, after):
         why = "made fast it would compute something else; `--attention reference` serves it"
         raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
+
+
+def _same(loaded: LoadedModel, before: Tensor, after: Tensor) -> bool:
+    if loaded.kv_shape.dtype is torch.float32:
+        return float((after - before).abs().max()) <= 1e-3 * float(before.abs().max())
+    return float((after - before).abs().mean()) <= 0.1 * float(before.std())
 
 
 @dataclass(eq=False, slots=True)

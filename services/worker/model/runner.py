@@ -21,6 +21,7 @@ from kvcpu.blocks import Ints
 from kvfleet.worker.model.attention.interface import AttentionBackend, attending
 from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
+from kvfleet.worker.model.decode_graphs import DecodeGraphs
 from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, stream_of
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.step_timer import timer_of
@@ -47,6 +48,7 @@ class TorchRunner:
         self.overlaps = loaded.device.type == "cuda"
         self.meanwhile: Callable[[], None] = lambda: None
         self._timer = timer_of(loaded.device)
+        self.graphs: DecodeGraphs | None = None
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
         self.read_kv, self.difference = self.pool.read, self.pool.difference
         self._stream = stream_of(loaded.device)
@@ -71,7 +73,7 @@ class TorchRunner:
         try:
             with torch.inference_mode(), self._kept_layers(slices):
                 self._timer.begin()
-                drawing = begin(self.logits(batch, batch.rows), batch.draws)
+                drawing = begin(self._logits_to_draw(batch), batch.draws)
                 self._timer.end()
                 if self._stream is not None:
                     self._stream.stepped()
@@ -98,6 +100,13 @@ class TorchRunner:
 
     def take_device_seconds(self) -> float | None:
         return self._timer.take()
+
+    def _logits_to_draw(self, batch: RaggedBatch) -> Tensor:
+        if self.graphs is not None and len(batch.rows) == len(batch.ids):  # all decode, and so does a recorded step
+            self.abort.check()
+            if (logits := self.graphs.logits(batch)) is not None:
+                return logits
+        return self.logits(batch, batch.rows)
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
         """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`. Raises StepAborted."""
