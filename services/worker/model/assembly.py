@@ -32,7 +32,7 @@ from kvsampling.draw import Draw
 
 log = logging.getLogger(__name__)
 
-Attention = Literal["auto", "cpu", "triton", "reference"]
+Attention = Literal["auto", "cpu", "triton", "flashinfer", "reference"]
 KvDtype = Literal["auto", "int8"]
 SPARE = 1.1  # factor on a step's measured memory: allocators waste some
 
@@ -55,8 +55,9 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
     """
     chosen = _chosen(attention, loaded.device)
     backend: AttentionBackend = ReferenceBackend()
-    if chosen == "triton":
-        backend = _triton(loaded, block_size)
+    if chosen in ("triton", "flashinfer"):
+        backend = _triton(loaded.device) if chosen == "triton" else _flashinfer(loaded)
+        _try(backend, loaded, block_size)
     elif chosen == "cpu":
         from kvcpu.attention.backend import CpuBackend
 
@@ -73,33 +74,52 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
 
 
 def _chosen(attention: Attention, device: torch.device) -> Attention:
-    """Raises InvalidRequest if it cannot run here. Without a GPU, Triton runs where its interpreter is asked for."""
+    """Raises InvalidRequest if it cannot run here. A CPU runs a GPU's where Triton's interpreter is asked for."""
     if attention == "auto":
         return "cpu" if device.type == "cpu" else "triton"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if (attention == "cpu" and device.type != "cpu") or (
-        attention == "triton" and device.type == "cpu" and not interpreted
+        attention in ("triton", "flashinfer") and device.type == "cpu" and not interpreted
     ):
         raise InvalidRequest(f"the {attention} attention cannot run on {device}", field="attention")
     return attention
 
 
-def _triton(loaded: LoadedModel, block_size: int) -> AttentionBackend:
-    """Raises UnsupportedModel if it computes something else, or does not run."""
+def _triton(device: torch.device) -> AttentionBackend:
     from kvgpu.attention.backend import TritonBackend
 
-    backend, shape = TritonBackend(loaded.device), loaded.kv_shape
+    return TritonBackend(device)
+
+
+def _flashinfer(loaded: LoadedModel) -> AttentionBackend:
+    """Raises InvalidRequest if it is not installed, or has no kernels for the model."""
+    from kvgpu.attention.flashinfer_backend import FlashInferBackend, refusal
+
+    why = refusal(loaded.kv_shape)
+    if why:
+        raise InvalidRequest(
+            f"the flashinfer attention cannot serve {name_of(loaded.config)}: {why}", field="attention"
+        )
+    try:
+        return FlashInferBackend(loaded.device)
+    except ImportError as error:
+        why = f"FlashInfer cannot be imported ({error}): `pip install flashinfer-python`"
+        raise InvalidRequest(why, field="attention") from error
+
+
+def _try(backend: AttentionBackend, loaded: LoadedModel, block_size: int) -> None:
+    """Raises UnsupportedModel if it computes something else, or does not run."""
+    shape = loaded.kv_shape
     heads = int(getattr(loaded.config, "num_attention_heads", shape.kv_heads))
     softcap = getattr(loaded.config, "attn_logit_softcapping", None)
     try:
         why = differs(backend, shape, heads, block_size, loaded.device, softcap)
     except Exception as error:
-        log.warning("the triton attention does not run on %s", loaded.device, exc_info=True)
+        log.warning("the %s attention does not run on %s", backend.name, loaded.device, exc_info=True)
         why = f"attention does not run ({type(error).__name__})"
     if why:
         why = f"{why} on {loaded.device}; `--attention reference` serves it"
         raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
-    return backend
 
 
 def trial_logits(loaded: LoadedModel, block_size: int, backend: AttentionBackend | None = None) -> Tensor:
