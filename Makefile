@@ -114,7 +114,7 @@ BENCHMARKS := start engine_throughput engine_vs_vllm engine_vs_llamacpp decode_s
               find_matches index_events placement_vs_dynamo placement_decisions placement_overload placement_scale \
               token_fan_in trace_hits trace_shapes shared_prompt low_load churn herd overload \
               data_plane codec restore_ttft capacity never_worse zero_reuse offload_itl gpu_copies gpu_decode gpu_prefill gpu_sampler \
-              resume_gap nats_outage rolling_restart live_1000 tenant_timing vllm_throughput vllm_death vllm_sampler \
+              gpu_fleet resume_gap nats_outage rolling_restart live_1000 tenant_timing vllm_throughput vllm_death vllm_sampler \
               vllm_tenant_timing vllm_vault
 bench: $(VENV)/.dev
 	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name $(if $(QUICK),--quick) || [ $$? -eq 75 ] || exit 1; done

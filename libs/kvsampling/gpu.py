@@ -1,4 +1,4 @@
-"""Draws on a GPU: all rows of a step together, and the host waits once, when it reads what was drawn.
+"""Draws and scores on a GPU: all rows together, and the host waits once, when it reads what was found.
 
 host     arrays of all rows ──pinned──▶ device                                        ──▶ results read
 device                        changes ─▶ draws ─▶ scores ─▶ one array ──pinned copy──▶ event
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvgpu.sampling import draw as kernels
 from kvproto.errors import EngineFailure, KvfleetError
+from kvproto.messages import TokenLogprobs
 from kvsampling.changes import LogitChanges, apply, moved, wants_changes
 from kvsampling.draw import ALL_BANNED, NOT_FINITE, Draw, Drawn, Scored
 from kvsampling.portable import NATURAL, DrawSettings, is_greedy, logprobs_of, weight_bits
@@ -39,11 +40,9 @@ class PendingDraws:
 
     def result(self) -> list[Drawn]:
         """One token per row, or the error of that row alone."""
-        if self._event is not None:
-            self._event.synchronize()
         rows, scored, count = len(self.draws), len(self.scored), self.count
         sizes = (rows, rows, rows, scored, scored * count, scored * (count + 1))
-        tokens, peaks, left, masses, best, values = np.split(self._packed.numpy(), np.cumsum(sizes)[:-1])
+        tokens, peaks, left, masses, best, values = _read(self._packed, self._event, sizes)
         finite, any_left = (np.isfinite(one.view(np.float64)) for one in (peaks, left))
         drawn: list[Drawn] = list(tokens.tolist())
         for row, error in self.errors.items():
@@ -60,6 +59,45 @@ class PendingDraws:
             if isinstance(token, int):
                 drawn[row] = Scored(token, logprobs_of(mass, its, logits, asked, self.vocab))
         return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class PendingScores:
+    """What a device finds of given tokens. `result` waits for it."""
+
+    rows: int
+    vocab: int
+    asked: int  # alternatives of each
+    count: int  # that are computed
+    _packed: Tensor  # on the host, once `_event` is there
+    _event: Any
+
+    def result(self) -> list[TokenLogprobs]:
+        """One of each row. Raises EngineFailure."""
+        rows, count = self.rows, self.count
+        sizes = (rows, rows, rows, rows * count, rows * (count + 1))
+        peaks, ranks, masses, best, values = _read(self._packed, self._event, sizes)
+        if not np.isfinite(peaks.view(np.float64)).all():
+            raise EngineFailure(NOT_FINITE)
+        told = values.view(np.float64).reshape(rows, count + 1).tolist()
+        ids = best.reshape(rows, count).tolist()
+        return [
+            replace(logprobs_of(mass, its, logits, self.asked, self.vocab), rank=rank)
+            for mass, its, logits, rank in zip(masses.tolist(), ids, told, ranks.tolist(), strict=True)
+        ]
+
+
+def begin_scores(logits: Tensor, tokens: Sequence[int], alternatives: int) -> PendingScores:
+    """Of one token for each row of `logits` `[rows, vocab]`: at least one. Waits for nothing."""
+    rows, vocab = logits.shape
+    own = logits.float()
+    peaks = own.amax(dim=-1)
+    count = min(max(1, alternatives), vocab)
+    given = moved(np.array(tokens, dtype=np.int64), logits.device)[:, None]
+    ranks = (own >= own.gather(-1, given)).sum(dim=-1)
+    parts = [_bits(peaks), ranks, *_scored(own, peaks, given, count)]
+    packed, event = _fetched(torch.cat([part.reshape(-1) for part in parts]))
+    return PendingScores(rows, vocab, alternatives, count, packed, event)
 
 
 def begin(logits: Tensor, draws: Sequence[Draw]) -> PendingDraws:
@@ -92,13 +130,16 @@ def begin(logits: Tensor, draws: Sequence[Draw]) -> PendingDraws:
     parts = [tokens, _bits(peaks), _bits(left)]
     if scored:
         at = moved(np.array(scored), device)
-        theirs = own[at]
-        natural = moved(np.array([NATURAL]), device)
-        masses, best = kernels.masses_and_best(theirs, peaks[at], natural, count, weight_bits(vocab))
-        ids = torch.cat((tokens[at][:, None], best), dim=-1)
-        parts += [masses, best, _bits(theirs.gather(-1, ids))]
+        parts += _scored(own[at], peaks[at], tokens[at][:, None], count)
     packed, event = _fetched(torch.cat([part.reshape(-1) for part in parts]))
     return PendingDraws(draws, vocab, scored, count, errors, changed, packed, event)
+
+
+def _scored(logits: Tensor, peaks: Tensor, tokens: Tensor, count: int) -> list[Tensor]:
+    """Masses, ids of the largest logits, and the logits of `tokens` `[rows, 1]` and of those."""
+    natural = moved(np.array([NATURAL]), logits.device)
+    masses, best = kernels.masses_and_best(logits, peaks, natural, count, weight_bits(logits.shape[-1]))
+    return [masses, best, _bits(logits.gather(-1, torch.cat((tokens, best), dim=-1)))]
 
 
 def _settings(draws: Sequence[Draw], vocab: int) -> DrawSettings:
@@ -121,3 +162,10 @@ def _fetched(packed: Tensor) -> tuple[Tensor, Any]:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(packed.device))
     return host, event
+
+
+def _read(packed: Tensor, event: Any, sizes: Sequence[int]) -> list[Ints]:
+    """Its parts, of so many numbers each."""
+    if event is not None:
+        event.synchronize()
+    return np.split(packed.numpy(), np.cumsum(sizes)[:-1])

@@ -1,6 +1,6 @@
 """What a draw is, in numbers that come out the same on every device, and how tensor operations compute it.
 
-Tests compare the compiled kernels, a CPU's and a GPU's, with these operations; prompts on a GPU are scored by them.
+Tests compare the compiled kernels, a CPU's and a GPU's, with these operations.
 Logits are `[rows, vocab]` float32 with a finite largest value in each row.
 
 A token's weight is a whole number, about 2**bits * probability / greatest probability:

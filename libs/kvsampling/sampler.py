@@ -83,6 +83,14 @@ def _each_alone(logits: Tensor, draws: Sequence[Draw], error: Exception) -> list
 
 def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprobs]:
     """What the model thinks of `tokens`, one per row of `logits` `[rows, vocab]`: with ranks. Raises EngineFailure."""
+    if tokens and logits.device.type in _by_kernels:
+        from kvsampling import gpu
+
+        return gpu.begin_scores(logits, tokens, alternatives).result()
+    return _score_in_parts(logits, tokens, alternatives)
+
+
+def _score_in_parts(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprobs]:
     way = _way(logits.device)
     found: list[TokenLogprobs] = []
     for at in range(0, len(tokens), ROWS_AT_ONCE):
@@ -97,8 +105,8 @@ def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[Toke
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile or load what `sample` needs on this device, which takes seconds. A GPU draws by kernels of its own once
-    they are tried here, and by tensor operations where they draw anything else."""
+    """Compile or load what `sample` needs on this device, which takes seconds. A GPU draws and scores by kernels of its
+    own once they are tried here, and by tensor operations where they give anything else."""
     if device.type == "cuda" and _kernels_agree(device):
         _by_kernels.add(device.type)
     sample(torch.zeros(1, 8, device=device), [Draw(Sampling(1, logprobs=1), 0, 0)])
@@ -117,13 +125,15 @@ def _kernels_agree(device: torch.device) -> bool:
     logits = 3 * torch.randn(4 * len(_TRIED), 3000, generator=torch.Generator().manual_seed(0)).to(device)
     asked = [Sampling(1, seed=at, logprobs=at % 3, **_TRIED[at % len(_TRIED)]) for at in range(len(logits))]
     draws = [Draw(sampling, 0, at) for at, sampling in enumerate(asked)]
+    tokens = [at * 7 for at in range(len(logits))]
     try:
         agree = gpu.begin(logits, draws).result() == _sample(logits, draws)
+        agree &= gpu.begin_scores(logits, tokens, 2).result() == _score_in_parts(logits, tokens, 2)
     except Exception:
         log.warning("the kernels that draw on %s do not run: tensor operations draw, slower", device, exc_info=True)
         return False
     if not agree:
-        log.warning("the kernels that draw on %s draw other tokens: tensor operations draw, slower", device)
+        log.warning("the kernels that draw on %s draw or score otherwise: tensor operations do, slower", device)
     return agree
 
 

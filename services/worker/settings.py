@@ -42,8 +42,10 @@ class WorkerSettings(DataPlaneSettings):
         "raw", description="how blocks are written to vaults; int8 takes a quarter of fp32 and is not exact"
     )
     preload_s: float = Field(5.0, ge=0, description="how long a new worker fetches prefixes in demand; 0: it does not")
-    attention: Literal["auto", "cpu", "triton", "reference"] = Field(
-        "auto", description="attention kernels: cpu on a CPU, triton on a GPU; reference: plain torch"
+    attention: Literal["auto", "cpu", "triton", "flashinfer", "reference"] = Field(
+        "auto",
+        description="attention kernels: cpu on a CPU; triton, or flashinfer if installed, on a GPU; reference: plain "
+        "torch",
     )
     slots: int = Field(256, ge=1, description="most sequences that run at once")
     waiting: int = Field(1024, ge=1, description="most requests that wait; more are refused as retryable")

@@ -76,6 +76,49 @@ def test_what_fails_in_a_row_fails_there_alone() -> None:
     assert [type(one) for one in found[:5]] == [EngineFailure] * 4 + [InvalidRequest]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("vocab", "alternatives"), [(8, 0), (8, 20), (255, 1), (5000, 5)])
+def test_scores_of_given_tokens(vocab: int, alternatives: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    logits[::5] = (logits[::5] * 2).round() / 2  # equal ones
+    logits[1::5, ::3] = -math.inf
+    logits = logits.to(dtype)
+    tokens = [row * 3 % vocab for row in range(len(logits))]  # of rows that have them, some at -inf
+    found = gpu.begin_scores(logits.to(DEVICE), tokens, alternatives).result()
+    assert found == sampler.score(logits, tokens, alternatives)
+    assert any(one.logprob == -math.inf for one in found)
+    assert {len(one.top_ids) for one in found} == {min(alternatives, vocab)}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_scores_of_no_numbers_are_an_error(bad: float) -> None:
+    logits = torch.zeros(20, 300)
+    logits[17, 5] = bad
+    for score in (sampler.score, lambda *asked: gpu.begin_scores(*asked).result()):
+        with pytest.raises(EngineFailure, match="finite"):
+            score(logits.to(DEVICE), [0] * 20, 1)
+
+
+def test_a_piece_is_scored_by_kernels_once_they_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    tokens = list(range(50))
+    expected = sampler._score_in_parts(logits, tokens, 3)
+    launched: list[int] = []
+    launch = gpu.kernels.masses_and_best
+    monkeypatch.setattr(gpu.kernels, "masses_and_best", lambda *asked: launched.append(len(asked[0])) or launch(*asked))
+    monkeypatch.setattr(sampler, "_by_kernels", {logits.device.type})
+    assert sampler.score(logits, tokens, 3) == expected
+    assert sampler.score(logits[:0], [], 3) == []
+    assert launched == [50]
+
+
+def test_scores_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = gpu.begin_scores
+    monkeypatch.setattr(gpu, "begin_scores", lambda logits, tokens, count: begin(logits, tokens[::-1], count))
+    assert not sampler._kernels_agree(torch.device(DEVICE))
+
+
 def test_kernels_are_tried_before_they_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampler._kernels_agree(torch.device(DEVICE))
     draw = gpu.kernels.draw

@@ -8,18 +8,20 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.processes import KVFLEET
 
 
 class Up:
-    """One `kvfleet up`. `base` is the ready line's URL, `nats_url` the one from the hint on stderr."""
+    """One `kvfleet up`. `base` is the ready line's URL, `nats_url` the one from the hint on stderr. `kvfleet`: the
+    command, or its words where it is not installed."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None, kvfleet: str = KVFLEET) -> None:
+    def __init__(self, *flags: str, env: dict[str, str] | None = None, kvfleet: str | Sequence[str] = KVFLEET) -> None:
         self.stderr_lines: list[str] = []
         self.stdout_lines: list[str] = []
-        command = [kvfleet, "up", *flags]
+        command = [*([kvfleet] if isinstance(kvfleet, str) else kvfleet), "up", *flags]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -63,7 +63,7 @@ THIRD_PARTY = {
     "kvproto.testing": {"pytest", "docker", "testcontainers"},
     "kvservice": {"pydantic", "pydantic_core", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "nkeys",
                   "cryptography", "setproctitle", "opentelemetry"},
-    "kvgpu": {"torch", "numpy", "triton"},
+    "kvgpu": {"torch", "numpy", "triton", "flashinfer"},
     "kvcpu": {"torch", "numpy", "numba", "llvmlite", "transformers"},  # of the last: Conv1D, GPT-2's linear layer
     "kvsampling": {"torch", "numpy", "llguidance"},
     "kvchat": {"pydantic", "pydantic_core", "jinja2", "regex"},

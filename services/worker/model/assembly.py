@@ -7,7 +7,6 @@ that is small beside the pool.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from kvcpu.blocks import Batch
 from kvcpu.vector.numbers import SCALE_BYTES
+from kvfleet.worker.model.attention.choice import Attention, chosen_for, heads_of, tried_backend
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.attention.trial import differs
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.decode_graphs import DecodeGraphs, Record, cuda_graphs, sizes_up_to
 from kvfleet.worker.model.fused.fuse import optimise
@@ -28,14 +27,13 @@ from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.support import name_of, trial_positions
 from kvfleet.worker.schedule.step_plan import Slice
-from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
+from kvproto.errors import OutOfMemory, UnsupportedModel
 from kvproto.messages import Sampling
 from kvsampling import sampler
 from kvsampling.draw import Draw
 
 log = logging.getLogger(__name__)
 
-Attention = Literal["auto", "cpu", "triton", "reference"]
 KvDtype = Literal["auto", "int8"]
 TRIED_TOKENS = 1024  # of each sequence, to try a recorded step
 SPARE = 1.1  # factor on a step's measured memory: allocators waste some
@@ -60,10 +58,10 @@ def build_runner(
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
-    chosen = _chosen(attention, loaded.device)
+    chosen = chosen_for(attention, loaded.device)
     backend: AttentionBackend = ReferenceBackend()
-    if chosen == "triton":
-        backend = _triton(loaded, block_size)
+    if chosen in ("triton", "flashinfer"):
+        backend = tried_backend(chosen, loaded, block_size)
     elif chosen == "cpu":
         from kvcpu.attention.backend import CpuBackend
 
@@ -103,42 +101,9 @@ def record_decodes(
             return found is not None and _same(loaded, wanted.float(), found.float())
 
     if most and isinstance(backend, TritonBackend):
-        inputs = DecodeInputs(backend, runner.pool, _heads(loaded), most, most * blocks)
+        inputs = DecodeInputs(backend, runner.pool, heads_of(loaded), most, most * blocks)
         runner.graphs = DecodeGraphs(loaded.model, inputs, loaded.first_position, record)
         runner.graphs.record(sizes_up_to(most), is_right)
-
-
-def _heads(loaded: LoadedModel) -> int:
-    return int(getattr(loaded.config, "num_attention_heads", loaded.kv_shape.kv_heads))
-
-
-def _chosen(attention: Attention, device: torch.device) -> Attention:
-    """Raises InvalidRequest if it cannot run here. Without a GPU, Triton runs where its interpreter is asked for."""
-    if attention == "auto":
-        return "cpu" if device.type == "cpu" else "triton"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if (attention == "cpu" and device.type != "cpu") or (
-        attention == "triton" and device.type == "cpu" and not interpreted
-    ):
-        raise InvalidRequest(f"the {attention} attention cannot run on {device}", field="attention")
-    return attention
-
-
-def _triton(loaded: LoadedModel, block_size: int) -> AttentionBackend:
-    """Raises UnsupportedModel if it computes something else, or does not run."""
-    from kvgpu.attention.backend import TritonBackend
-
-    backend, shape = TritonBackend(loaded.device), loaded.kv_shape
-    softcap = getattr(loaded.config, "attn_logit_softcapping", None)
-    try:
-        why = differs(backend, shape, _heads(loaded), block_size, loaded.device, softcap)
-    except Exception as error:
-        log.warning("the triton attention does not run on %s", loaded.device, exc_info=True)
-        why = f"attention does not run ({type(error).__name__})"
-    if why:
-        why = f"{why} on {loaded.device}; `--attention reference` serves it"
-        raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
-    return backend
 
 
 def trial_logits(loaded: LoadedModel, block_size: int, backend: AttentionBackend | None = None) -> Tensor:
