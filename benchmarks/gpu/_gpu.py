@@ -80,8 +80,8 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def load(blocks: int, *, dry: bool) -> Bench:
-    """bf16 on the GPU; dry, float32 on the CPU."""
+def load(blocks: int, *, dry: bool, graphs: int = 0) -> Bench:
+    """bf16 on the GPU; dry, float32 on the CPU. Decode steps of up to `graphs` sequences are recorded."""
     from kvfleet.worker.model.assembly import build_runner
     from kvfleet.worker.model.loader import load_model
 
@@ -90,7 +90,7 @@ def load(blocks: int, *, dry: bool) -> Bench:
         loaded = load_model(
             folder, load_format="dummy", dtype="float32" if dry else "bfloat16", device="cpu" if dry else "cuda"
         )
-    runner = build_runner(loaded, blocks, BLOCK, "triton")
+    runner = build_runner(loaded, blocks, BLOCK, "triton", graphs)
     head = loaded.model.get_output_embeddings().weight.numel()
     embedded = loaded.model.get_input_embeddings().weight.numel()
     whole = sum(one.numel() for one in loaded.model.parameters())

@@ -24,7 +24,7 @@ def main() -> None:
     asked = begin(NAME, UNIT, floor=FLOOR, peer=PEER, doc=__doc__)
     streams, context = (3, 40) if asked.dry else (STREAMS, CONTEXT)
     rounds = 3 if asked.quick or asked.dry else 20
-    bench = load(streams * (-(-(context + 1) // BLOCK)), dry=asked.dry)
+    bench = load(streams * (-(-(context + 1) // BLOCK)), dry=asked.dry, graphs=streams)
     greedy = Draw(Sampling(1, temperature=0.0), 0, 0)
     step_s = bench.seconds(partial(bench.runner.run, bench.slices(context, 1, [greedy] * streams)), rounds)
     read = (bench.linear + bench.head) * bench.number_bytes + streams * (context + 1) * bench.kv_token_bytes

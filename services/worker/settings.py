@@ -30,7 +30,10 @@ class WorkerSettings(DataPlaneSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: int = Field(16, ge=1, le=256)
     blocks: int | None = Field(None, ge=2, description="KV blocks on the device; default: from free memory")
-    kv_memory_fraction: float = Field(0.3, gt=0, le=0.95, description="share of free memory for KV blocks")
+    kv_memory_fraction: float | None = Field(
+        None, gt=0, le=0.95, description="share of free memory for KV blocks; default: 0.3, and on a GPU 0.9 of what "
+        "the largest step leaves"
+    )  # fmt: skip
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto", description="KV on the device; int8 holds about twice the sequences"
     )
@@ -47,6 +50,7 @@ class WorkerSettings(DataPlaneSettings):
         description="attention kernels: cpu on a CPU; triton, or flashinfer if installed, on a GPU; reference: plain "
         "torch",
     )
+    enforce_eager: bool = Field(False, description="on a GPU, do not record decode steps as CUDA graphs")
     slots: int = Field(256, ge=1, description="most sequences that run at once")
     waiting: int = Field(1024, ge=1, description="most requests that wait; more are refused as retryable")
     max_producer_priority: int = Field(

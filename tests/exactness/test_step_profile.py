@@ -10,10 +10,11 @@ from tiny_models import make_model
 
 from kvcpu.blocks import KvShape
 from kvfleet.worker.engine.engine_factory import _torch_runner
-from kvfleet.worker.model import assembly, kv_pool
-from kvfleet.worker.model.assembly import meter_of, step_bytes
-from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
+from kvfleet.worker.model import kv_pool, memory_profile
+from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, share_of_free
 from kvfleet.worker.model.loader import adopt_model
+from kvfleet.worker.model.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.step_plan import Slice
@@ -39,6 +40,10 @@ class CountingMeter:
         self.ended += 1
 
 
+def runner_of(blocks: int) -> TorchRunner:
+    return TorchRunner(adopt_model(make_model("llama")), ReferenceBackend(), blocks, 16)
+
+
 @pytest.mark.parametrize(("most", "steps"), [(1_000, [40]), (25, [40, 20]), (3, [40, 20, 10, 5, 2])])
 def test_the_largest_step_is_measured_before_the_pool_is_made(
     most: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
@@ -54,23 +59,27 @@ def test_the_largest_step_is_measured_before_the_pool_is_made(
 
     monkeypatch.setattr(TorchRunner, "run", limited)
     meter = CountingMeter()
-    assert step_bytes(adopt_model(make_model("llama")), 16, 40, meter) == 1_100
-    assert (tried, meter.ended) == (steps, len(steps))
-    assert step_bytes(adopt_model(make_model("llama")), 16, 40, None) == 0
+    assert step_bytes(runner_of, meter, 40, 7) == (1_100, 1_100)  # type: ignore[arg-type]
+    assert (tried, meter.ended) == ([*steps, 1], len(steps) + 1)
+    assert step_bytes(runner_of, None, 40, 7) == (0, 0)
     assert meter_of(torch.device("cpu")) is None
 
 
-def test_a_worker_without_a_number_of_blocks_has_those_that_its_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("eager", "left"), [(False, 2_200), (True, 1_100)])
+def test_a_worker_without_a_number_of_blocks_has_those_that_its_steps_leave(
+    eager: bool, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded decode steps keep their memory."""
     told: list[int] = []
 
-    def noted(shape: KvShape, block_size: int, device: torch.device, fraction: float, step: int) -> int:
+    def noted(shape: KvShape, block_size: int, device: torch.device, share: float, step: int) -> int:
         told.append(step)
         return 16
 
-    monkeypatch.setattr(assembly, "meter_of", lambda device: CountingMeter())
+    monkeypatch.setattr(memory_profile, "meter_of", lambda device: CountingMeter())
     monkeypatch.setattr(kv_pool, "blocks_that_fit", noted)
-    runner = _torch_runner(WorkerSettings(id="w0", threads=1), DEMO_FOLDER)
-    assert (told, runner.num_blocks) == ([1_100], 16)
+    runner = _torch_runner(WorkerSettings(id="w0", threads=1, enforce_eager=eager), DEMO_FOLDER)
+    assert (told, runner.num_blocks) == ([left], 16)
 
 
 def test_what_the_largest_step_takes_is_left_free() -> None:
@@ -79,9 +88,16 @@ def test_what_the_largest_step_takes_is_left_free() -> None:
     free = free_bytes(cpu)
     left = free // 10
     most = blocks_that_fit(shape, 16, cpu, 0.9, free - left) * shape.bytes_per_block(16)
-    assert most < 1.5 * left
+    assert 0.5 * left < most < 1.4 * left
     with pytest.raises(OutOfMemory, match="steps of"):
         blocks_that_fit(shape, 16, cpu, 0.9, 2 * free)
+
+
+def test_a_gpu_is_one_workers_and_a_host_is_shared() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert share_of_free(None, gpu, 4) == 0.9
+    assert share_of_free(None, cpu, 4) == 0.3 / 4
+    assert (share_of_free(0.5, gpu, 4), share_of_free(0.5, cpu, 4)) == (0.5, 0.125)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class DecodeInputs:
         """Attention of the first `size` sequences, whatever they are filled with by then; now with none."""
         self._device.zero_()  # what is left of a larger step would reach past the end of this one
         _, _, slots, items, merges, tables = self._split(self._device)
+        slots.fill_(-1)
         on = TablesOnDevice(
             self._tile_rows, items.view(-1, ITEM_FIELDS)[: self._parts(size)], merges.view(-1, MERGE_FIELDS)[:size],
             tables, slots[:size], *self._partials,

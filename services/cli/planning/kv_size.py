@@ -43,13 +43,16 @@ def kv_size(
     memory: Annotated[
         str | None, typer.Option(help="such as 8GiB; default: what a worker would take here", callback=known_size)
     ] = None,
-    kv_memory_fraction: Annotated[float, typer.Option(min=0.01, max=0.95, help="share of the free memory")] = 0.3,
+    kv_memory_fraction: Annotated[
+        float | None, typer.Option(min=0.01, max=0.95, help="share of the free memory; default: 0.3, on a GPU 0.9")
+    ] = None,
     workers_on_host: Annotated[int, typer.Option(min=1, help="how many workers share it")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="one line of JSON instead of a table")] = False,
 ) -> None:
     """How much memory keys and values take: per token, per sequence, and how many sequences fit."""
     flags = [f"--block-size={block_size}", f"--dtype={dtype}", f"--device={device}"]
-    flags += [f"--kv-memory-fraction={kv_memory_fraction}", f"--workers-on-host={workers_on_host}"]
+    flags.append(f"--workers-on-host={workers_on_host}")
+    flags += [] if kv_memory_fraction is None else [f"--kv-memory-fraction={kv_memory_fraction}"]
     flags += [f"--kv-dtype={one}" for one in kv_dtype or []]
     flags += [] if memory is None else [f"--memory={memory}"]
     said = report(model, flags)

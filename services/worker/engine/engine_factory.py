@@ -109,20 +109,29 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from kvfleet.worker.model.assembly import build_runner, meter_of, step_bytes, with_kv_dtype
-    from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
+    from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
+    from kvfleet.worker.model.attention.choice import profiled_backend
+    from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, share_of_free
     from kvfleet.worker.model.loader import load_model
+    from kvfleet.worker.model.memory_profile import meter_of, step_bytes
+    from kvfleet.worker.model.runner import TorchRunner
 
     threads = settings.threads or max(1, cores() // settings.workers_on_host)
     torch.set_num_threads(threads)
     disable_progress_bar()  # several workers share one terminal
     loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
     loaded = with_kv_dtype(loaded, settings.kv_dtype, settings.block_size)
-    fraction = settings.kv_memory_fraction / (settings.workers_on_host if loaded.device.type == "cpu" else 1)
+    graphs = 0 if settings.enforce_eager else settings.slots
     blocks = settings.blocks
     if blocks is None:
-        step = step_bytes(loaded, settings.block_size, settings.step_tokens, meter_of(loaded.device))
-        blocks = blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, fraction, step)
+        backend = profiled_backend(settings.attention, loaded, settings.block_size)
+        prompt, decodes = step_bytes(
+            lambda blocks: TorchRunner(loaded, backend, blocks, settings.block_size),
+            meter_of(loaded.device), settings.step_tokens, settings.slots,
+        )  # fmt: skip
+        step = max(prompt, decodes) + (decodes if graphs else 0)
+        share = share_of_free(settings.kv_memory_fraction, loaded.device, settings.workers_on_host)
+        blocks = blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, share, step)
     shape = loaded.kv_shape
     if blocks * shape.bytes_per_block(settings.block_size) > free_bytes(loaded.device):
         raise OutOfMemory(f"{blocks} KV blocks need more than the {readable(free_bytes(loaded.device))} that are free")
@@ -131,4 +140,4 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     for line in size_lines(layout, settings.block_size, kv_dtype, blocks):
         log.info(line)
     log.info("%s, %d threads", loaded.device, threads)
-    return build_runner(loaded, blocks, settings.block_size, settings.attention)
+    return build_runner(loaded, blocks, settings.block_size, settings.attention, graphs)

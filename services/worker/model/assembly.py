@@ -1,14 +1,11 @@
-"""Makes a loaded model a runner: chooses the attention and the KV's number format, and fuses layers on a CPU.
-
-On a GPU it also measures, before the pool is made, the memory of the largest step besides weights and pool; on the host
-that is small beside the pool.
-"""
+"""Makes a loaded model a runner: chooses the attention and the KV's number format, fuses layers on a CPU, and records
+decode steps on a GPU."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -27,7 +24,7 @@ from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.support import name_of, trial_positions
 from kvfleet.worker.schedule.step_plan import Slice
-from kvproto.errors import OutOfMemory, UnsupportedModel
+from kvproto.errors import UnsupportedModel
 from kvproto.messages import Sampling
 from kvsampling import sampler
 from kvsampling.draw import Draw
@@ -36,7 +33,6 @@ log = logging.getLogger(__name__)
 
 KvDtype = Literal["auto", "int8"]
 TRIED_TOKENS = 1024  # of each sequence, to try a recorded step
-SPARE = 1.1  # factor on a step's measured memory: allocators waste some
 
 
 def with_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype, block_size: int) -> LoadedModel:
@@ -131,58 +127,3 @@ def _same(loaded: LoadedModel, before: Tensor, after: Tensor) -> bool:
     if loaded.kv_shape.dtype is torch.float32:
         return float((after - before).abs().max()) <= 1e-3 * float(before.abs().max())
     return float((after - before).abs().mean()) <= 0.1 * float(before.std())
-
-
-@dataclass(eq=False, slots=True)
-class CudaMeter:
-    """Measures the peak of a device's allocated memory."""
-
-    device: torch.device
-    _before: int = 0
-
-    def begin(self) -> None:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._before = torch.cuda.memory_allocated(self.device)
-
-    def peak_bytes(self) -> int:
-        """The most that was allocated since `begin`, beyond what was allocated then."""
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - self._before
-
-    def end(self) -> None:
-        torch.cuda.empty_cache()
-
-
-def meter_of(device: torch.device) -> CudaMeter | None:
-    return CudaMeter(device) if device.type == "cuda" else None
-
-
-def step_bytes(loaded: LoadedModel, block_size: int, tokens: int, meter: CudaMeter | None) -> int:
-    """Memory of a step of so many prompt tokens; 0 without a meter. A step that does not fit is halved until it does,
-    as the engine computes it in parts. Raises OutOfMemory if one token does not fit."""
-    if meter is None:
-        return 0
-    count = min(tokens, loaded.context_length)
-    while True:
-        try:
-            taken = int(_measured(loaded, block_size, count, meter) * SPARE)
-        except OutOfMemory as error:
-            if count == 1:
-                raise
-            log.warning("a step of %d tokens does not fit beside the weights: %s", count, error)
-            count //= 2
-            continue
-        finally:
-            meter.end()
-        log.info("a step of %d tokens takes %.2f GiB", count, taken / 2**30)
-        return taken
-
-
-def _measured(loaded: LoadedModel, block_size: int, count: int, meter: CudaMeter) -> int:
-    blocks = -(-count // block_size)
-    runner = TorchRunner(loaded, ReferenceBackend(), blocks, block_size)
-    ids = [at % loaded.vocab_size for at in range(count)]
-    meter.begin()
-    runner.run([Slice(ids, 0, range(blocks), Draw(Sampling(1, temperature=0.0), 0, 0))])
-    return meter.peak_bytes()

@@ -28,6 +28,7 @@ from kvservice.host import free_bytes as host_bytes_free
 
 log = logging.getLogger(__name__)
 
+CPU_SHARE, GPU_SHARE = 0.3, 0.9  # of the free memory, for KV
 REGISTER_PORTABLE = 1  # for all contexts of the process
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -124,13 +125,20 @@ def free_bytes(device: torch.device) -> int:
     return host_bytes_free()
 
 
-def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, fraction: float, step_bytes: int = 0) -> int:
-    """Blocks that fit into `fraction` of the free memory, and beside the largest step. Raises OutOfMemory if none."""
+def share_of_free(asked: float | None, device: torch.device, workers_on_host: int) -> float:
+    """Of the free memory, for KV. A GPU is one worker's alone; a host's memory is shared."""
+    if device.type == "cpu":
+        return (CPU_SHARE if asked is None else asked) / workers_on_host
+    return GPU_SHARE if asked is None else asked
+
+
+def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, share: float, step_bytes: int = 0) -> int:
+    """Blocks that fit into `share` of the memory that the largest steps leave free. Raises OutOfMemory if none."""
     free = free_bytes(device)
-    blocks = int(min(free * fraction, free - step_bytes)) // shape.bytes_per_block(block_size)
+    blocks = int((free - step_bytes) * share) // shape.bytes_per_block(block_size)
     if blocks < 1:
-        step = f" and steps of {step_bytes / 2**30:.2f} GiB" if step_bytes else ""
-        raise OutOfMemory(f"{fraction:.0%} of {free / 2**30:.2f} GiB free memory{step} holds no KV block")
+        step = f", less steps of {step_bytes / 2**30:.2f} GiB," if step_bytes else ""
+        raise OutOfMemory(f"{share:.0%} of {free / 2**30:.2f} GiB free memory{step} holds no KV block")
     return blocks
 
 

@@ -19,7 +19,7 @@ from kvservice.settings import die
 def report(asked: argparse.Namespace) -> dict[str, Any]:
     """The sizes as plain values. Raises KvfleetError, in one line that says what is wrong."""
     # Here, so that --help and a wrong flag are answered at once.
-    from kvfleet.worker.model.kv_pool import free_bytes
+    from kvfleet.worker.model.kv_pool import free_bytes, share_of_free
     from kvfleet.worker.model.loader import device_of, dtype_of, read_config
     from kvfleet.worker.model.probe import layout_of
     from kvfleet.worker.model.support import supported_context
@@ -28,7 +28,7 @@ def report(asked: argparse.Namespace) -> dict[str, Any]:
     layout = layout_of(config, supported_context(config))
     device = device_of(asked.device)
     free = free_bytes(device)
-    share = asked.kv_memory_fraction / (asked.workers_on_host if device.type == "cpu" else 1)
+    share = share_of_free(asked.kv_memory_fraction, device, asked.workers_on_host)
     memory = int(free * share) if asked.memory is None else asked.memory
     auto = str(dtype_of(asked.dtype, config, device)).removeprefix("torch.")
     return {

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from kvfleet.worker.model.attention.interface import AttentionBackend
+from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.attention.trial import differs
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.support import name_of
@@ -67,6 +68,12 @@ def tried_backend(chosen: Attention, loaded: LoadedModel, block_size: int) -> At
         why = f"{why} on {loaded.device}; `--attention reference` serves it"
         raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
     return backend
+
+
+def profiled_backend(attention: Attention, loaded: LoadedModel, block_size: int) -> AttentionBackend:
+    """Whose steps are measured: a GPU's own, or the reference."""
+    chosen = chosen_for(attention, loaded.device)
+    return tried_backend(chosen, loaded, block_size) if chosen in ("triton", "flashinfer") else ReferenceBackend()
 
 
 def heads_of(loaded: LoadedModel) -> int:
