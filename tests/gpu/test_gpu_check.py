@@ -19,7 +19,7 @@ def test_a_dry_run_comes_to_its_end() -> None:
     done = subprocess.run([ROOT / "scripts/gpu_check", "--dry"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "on no GPU" in done.stdout
-    assert "== attention and draws are exact: passed" in done.stdout
+    assert "== attention, draws and recorded steps are exact: passed" in done.stdout
     for figure in ("gpu_decode", "gpu_prefill", "gpu_sampler"):
         assert f"== {figure}: skipped" in done.stdout
     assert "== gpu_fleet: passed" in done.stdout
