@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -48,8 +49,15 @@ def with_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype, block_size: int) -> Lo
     return replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=True))
 
 
-def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: Attention = "auto") -> TorchRunner:
-    """A runner on as many threads as torch has; `reference` leaves the model as transformers made it.
+def build_runner(
+    loaded: LoadedModel,
+    blocks: int,
+    block_size: int,
+    attention: Attention = "auto",
+    make: Callable[..., TorchRunner] = TorchRunner,
+) -> TorchRunner:
+    """A runner on as many threads as torch has; `reference` leaves the model as transformers made it, and so does `cpu`
+    on a part of a model: only its attention is fast there.
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
@@ -63,9 +71,10 @@ def build_runner(loaded: LoadedModel, blocks: int, block_size: int, attention: A
         threads = torch.get_num_threads()
         backend = CpuBackend(threads)
         before = trial_logits(loaded, block_size)
-        optimise(loaded.model, threads, lambda: trial_logits(loaded, block_size))
+        if loaded.ranks == 1:
+            optimise(loaded.model, threads, lambda: trial_logits(loaded, block_size))
         _check_unchanged(loaded, before, trial_logits(loaded, block_size, backend))
-    runner = TorchRunner(loaded, backend, blocks, block_size)
+    runner = make(loaded, backend, blocks, block_size)
     runner.pool.reach(0)
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)
@@ -89,7 +98,7 @@ def _triton(loaded: LoadedModel, block_size: int) -> AttentionBackend:
     from kvgpu.attention.backend import TritonBackend
 
     backend, shape = TritonBackend(loaded.device), loaded.kv_shape
-    heads = int(getattr(loaded.config, "num_attention_heads", shape.kv_heads))
+    heads = int(getattr(loaded.config, "num_attention_heads", shape.kv_heads * loaded.ranks)) // loaded.ranks
     softcap = getattr(loaded.config, "attn_logit_softcapping", None)
     try:
         why = differs(backend, shape, heads, block_size, loaded.device, softcap)
@@ -162,7 +171,7 @@ def step_bytes(loaded: LoadedModel, block_size: int, tokens: int, meter: CudaMet
         try:
             taken = int(_measured(loaded, block_size, count, meter) * SPARE)
         except OutOfMemory as error:
-            if count == 1:
+            if count == 1 or loaded.ranks > 1:  # other ranks do not know of it
                 raise
             log.warning("a step of %d tokens does not fit beside the weights: %s", count, error)
             count //= 2
