@@ -51,6 +51,9 @@ class WorkerSettings(DataPlaneSettings):
         "torch",
     )
     enforce_eager: bool = Field(False, description="on a GPU, do not record decode steps as CUDA graphs")
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description="cards of this host, or processes on a CPU, that share the model's heads"
+    )
     slots: int = Field(256, ge=1, description="most sequences that run at once")
     waiting: int = Field(1024, ge=1, description="most requests that wait; more are refused as retryable")
     max_producer_priority: int = Field(

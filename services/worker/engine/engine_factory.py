@@ -117,6 +117,8 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     from kvfleet.worker.model.runner import TorchRunner
 
     threads = settings.threads or max(1, cores() // settings.workers_on_host)
+    if settings.tensor_parallel_size > 1:
+        return _group_runner(settings, folder, threads)
     torch.set_num_threads(threads)
     disable_progress_bar()  # several workers share one terminal
     loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
@@ -141,3 +143,30 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
         log.info(line)
     log.info("%s, %d threads", loaded.device, threads)
     return build_runner(loaded, blocks, settings.block_size, settings.attention, graphs)
+
+
+def _group_runner(settings: WorkerSettings, folder: Path, threads: int) -> ModelRunner:
+    from kvfleet.worker.model.kv_pool import share_of_free
+    from kvfleet.worker.model.loader import device_of
+    from kvfleet.worker.model.parallel.launch import start_group
+    from kvfleet.worker.model.parallel.messages import RankPlan
+
+    ranks = settings.tensor_parallel_size
+    sharing = settings.workers_on_host * ranks
+    return start_group(
+        RankPlan(
+            ranks,
+            folder,
+            settings.load_format,
+            settings.dtype,
+            settings.device,
+            settings.kv_dtype,
+            settings.block_size,
+            settings.step_tokens,
+            settings.blocks,
+            share_of_free(settings.kv_memory_fraction, device_of(settings.device), sharing),
+            settings.slots,
+            settings.attention,
+            max(1, threads // ranks),
+        )
+    )

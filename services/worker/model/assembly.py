@@ -47,10 +47,16 @@ def with_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype, block_size: int) -> Lo
 
 
 def build_runner(
-    loaded: LoadedModel, blocks: int, block_size: int, attention: Attention = "auto", graphs: int = 0
+    loaded: LoadedModel,
+    blocks: int,
+    block_size: int,
+    attention: Attention = "auto",
+    graphs: int = 0,
+    make: Callable[..., TorchRunner] = TorchRunner,
 ) -> TorchRunner:
-    """A runner on as many threads as torch has; `reference` leaves the model as transformers made it. On a GPU decode
-    steps of up to `graphs` sequences are recorded.
+    """A runner on as many threads as torch has; `reference` leaves the model as transformers made it, and so does `cpu`
+    on a part of a model: only its attention is fast there. On a GPU decode steps of up to `graphs` sequences are
+    recorded.
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
@@ -64,9 +70,10 @@ def build_runner(
         threads = torch.get_num_threads()
         backend = CpuBackend(threads)
         before = trial_logits(loaded, block_size)
-        optimise(loaded.model, threads, lambda: trial_logits(loaded, block_size))
+        if loaded.ranks == 1:
+            optimise(loaded.model, threads, lambda: trial_logits(loaded, block_size))
         _check_unchanged(loaded, before, trial_logits(loaded, block_size, backend))
-    runner = TorchRunner(loaded, backend, blocks, block_size)
+    runner = make(loaded, backend, blocks, block_size)
     runner.pool.reach(0)
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)

@@ -93,12 +93,16 @@ class KvPool:
 
     def difference(self, block: int, other: int) -> float:
         """Largest difference between two blocks' numbers, as a share of the largest; NaN counts as all of it."""
+        difference, largest = self.spread(block, other)
+        share = difference / largest if largest else 0.0
+        return share if math.isfinite(share) else 1.0
+
+    def spread(self, block: int, other: int) -> tuple[float, float]:
+        """Largest difference between two blocks' numbers, and the largest number."""
         count = self.shape.layers * 2 * self.shape.kv_heads
         rows = torch.arange(count, device=self.device)
         one, two = (self.gather(rows + at * count).float() for at in (block, other))
-        largest = float(torch.maximum(one.abs().max(), two.abs().max()))
-        share = float((one - two).abs().max()) / largest if largest else 0.0
-        return share if math.isfinite(share) else 1.0
+        return float((one - two).abs().max()), float(torch.maximum(one.abs().max(), two.abs().max()))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), one after the other: a target may be a later source."""
@@ -238,7 +242,10 @@ def pinned_memory(size: int, register: Callable[[int, int], int] = _cuda_registe
     """Memory that a GPU copies from and to directly. torch's own pinned memory is rounded up to a power of two. Where
     the driver refuses to pin, copies are slower."""
     memory = host_memory(size)
-    error = register(np.frombuffer(memory, dtype=np.uint8).ctypes.data, len(memory))
-    if error:
-        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d): copies are slower", size, error)
+    pin(memory, register)
     return memory
+
+
+def pin(memory: memoryview, register: Callable[[int, int], int] = _cuda_register) -> None:
+    if error := register(np.frombuffer(memory, dtype=np.uint8).ctypes.data, len(memory)):
+        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d): copies are slower", len(memory), error)

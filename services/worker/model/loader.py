@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvcpu.blocks import KvShape
 from kvfleet.worker.model.attention.interface import attach
+from kvfleet.worker.model.parallel.sharding import RankPart, shard
 from kvfleet.worker.model.probe import probe
 from kvfleet.worker.model.quick_imports import load_meta
 from kvfleet.worker.model.support import name_of, own_context, supported_context
@@ -38,6 +39,7 @@ class LoadedModel:
     device: torch.device
     window: int | None = None  # see ModelRunner.window
     first_position: int = 0  # of a sequence's first token, as the model counts
+    ranks: int = 1  # processes that share the model; `kv_shape` is one's
 
 
 def load_model(
@@ -46,8 +48,9 @@ def load_model(
     load_format: LoadFormat = "auto",
     dtype: Dtype = "auto",
     device: Device = "auto",
+    part: RankPart | None = None,
 ) -> LoadedModel:
-    """`dummy` takes random weights and needs `config.json` only.
+    """`dummy` takes random weights and needs `config.json` only. `part`: of one rank, in a group that has joined.
 
     Raises UnsupportedModel naming feature and model, InvalidRequest if there is no such model or device.
     """
@@ -58,9 +61,13 @@ def load_model(
 
     def loaded() -> tuple[Any, GenerationConfig | None]:
         if load_format == "dummy":
-            return _random_model(config, what, where), _generation_config(source)
-        model = _trained_model(source, what, where)
-        return model, model.generation_config
+            model, generation = _random_model(config, what), _generation_config(source)
+        else:
+            model = _trained_model(source, what)
+            generation = model.generation_config
+        if part is not None:
+            shard(model, part)
+        return model.to(where), generation
 
     try:
         model, generation = loaded()
@@ -87,7 +94,7 @@ def adopt_model(
         model=model,
         config=config,
         kv_shape=attention.kv_shape,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=_vocab_size(model.get_output_embeddings()),
         context_length=served,
         eos_ids=_eos_ids(config, generation),
         device=model.get_input_embeddings().weight.device,
@@ -123,25 +130,24 @@ def dtype_of(dtype: Dtype, config: Any, device: torch.device) -> torch.dtype:
     return own
 
 
-def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _random_model(config: Any, dtype: torch.dtype) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(DUMMY_SEED)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).to(device)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         raise UnsupportedModel(f"{name_of(config)}: {_first_line(error)}", field="model") from error
 
 
-def _trained_model(source: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
+def _trained_model(source: str | Path, dtype: torch.dtype) -> Any:
     safe = {"use_safetensors": True, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **safe)
+        return AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **safe)
     except ValueError as error:
         raise UnsupportedModel(f"{source}: {_first_line(error)}", field="model") from error
     except OSError as error:
         why = f"no weights can be loaded from {str(source)!r}: {_first_line(error)}"
         raise InvalidRequest(why, field="model") from error
-    return model.to(device)
 
 
 def _generation_config(source: str | Path) -> GenerationConfig | None:
@@ -149,6 +155,11 @@ def _generation_config(source: str | Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(str(source))
     except OSError:
         return None
+
+
+def _vocab_size(head: Any) -> int:
+    """Of the whole head, of which a rank may hold some rows."""
+    return int(getattr(head, "out_features", head.weight.shape[0]))
 
 
 def _eos_ids(config: Any, generation: GenerationConfig | None) -> tuple[int, ...]:

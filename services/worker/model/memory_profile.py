@@ -47,17 +47,23 @@ def meter_of(device: torch.device) -> CudaMeter | None:
 
 
 def step_bytes(
-    runner_of: Callable[[int], TorchRunner], meter: CudaMeter | None, tokens: int, sequences: int
+    runner_of: Callable[[int], TorchRunner],
+    meter: CudaMeter | None,
+    tokens: int,
+    sequences: int,
+    *,
+    in_parts: bool = True,
 ) -> tuple[int, int]:
     """Of a step of so many prompt tokens, and of one in which so many sequences draw a token each. `runner_of` makes a
-    runner with so many blocks. 0 without a meter. A step that does not fit is halved until it does, as the engine
-    computes it in parts. Raises OutOfMemory if one token does not fit."""
+    runner with so many blocks. 0 without a meter. `in_parts`: a step that does not fit is halved until it does, as the
+    engine computes it. Raises OutOfMemory if one token does not fit."""
     if meter is None:
         return 0, 0
     one = runner_of(1)
     prompt = partial(_prompt, one.block_size, one.vocab_size)
     most = min(tokens, one.context_length)
-    return _taken(runner_of, meter, most, prompt), _taken(runner_of, meter, sequences, _decodes)
+    taken = partial(_taken, runner_of, meter, in_parts)
+    return taken(most, prompt), taken(sequences, _decodes)
 
 
 def _prompt(block_size: int, vocab_size: int, tokens: int) -> Sequence[Slice]:
@@ -70,14 +76,18 @@ def _decodes(sequences: int) -> Sequence[Slice]:
 
 
 def _taken(
-    runner_of: Callable[[int], TorchRunner], meter: CudaMeter, count: int, slices: Callable[[int], Sequence[Slice]]
+    runner_of: Callable[[int], TorchRunner],
+    meter: CudaMeter,
+    in_parts: bool,
+    count: int,
+    slices: Callable[[int], Sequence[Slice]],
 ) -> int:
     while True:
         try:
             step = slices(count)
             taken = int(_measured(runner_of(1 + max(part.blocks[-1] for part in step)), step, meter) * SPARE)
         except OutOfMemory as error:
-            if count == 1:
+            if count == 1 or not in_parts:
                 raise
             log.warning("a step does not fit beside the weights: %s", error)
             count //= 2

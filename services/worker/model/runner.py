@@ -38,6 +38,8 @@ SCORED_BYTES = 32 * 2**20  # of float32 logits at once, to score a prompt
 class TorchRunner:
     """See `kvfleet.worker.model.base.ModelRunner`. Called from one thread."""
 
+    _aborts_between_layers = True
+
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend, num_blocks: int, block_size: int) -> None:
         self._model = loaded.model
         self._device = loaded.device
@@ -110,7 +112,8 @@ class TorchRunner:
 
     def logits(self, batch: RaggedBatch, rows: Ints) -> Tensor:
         """One forward pass; logits `[len(rows), vocab]` of the flat tokens `rows`. Raises StepAborted."""
-        with attending(self._backend.prepare(batch, self.pool), self.abort):
+        abort = self.abort if self._aborts_between_layers else None
+        with attending(self._backend.prepare(batch, self.pool), abort):
             output = self._model(
                 input_ids=self._move(batch.ids).unsqueeze(0),
                 position_ids=self._move(batch.positions + self._first_position).unsqueeze(0),

@@ -77,4 +77,5 @@ def profiled_backend(attention: Attention, loaded: LoadedModel, block_size: int)
 
 
 def heads_of(loaded: LoadedModel) -> int:
-    return int(getattr(loaded.config, "num_attention_heads", loaded.kv_shape.kv_heads))
+    """Of queries, on this rank."""
+    return int(getattr(loaded.config, "num_attention_heads", loaded.kv_shape.kv_heads * loaded.ranks)) // loaded.ranks
