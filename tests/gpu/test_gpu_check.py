@@ -12,8 +12,8 @@ def test_a_dry_run_comes_to_its_end() -> None:
     done = subprocess.run([ROOT / "scripts/gpu_check", "--dry"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "on no GPU" in done.stdout
-    assert "== attention and draws are exact: passed" in done.stdout
-    for figure in ("gpu_decode", "gpu_prefill", "gpu_sampler"):
+    assert "== attention, draws and copies are exact: passed" in done.stdout
+    for figure in ("gpu_restore", "gpu_decode", "gpu_prefill", "gpu_sampler", "offload_itl", "restore_ttft"):
         assert f"== {figure}: skipped" in done.stdout
     assert done.stdout.splitlines()[-1] == "gpu_check: 0 failed"
 
