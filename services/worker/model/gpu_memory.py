@@ -128,8 +128,8 @@ class GpuMemory(PoolMemory):
             self._ring.put(piece)
 
     def host_memory(self, size: int) -> memoryview:
-        """Pinned, page by page, as long as this object lives; torch's own pinned memory is rounded up to a power of
-        two. Where the driver refuses to pin it, copies go through the ring."""
+        """Pinned, as much as asked for, as long as this object lives; torch would round it up to a power of two.
+        Where the driver refuses to pin it, copies go through the ring."""
         memory = host_memory(size)
         address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
         if error := self._stream.pin(address, len(memory)):
