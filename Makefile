@@ -113,7 +113,7 @@ BENCHMARKS := start engine_throughput engine_vs_vllm engine_vs_llamacpp decode_s
               constrained itl_under_prefill cancel_to_free attention_bandwidth live_256 kv_int8 overhead ingress_rate ring_balance \
               find_matches index_events placement_vs_dynamo placement_decisions placement_overload placement_scale \
               token_fan_in trace_hits trace_shapes shared_prompt low_load churn herd overload \
-              data_plane codec restore_ttft capacity never_worse zero_reuse offload_itl gpu_copies gpu_decode gpu_prefill gpu_sampler \
+              data_plane codec restore_ttft capacity never_worse zero_reuse offload_itl gpu_copies gpu_restore gpu_decode gpu_prefill gpu_sampler \
               gpu_fleet resume_gap nats_outage rolling_restart live_1000 tenant_timing vllm_throughput vllm_death vllm_sampler \
               vllm_tenant_timing vllm_vault
 bench: $(VENV)/.dev

@@ -21,7 +21,7 @@ from benchmarks.harness.yardstick_machine import Machine
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.assembly import KvDtype, build_runner, with_kv_dtype
-from kvfleet.worker.model.loader import Dtype, LoadFormat, load_model
+from kvfleet.worker.model.loader import Device, Dtype, LoadFormat, load_model
 from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted, StepResult
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.schedule.scheduler import Scheduler
@@ -125,10 +125,11 @@ class Ours:
         itl_target_s: float = 0.0,
         blocks: int | None = None,
         detokenizer: Detokenizer | None = None,
+        device: Device = "cpu",
     ) -> None:
         disable_progress_bar()
         torch.set_num_threads(threads)
-        loaded = load_model(folder, dtype=dtype, device="cpu", load_format=load_format)
+        loaded = load_model(folder, dtype=dtype, device=device, load_format=load_format)
         self.weights = Weights.of(loaded.model)
         loaded = with_kv_dtype(loaded, kv_dtype, BLOCK)
         blocks = blocks or 2 * sequences * -(-(context or loaded.context_length) // BLOCK)

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from benchmarks.harness.gpu import shape_folder
 from benchmarks.harness.report import finish, parser, skip
 
-QWEN_7B = {  # Qwen2.5-7B
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
-}  # fmt: skip
-TINY = QWEN_7B | {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512,
-}  # fmt: skip
 BLOCK = 16
 
 
@@ -86,9 +76,11 @@ def load(blocks: int, *, dry: bool, graphs: int = 0) -> Bench:
     from kvfleet.worker.model.loader import load_model
 
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(TINY if dry else QWEN_7B))
         loaded = load_model(
-            folder, load_format="dummy", dtype="float32" if dry else "bfloat16", device="cpu" if dry else "cuda"
+            shape_folder(folder, dry=dry),
+            load_format="dummy",
+            dtype="float32" if dry else "bfloat16",
+            device="cpu" if dry else "cuda",
         )
     runner = build_runner(loaded, blocks, BLOCK, "triton", graphs)
     head = loaded.model.get_output_embeddings().weight.numel()

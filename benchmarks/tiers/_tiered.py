@@ -17,8 +17,7 @@ from benchmarks.tiers._vault import Vault
 from kvfleet.worker.blocks.block_codec import BlockShape, warm_up
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.model.base import host_memory
-from kvfleet.worker.model.loader import Dtype, LoadFormat
+from kvfleet.worker.model.loader import Device, Dtype, LoadFormat
 from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted, StepResult
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.tiers.break_even import LOOK_WORTH_S
@@ -54,6 +53,7 @@ class TieredOurs(Ours):
         device_blocks: int | None = None,
         load_format: LoadFormat = "auto",
         itl_target_s: float = NO_HURRY,
+        device: Device = "cpu",
     ) -> None:
         super().__init__(
             folder,
@@ -64,12 +64,13 @@ class TieredOurs(Ours):
             load_format=load_format,
             itl_target_s=itl_target_s,
             blocks=device_blocks,
+            device=device,
         )
         memory, pool = self.runner.memory, self.engine.pool
         self.codec = codec
         self.woken = threading.Event()
         self.remote: RemoteTiers | None = None
-        self.host = HostTier(host_memory(host_blocks * memory.block_bytes), memory.block_bytes, BLOCK)
+        self.host = HostTier(memory.host_memory(host_blocks * memory.block_bytes), memory.block_bytes, BLOCK)
         if vault is not None:
             warm_up()
             settings = RemoteSettings("bench", "here", memory.kv_format, BlockShape(*memory.rows), codec)

@@ -1,18 +1,17 @@
-"""What a GPU's copies wait for, told by a stand-in: there is no GPU here."""
+"""What a runner tells the stream of a GPU's copies. The stream is a stand-in: there is no GPU here."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from tiny_models import make_model
 
 from kvfleet.worker.model import runner as module
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.kv_pool import pinned_memory, stream_of
+from kvfleet.worker.model.gpu_memory import stream_of
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.step_plan import Slice
@@ -37,8 +36,17 @@ class NotedStream:
         self.did.append("copying")
         yield
 
-    def finish(self) -> None:
-        self.did.append("finish")
+    def mark(self) -> NotedStream:
+        return self
+
+    def synchronize(self) -> None:
+        self.did.append("done")
+
+    def pin(self, address: int, size: int) -> int:
+        return 0
+
+    def unpin(self, address: int) -> None:
+        pass
 
 
 @pytest.fixture
@@ -70,7 +78,7 @@ def test_copies_come_after_steps_and_copies_between_blocks(rig: tuple[TorchRunne
     assert one == other != bytearray(len(one))
     runner.memory.write(5, memoryview(one))
     assert runner.difference(5, 2) == 0
-    assert stream.did[2:] == ["copying", "finish"] * 3
+    assert stream.did[2:] == ["wait", "copying", "done"] * 3
     assert runner.memory.view(2) is None
 
 
@@ -79,21 +87,6 @@ def test_a_step_that_fails_may_have_begun(rig: tuple[TorchRunner, NotedStream]) 
     with pytest.raises(IndexError):
         runner.run([Slice([10**6], 0, [0], DRAW)])
     assert stream.did == ["stepped"]
-
-
-@pytest.mark.parametrize("error", [0, 2])
-def test_pinned_memory_is_as_large_as_asked_for(error: int) -> None:
-    registered: list[tuple[int, int]] = []
-
-    def register(address: int, size: int) -> int:
-        registered.append((address, size))
-        return error
-
-    memory = pinned_memory(5 * 4096 + 7, register)
-    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-    assert registered == [(address, 5 * 4096 + 7)]
-    memory[:3] = b"abc"
-    assert bytes(memory[:4]) == b"abc\0"
 
 
 def test_the_host_needs_none_of_it() -> None:

@@ -21,8 +21,8 @@ from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.blocks.block_codec import BlockShape, warm_up
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
 from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.model import runner as runner_module
 from kvfleet.worker.model.attention.interface import AttentionBackend
-from kvfleet.worker.model.base import host_memory
 from kvfleet.worker.network.lending import PeerStore
 from kvfleet.worker.port.outputs import SequenceStarted, StepResult
 from kvfleet.worker.port.sequence_spec import SequenceSpec
@@ -38,6 +38,7 @@ from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
 from kvproto.messages import Sampling, Tier
 from tests.support.id_detokenizer import IdDetokenizer
+from tests.support.late_stream import LateStream
 from tests.support.waiting import LIMIT_S, wait_until
 
 SIZE = 16
@@ -54,7 +55,7 @@ class TieredRig(Rig):
     def __init__(self, model: Any, remote: RemoteTiers, backend: AttentionBackend, *, host: int = 64) -> None:
         super().__init__(model, backend=backend, blocks=64)
         memory = self.runner.memory
-        self.host = HostTier(host_memory(host * memory.block_bytes), memory.block_bytes, SIZE)
+        self.host = HostTier(memory.host_memory(host * memory.block_bytes), memory.block_bytes, SIZE)
         self.remote, self.peer = remote, ""
         self.tiers = Tiers(self.pool, memory, self.host, remote)
         self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
@@ -106,7 +107,10 @@ class TieredRig(Rig):
 
     def blocks(self) -> list[bytes]:
         found = self.pool.chain_to(chain(ROOT, HISTORY, SIZE))
-        return [bytes(self.runner.memory.view(block) or b"") for block in found]
+        read = [bytearray(self.runner.memory.block_bytes) for _ in found]
+        for block, target in zip(found, read, strict=True):
+            self.runner.memory.read(block, memoryview(target))
+        return [bytes(one) for one in read]
 
 
 @pytest.fixture
@@ -171,6 +175,14 @@ def slow_to_compute(rig: TieredRig) -> None:
     rig.scheduler.pacer.times.prompt_seconds = lambda position, tokens: tokens * 0.1  # type: ignore[method-assign]
 
 
+@pytest.fixture(params=["a host's", "a GPU's"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the memory of models that are made from now on does; a GPU's with a stand-in for its stream."""
+    if request.param == "a GPU's":
+        monkeypatch.setattr(runner_module, "stream_of", lambda device: LateStream())
+
+
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("way", ["host", "vault", "disk"])
 def test_bytes_and_logits_after_a_restore_are_those_of_a_device_hit(
     representative: Any, make_tiered: Callable[..., TieredRig], ring: KeyRing, tmp_path: Path, way: str
@@ -204,6 +216,7 @@ def test_bytes_and_logits_after_a_restore_are_those_of_a_device_hit(
         close()
 
 
+@pytest.mark.usefixtures("copies")
 def test_a_peer_lends_what_it_computed(
     representative: Any,
     make_tiered: Callable[..., TieredRig],

@@ -19,8 +19,8 @@ def test_a_dry_run_comes_to_its_end() -> None:
     done = subprocess.run([ROOT / "scripts/gpu_check", "--dry"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "on no GPU" in done.stdout
-    assert "== attention, draws and recorded steps are exact: passed" in done.stdout
-    for figure in ("gpu_decode", "gpu_prefill", "gpu_sampler"):
+    assert "== attention, draws, recorded steps and copies are exact: passed" in done.stdout
+    for figure in ("gpu_restore", "gpu_decode", "gpu_prefill", "gpu_sampler", "offload_itl", "restore_ttft"):
         assert f"== {figure}: skipped" in done.stdout
     assert "== gpu_fleet: passed" in done.stdout
     fleet = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name": "gpu_fleet"')))

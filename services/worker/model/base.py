@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from kvfleet.worker.schedule.sequence import Sequence as Work
@@ -45,6 +45,11 @@ class Abort:
             raise StepAborted
 
 
+# Copies of many blocks, made as it is iterated: each number says how many more are done, in the order they were given.
+# A 0 says that all before it was waiting for steps. Once it is closed, from any thread, no copy is under way.
+Copies = Generator[int, None, None]
+
+
 class BlockFormat(Protocol):
     kv_format: bytes  # 16: equal where blocks' bytes mean the same (`kvproto.dataplane.block`)
     rows: tuple[int, int, str]  # of a block: how many, of how many numbers, and their dtype; int8: each has a scale
@@ -65,6 +70,18 @@ class BlockMemory(BlockFormat, Protocol):
     def read(self, block: int, target: memoryview) -> None: ...
 
     def write(self, block: int, source: memoryview) -> None: ...
+
+    def read_blocks(self, blocks: Sequence[int], host: memoryview, slots: Sequence[int]) -> Copies:
+        """Copy blocks to `slots` of `host`, pieces of `block_bytes`; no slot comes twice."""
+        for block, slot in zip(blocks, slots, strict=True):
+            self.read(block, host[slot * self.block_bytes : (slot + 1) * self.block_bytes])
+            yield 1
+
+    def write_blocks(self, blocks: Sequence[int], host: memoryview, slots: Sequence[int]) -> Copies:
+        """Copy `slots` of `host` to blocks; no block comes twice."""
+        for block, slot in zip(blocks, slots, strict=True):
+            self.write(block, host[slot * self.block_bytes : (slot + 1) * self.block_bytes])
+            yield 1
 
     def landed(self, blocks: Sequence[int]) -> None:
         """These were written, also through `view`. Called by the thread that runs steps, before it uses them."""

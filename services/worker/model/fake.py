@@ -37,7 +37,7 @@ def _value(token: int, position: int) -> int:
     return (mixed * _POSITION & _MASK) >> _VALUE_BITS
 
 
-class FakeMemory:
+class FakeMemory(BlockMemory):
     """See `BlockMemory`: the slots of a FakeRunner, as bytes."""
 
     def __init__(self, slots: array[int], totals: list[int], block_size: int) -> None:

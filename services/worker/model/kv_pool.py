@@ -1,4 +1,4 @@
-"""The tensor that holds K and V of all blocks: its layout, its size, its blocks as bytes, and a GPU's copies of them.
+"""The tensor that holds K and V of all blocks: its layout, its size, and its blocks as bytes.
 
 Block-major, `[blocks, layers, 2, kv_heads, block_size, head_dim]`: one block is one contiguous piece, so moving it is
 one memcpy, one checksum, one socket write. A *run* is K or V of one (block, layer, head). Adapter.
@@ -6,11 +6,8 @@ one memcpy, one checksum, one socket write. A *run* is K or V of one (block, lay
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,16 +17,13 @@ from torch import Tensor
 from kvcpu.blocks import KvShape
 from kvcpu.vector.memory import PagesAhead, huge_pages
 from kvcpu.vector.numbers import LEVELS
-from kvfleet.worker.model.base import host_memory
+from kvfleet.worker.model.base import BlockMemory, host_memory
 from kvproto.dataplane.block import kv_format
 from kvproto.errors import OutOfMemory
 from kvsampling.sampler import is_out_of_memory
 from kvservice.host import free_bytes as host_bytes_free
 
-log = logging.getLogger(__name__)
-
 CPU_SHARE, GPU_SHARE = 0.3, 0.9  # of the free memory, for KV
-REGISTER_PORTABLE = 1  # for all contexts of the process
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -146,106 +140,32 @@ def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, share
     return blocks
 
 
-class PoolMemory:
-    """With a `stream` (of a GPU), copies run on it, and the caller waits for its own."""
+class PoolMemory(BlockMemory):
+    """Of a pool that the host addresses."""
 
-    def __init__(self, pool: KvPool, stream: CopyStream | None) -> None:
+    def __init__(self, pool: KvPool) -> None:
         shape = pool.shape
         name = "int8" if shape.quantized else DTYPES[shape.dtype]
         self.block_bytes = pool.block_bytes
         self.kv_format = kv_format(shape.layers, shape.kv_heads, shape.head_dim, pool.block_size, name)
         self.rows = (shape.layers * 2 * shape.kv_heads * pool.block_size, shape.head_dim, name)
         self._bytes = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
-        self._array: Any = self._bytes.numpy() if stream is None else None
-        self._stream = stream
+        self._array: Any = self._bytes.numpy() if pool.device.type == "cpu" else None
 
     def host_memory(self, size: int) -> memoryview:
-        """Pinned where a GPU copies from and to it."""
-        return host_memory(size) if self._stream is None else pinned_memory(size)
+        return host_memory(size)
+
+    def pin(self, memory: memoryview) -> None:
+        """Have copies take the direct way from and to it, if there is one, as long as this object lives."""
 
     def view(self, block: int) -> memoryview | None:
-        return memoryview(self._array[block]) if self._stream is None else None
+        return memoryview(self._array[block])
 
     def read(self, block: int, target: memoryview) -> None:
-        bytes_of = np.frombuffer(target, dtype=np.uint8)
-        if self._stream is None:
-            np.copyto(bytes_of, self._array[block])
-        else:
-            with self._stream.copying():
-                torch.from_numpy(bytes_of).copy_(self._bytes[block], non_blocking=True)
-            self._stream.finish()
+        np.copyto(np.frombuffer(target, dtype=np.uint8), self._array[block])
 
     def write(self, block: int, source: memoryview) -> None:
-        bytes_of = np.frombuffer(source, dtype=np.uint8)
-        if self._stream is None:
-            np.copyto(self._array[block], bytes_of)
-        else:
-            with self._stream.copying():
-                self._bytes[block].copy_(torch.from_numpy(bytes_of), non_blocking=True)
-            self._stream.finish()
+        np.copyto(self._array[block], np.frombuffer(source, dtype=np.uint8))
 
     def landed(self, blocks: Sequence[int]) -> None:
         """Nothing to do: `write` returns when its copy is made."""
-
-
-class CopyStream:
-    """Copies of blocks, on any thread, beside the steps of a GPU.
-
-    default stream   ── step n ──●── step n + 1 ───────────●──     ●: an event, once the step's last kernel is queued
-    copies' stream       waits ──┘ copy                           it does not wait for step n + 1
-
-    Earlier steps wrote the blocks, so a copy waits for the newest event alone.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()
-        self._stepped: Any = None
-
-    def stepped(self) -> None:
-        """A step's kernels, or copies between blocks, are queued: later copies come after them."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.default_stream(self._device))
-        with self._lock:
-            self._stepped = event
-
-    def wait_for_step(self) -> None:
-        """Block until the kernels before the last `stepped` are done."""
-        if (event := self._event()) is not None:
-            event.synchronize()
-
-    def copying(self) -> AbstractContextManager[Any]:
-        """Copies within come after the last step."""
-        if (event := self._event()) is not None:
-            self._stream.wait_event(event)
-        return torch.cuda.stream(self._stream)
-
-    def finish(self) -> None:
-        self._stream.synchronize()
-
-    def _event(self) -> Any:
-        with self._lock:
-            return self._stepped
-
-
-def stream_of(device: torch.device) -> CopyStream | None:
-    """None where blocks are copied as any memory is."""
-    return None if device.type == "cpu" else CopyStream(device)
-
-
-def _cuda_register(address: int, size: int) -> int:
-    return int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_PORTABLE))  # type: ignore[no-untyped-call]
-
-
-def pinned_memory(size: int, register: Callable[[int, int], int] = _cuda_register) -> memoryview:
-    """Memory that a GPU copies from and to directly. torch's own pinned memory is rounded up to a power of two. Where
-    the driver refuses to pin, copies are slower."""
-    memory = host_memory(size)
-    pin(memory, register)
-    return memory
-
-
-def pin(memory: memoryview, register: Callable[[int, int], int] = _cuda_register) -> None:
-    if error := register(np.frombuffer(memory, dtype=np.uint8).ctypes.data, len(memory)):
-        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d): copies are slower", len(memory), error)

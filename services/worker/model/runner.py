@@ -22,7 +22,8 @@ from kvfleet.worker.model.attention.interface import AttentionBackend, attending
 from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.decode_graphs import DecodeGraphs
-from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, stream_of
+from kvfleet.worker.model.gpu_memory import memory_of, stream_of
+from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.step_timer import timer_of
 from kvfleet.worker.schedule.step_plan import Slice
@@ -54,7 +55,7 @@ class TorchRunner:
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
         self.read_kv, self.difference = self.pool.read, self.pool.difference
         self._stream = stream_of(loaded.device)
-        self.memory: BlockMemory = PoolMemory(self.pool, self._stream)
+        self.memory: BlockMemory = memory_of(self.pool, self._stream)
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length
         self.eos_ids = loaded.eos_ids
@@ -77,8 +78,6 @@ class TorchRunner:
                 self._timer.begin()
                 drawing = begin(self._logits_to_draw(batch), batch.draws)
                 self._timer.end()
-                if self._stream is not None:
-                    self._stream.stepped()
                 if self.overlaps:
                     self.meanwhile()
                 drawn = iter(drawing())

@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.content_index import Content
+from kvfleet.worker.model.base import Copies
 from kvfleet.worker.tiers.link_speed import CopySpeed
 from kvproto.block_hash import Root
 from kvproto.dataplane.block import BlockHeader
@@ -22,7 +22,8 @@ from kvproto.messages import Tier, TierEvents
 
 log = logging.getLogger(__name__)
 
-Copy = Callable[[int, memoryview], None]  # of a block of the device, to or from a slot
+# Blocks of the device to or from slots of the host's memory, as `BlockMemory` copies them.
+Copy = Callable[[Sequence[int], memoryview, Sequence[int]], Copies]
 
 
 class HostTier:
@@ -44,8 +45,10 @@ class HostTier:
         return self.pool.allocate(min(count, self.pool.available, self.blocks))
 
     def copy_job(self, copy: Copy, blocks: Sequence[int], slots: Sequence[int], on_end: Callable[[], None]) -> CopyJob:
-        pairs = zip(blocks, slots, strict=True)
-        return CopyJob([partial(copy, block, self.view(slot)) for block, slot in pairs], self.block_bytes, on_end)
+        return CopyJob(self.copies(copy, blocks, slots), self.block_bytes, on_end)
+
+    def copies(self, copy: Copy, blocks: Sequence[int], slots: Sequence[int]) -> Copies:
+        return copy(blocks, self._memory, slots)
 
     def drop(self, block_hash: bytes) -> int:
         self._note_changes()
@@ -85,36 +88,41 @@ class HostTier:
 
 @dataclass(eq=False, slots=True)
 class CopyJob:
-    """`on_end` is called on the copying thread when no more moves will be made. It can be stopped between two moves."""
+    """`on_end` is called on the copying thread when no more copies will be made. It can be stopped between batches."""
 
-    moves: Sequence[Callable[[], None]]  # block copies, made in order
+    copies: Copies
     block_bytes: int
     on_end: Callable[[], None]
     ended: bool = False
-    done: int = 0  # moves that were made
+    done: int = 0  # blocks that were copied
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
 
     def close(self) -> int:
-        """No move begins any more, and none is under way. Returns how many were made."""
+        """No copy begins any more, and none is under way. Returns how many blocks were copied."""
+        self._closed = True  # first: the copying thread would take the lock again and again
         with self._lock:
-            self._closed = True
+            try:
+                self.copies.close()
+            except Exception:  # a device's, as below
+                log.exception("blocks could not be copied")
         return self.done
 
     def run(self) -> float:
+        """Returns the seconds of copying; what went by before a 0 was waiting for steps."""
         began = time.perf_counter()
         try:
-            for move in self.moves:
+            while not self._closed:
                 with self._lock:
-                    if self._closed:
-                        break
-                    move()
-                    self.done += 1
+                    count = next(self.copies, None)
+                    self.done += count or 0
+                if count is None:
+                    break
+                began = began if count else time.perf_counter()
         except Exception:  # a device's: this job has failed, the thread goes on
-            log.exception("a block could not be copied")
+            log.exception("blocks could not be copied")
         took = time.perf_counter() - began
         self.ended = True
-        self.moves = ()
         self.on_end()
         return took
 

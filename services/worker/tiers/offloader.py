@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -189,15 +190,14 @@ class Offloader:
         began, limit = time.perf_counter(), self._save_s
         slots = self.host.allocate(len(device) - len(host))
         saved = 0
-        for block, slot in zip(device[len(host) :], slots, strict=False):
-            if time.perf_counter() - began > limit:
-                break
-            self.memory.read(block, self.host.view(slot))
-            saved += 1
+        blocks = device[len(host) :][: len(slots)]
+        with closing(self.host.copies(self.memory.read_blocks, blocks, slots)) as copies:
+            while time.perf_counter() - began <= limit and (count := next(copies, None)) is not None:
+                saved += count
         self._save_s -= time.perf_counter() - began
         self.host.pool.release(slots[saved:])
         del slots[saved:]
-        filled = self._list(sequence.root, sequence.hashes, len(host), device[len(host) :][: len(slots)], slots)
+        filled = self._list(sequence.root, sequence.hashes, len(host), blocks[:saved], slots)
         self.host.pool.release([*host, *filled])
 
     @property
@@ -247,7 +247,7 @@ class Offloader:
         self.pool.acquire(device)
         copy = None
         if slots:
-            copy = self.host.copy_job(self.memory.read, device[copied_from:], slots, self.wake)
+            copy = self.host.copy_job(self.memory.read_blocks, device[copied_from:], slots, self.wake)
             self.copier.offload(copy)
         else:
             self.wake()

@@ -213,7 +213,7 @@ class Restorer:
         if part.tier is Tier.HOST:  # its slots, and the chain before them, are held while they are read
             chain = self.host.pool.chain_to(job.hashes[: part.end])
             self.host.pool.acquire(chain)
-            copy = self.host.copy_job(self.memory.write, blocks, chain[part.start :], self.wake)
+            copy = self.host.copy_job(self.memory.write_blocks, blocks, chain[part.start :], self.wake)
             self._unstarted.append(partial(self.copier.bring, copy))
             return RunningPart(part, chain, copy)
         assert self.remote is not None
@@ -246,7 +246,7 @@ class Restorer:
             return
         first, landed = running.part.start - job.start, running.landing.close()
         blocks, slots = job.blocks[first : first + landed], running.slots[:landed]
-        running.copy = self.host.copy_job(self.memory.write, blocks, slots, self.wake)
+        running.copy = self.host.copy_job(self.memory.write_blocks, blocks, slots, self.wake)
         self.copier.bring(running.copy)
 
     def poll(self) -> list[EngineSequence]:

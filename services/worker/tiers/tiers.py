@@ -66,8 +66,9 @@ class Tiers:
         """Measure copies, so that the first request can price them. The pool is empty: its blocks may be written."""
         blocks = self.pool.allocate(min(PROBE_BLOCKS, self.pool.available, self.host.blocks))
         slots = self.host.allocate(len(blocks))
+        ways = (self.memory.read_blocks, self.copier.speed_out), (self.memory.write_blocks, self.copier.speed_in)
         for _ in range(2):  # the first touches the memory
-            for copy, speed in ((self.memory.read, self.copier.speed_out), (self.memory.write, self.copier.speed_in)):
+            for copy, speed in ways:
                 job = self.host.copy_job(copy, blocks, slots, lambda: None)
                 took = job.run()
                 speed.start(job.done * self.host.block_bytes, took)

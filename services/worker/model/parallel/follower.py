@@ -73,7 +73,7 @@ class Rank:
         import torch
 
         from kvfleet.worker.model.kv_pool import PoolMemory
-        from kvfleet.worker.model.parallel.memory import move_part, pinning, receive_region
+        from kvfleet.worker.model.parallel.memory import move_part, receive_region
         from kvfleet.worker.model.parallel.messages import Region
 
         device, memory = self._runner.pool.device, self._runner.memory
@@ -85,7 +85,7 @@ class Rank:
             message = pickle.loads(packed)
             if isinstance(message, Region):
                 regions.append(receive_region(self.blocks, message))
-                pinning(device)(regions[-1])
+                memory.pin(regions[-1])
             else:
                 self.progress.wait(message.after)
                 move_part(memory, self._rank, regions[message.region], message)

@@ -13,23 +13,17 @@ import mmap
 import os
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
 import numpy as np
-import torch
 
-from kvfleet.worker.model.kv_pool import KvPool, PoolMemory, pin
+from kvfleet.worker.model.base import BlockMemory
+from kvfleet.worker.model.kv_pool import KvPool, PoolMemory
 from kvfleet.worker.model.parallel.group import RankGroup
 from kvfleet.worker.model.parallel.messages import Move, Region
 from kvproto.dataplane.block import kv_format
-
-Pin = Callable[[memoryview], None]
-
-
-def pinning(device: torch.device) -> Pin:
-    return pin if device.type == "cuda" else lambda memory: None
 
 
 def shared_memory(size: int) -> tuple[int, memoryview]:
@@ -49,11 +43,11 @@ def mapped(file: int, size: int) -> memoryview:
     return memoryview(pages)
 
 
-class GroupMemory:
+class GroupMemory(BlockMemory):
     """See `kvfleet.worker.model.base.BlockMemory`. Of any thread; one exchange with the followers at a time."""
 
     def __init__(self, group: RankGroup, pool: KvPool, own: PoolMemory) -> None:
-        self._group, self._own, self._pin = group, own, pinning(pool.device)
+        self._group, self._own = group, own
         ranks, shape = group.plan.ranks, pool.shape
         rows, head_dim, name = own.rows
         self.block_bytes = own.block_bytes * ranks
@@ -73,7 +67,7 @@ class GroupMemory:
                 reduction.send_handle(follower.blocks, file, follower.process.pid)
             self._regions.append((_address(memory), memory))
         os.close(file)
-        self._pin(memory)
+        self._own.pin(memory)
         return memory
 
     def view(self, block: int) -> memoryview | None:

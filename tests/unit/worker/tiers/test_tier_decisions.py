@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet.worker.model.base import Copies
 from kvfleet.worker.tiers.break_even import (
     HANDLING_S,
     SURE,
@@ -170,15 +174,21 @@ class TestSpeed:
         assert 2e7 < speed.bytes_per_s < 5e7
 
 
+def copies(*moves: Callable[[], object]) -> Copies:
+    for move in moves:
+        move()
+        yield 1
+
+
 class TestCopier:
     def test_restores_go_before_what_goes_down(self) -> None:
         order: list[str] = []
         copier = Copier()
         gate = threading.Event()
         done = threading.Event()
-        copier.offload(CopyJob([lambda: bool(gate.wait(2 * LIMIT_S))], 1, lambda: None))  # type: ignore[list-item]
-        copier.offload(CopyJob([lambda: order.append("down")], 1, done.set))
-        copier.bring(CopyJob([lambda: order.append("up")], 1, lambda: None))
+        copier.offload(CopyJob(copies(lambda: gate.wait(2 * LIMIT_S)), 1, lambda: None))
+        copier.offload(CopyJob(copies(lambda: order.append("down")), 1, done.set))
+        copier.bring(CopyJob(copies(lambda: order.append("up")), 1, lambda: None))
         gate.set()
         assert done.wait(LIMIT_S)
         copier.close()
@@ -186,7 +196,7 @@ class TestCopier:
 
     def test_a_closed_job_copies_nothing_more(self) -> None:
         made: list[int] = []
-        job = CopyJob([lambda at=at: made.append(at) for at in range(5)], 7, lambda: None)  # type: ignore[misc]
+        job = CopyJob(copies(*(partial(made.append, at) for at in range(5))), 7, lambda: None)
         assert job.close() == 0
         job.run()
         assert made == []
@@ -199,9 +209,60 @@ class TestCopier:
             raise RuntimeError("the device is gone")
 
         copier = Copier()
-        bad = CopyJob([lambda: None, fails, lambda: None], 10, lambda: None)
+        bad = CopyJob(copies(lambda: None, fails, lambda: None), 10, lambda: None)
         copier.bring(bad)
-        copier.bring(CopyJob([lambda: None], 10, ended.set))
+        copier.bring(CopyJob(copies(lambda: None), 10, ended.set))
         assert ended.wait(LIMIT_S)
         assert (bad.done, bad.ended) == (1, True)
         copier.close()
+
+    def test_a_job_can_be_closed_between_any_two_batches(self) -> None:
+        """Also by a thread that comes when the copying one is within a batch: it waits for no more than that one."""
+        begun, gate = threading.Event(), threading.Event()
+        ended: list[str] = []
+
+        def batches() -> Copies:
+            try:
+                for _ in range(1000):
+                    begun.set()
+                    gate.wait(2 * LIMIT_S)
+                    yield 3
+            finally:
+                ended.append("copies")
+
+        copier = Copier()
+        job = CopyJob(batches(), 10, lambda: ended.append("job"))
+        copier.bring(job)
+        assert begun.wait(LIMIT_S)
+        closing = threading.Thread(target=lambda: made.append(job.close()))
+        made: list[int] = []
+        closing.start()
+        while not job._closed:
+            time.sleep(0.001)
+        gate.set()
+        closing.join(LIMIT_S)
+        copier.close()
+        assert made == [3]
+        assert sorted(ended) == ["copies", "job"]
+        assert copier.speed_in.bytes_total == 30
+
+    def test_waiting_for_steps_is_no_part_of_the_speed(self) -> None:
+        def batches() -> Copies:
+            time.sleep(0.5)
+            yield 0
+            yield 2
+
+        job = CopyJob(batches(), 10, lambda: None)
+        assert job.run() < 0.4
+        assert (job.done, job.ended) == (2, True)
+
+    def test_copies_that_fail_when_they_are_closed_fail_alone(self) -> None:
+        def batches() -> Copies:
+            try:
+                yield 0
+            finally:
+                raise RuntimeError("the device is gone")
+
+        job = CopyJob(batches(), 10, lambda: None)
+        assert next(job.copies) == 0
+        assert job.close() == 0
