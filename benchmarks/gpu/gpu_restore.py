@@ -22,7 +22,7 @@ from benchmarks.gpu._gpu import BLOCK, begin, end
 from benchmarks.harness.gpu import QWEN_7B, TINY
 from benchmarks.harness.report import progress
 from kvcpu.blocks import KvShape
-from kvfleet.worker.model.gpu_memory import memory_of, stream_of
+from kvfleet.worker.model.gpu.gpu_memory import memory_of, stream_of
 from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.tiers.host import Copier, Copy, HostTier
 

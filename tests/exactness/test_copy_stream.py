@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 from kvfleet.worker.model import runner as module
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.gpu_memory import stream_of
+from kvfleet.worker.model.gpu.gpu_memory import stream_of
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.step_plan import Slice

@@ -10,11 +10,12 @@ from tiny_models import make_model
 
 from kvcpu.blocks import KvShape
 from kvfleet.worker.engine.engine_factory import _torch_runner
-from kvfleet.worker.model import kv_pool, memory_profile
+from kvfleet.worker.model import kv_pool
 from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.gpu import memory_profile
+from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, share_of_free
 from kvfleet.worker.model.loader import adopt_model
-from kvfleet.worker.model.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.schedule.step_plan import Slice

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2C
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
-from kvfleet.worker.model import decode_graphs
 from kvfleet.worker.model.assembly import record_decodes, with_kv_dtype
-from kvfleet.worker.model.decode_graphs import Record, Replay, cuda_graphs, sizes_up_to
+from kvfleet.worker.model.gpu import decode_graphs
+from kvfleet.worker.model.gpu.decode_graphs import Record, Replay, cuda_graphs, sizes_up_to
 from kvfleet.worker.model.loader import LoadedModel, adopt_model
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.port.sequence_spec import SequenceSpec

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvcpu.blocks import KvShape
-from kvfleet.worker.model import gpu_memory as module
-from kvfleet.worker.model.gpu_memory import CopyStream, GpuMemory, runs
+from kvfleet.worker.model.gpu import gpu_memory as module
+from kvfleet.worker.model.gpu.gpu_memory import CopyStream, GpuMemory, runs
 from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.tiers.host import Copier, HostTier
 from tests.support.devices import DEVICES

@@ -111,9 +111,9 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
 
     from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
     from kvfleet.worker.model.attention.choice import profiled_backend
+    from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
     from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, share_of_free
     from kvfleet.worker.model.loader import load_model
-    from kvfleet.worker.model.memory_profile import meter_of, step_bytes
     from kvfleet.worker.model.runner import TorchRunner
 
     threads = settings.threads or max(1, cores() // settings.workers_on_host)

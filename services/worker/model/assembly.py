@@ -18,8 +18,8 @@ from kvfleet.worker.model.attention.choice import Attention, chosen_for, heads_o
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.decode_graphs import DecodeGraphs, Record, cuda_graphs, sizes_up_to
 from kvfleet.worker.model.fused.fuse import optimise
+from kvfleet.worker.model.gpu.decode_graphs import DecodeGraphs, Record, cuda_graphs, sizes_up_to
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.support import name_of, trial_positions

@@ -21,11 +21,11 @@ from kvcpu.blocks import Ints
 from kvfleet.worker.model.attention.interface import AttentionBackend, attending
 from kvfleet.worker.model.base import Abort, BlockMemory
 from kvfleet.worker.model.batch import RaggedBatch
-from kvfleet.worker.model.decode_graphs import DecodeGraphs
-from kvfleet.worker.model.gpu_memory import memory_of, stream_of
+from kvfleet.worker.model.gpu.decode_graphs import DecodeGraphs
+from kvfleet.worker.model.gpu.gpu_memory import memory_of, stream_of
+from kvfleet.worker.model.gpu.step_timer import timer_of
 from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.model.loader import LoadedModel
-from kvfleet.worker.model.step_timer import timer_of
 from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import TokenLogprobs

@@ -17,9 +17,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
 from kvfleet.worker.model.attention.choice import profiled_backend
+from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
 from kvfleet.worker.model.loader import LoadedModel, device_of, load_model, read_config
-from kvfleet.worker.model.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.parallel.messages import Begin, RankPlan
 from kvfleet.worker.model.parallel.sharding import UNCUT, RankPart
 from kvfleet.worker.model.probe import layout_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvfleet.worker.model.step_timer import StepTimer
+from kvfleet.worker.model.gpu.step_timer import StepTimer
 
 
 @dataclass(eq=False)
