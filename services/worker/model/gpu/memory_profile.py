@@ -15,6 +15,7 @@ from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Sampling
 from kvsampling.draw import Draw
+from kvsampling.sampler import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def step_bytes(
     if meter is None:
         return 0, 0
     one = runner_of(1)
+    warm_up(torch.device(one.device))  # how it draws is decided there, and with it how much memory that takes
     prompt = partial(_prompt, one.block_size, one.vocab_size)
     most = min(tokens, one.context_length)
     taken = partial(_taken, runner_of, meter, in_parts)
