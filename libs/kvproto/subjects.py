@@ -129,6 +129,8 @@ class Subjects:
     placement_watches = _fixed("placement.watches")  # bare producers' requests that a draining placement watched
     ingress_usage = _fixed("ingress.usage")  # names tenants and keys: between a region's ingresses alone
 
+    embedded_scale = _fixed("embedded.scale")  # of a fleet of one machine
+
     # other regions
     def region_place(self, region: str, tenant: str, model: str) -> str:
         return f"{self._region(region)}.place.{_token('tenant', tenant)}.{model_token(model)}"

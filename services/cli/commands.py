@@ -10,7 +10,7 @@ from kvfleet import __version__
 from kvfleet.cli.clients import chat, explain, generate, top
 from kvfleet.cli.embedded import up
 from kvfleet.cli.main import PROCESS_COMMANDS, become
-from kvfleet.cli.operator import drain, init, lora
+from kvfleet.cli.operator import drain, init, lora, scale
 from kvfleet.cli.planning import kv_size, plan
 from kvfleet.cli.secrets import key, secrets_command
 
@@ -35,8 +35,8 @@ def options(
 
 
 for _command in (
-    up.up, init.init, generate.generate, chat.chat, explain.explain, top.top, drain.drain, lora.lora, kv_size.kv_size,
-    secrets_command.secrets, plan.plan,
+    up.up, init.init, generate.generate, chat.chat, explain.explain, top.top, drain.drain, scale.scale, lora.lora,
+    kv_size.kv_size, secrets_command.secrets, plan.plan,
 ):  # fmt: skip
     app.command()(_command)
 app.add_typer(key.app)

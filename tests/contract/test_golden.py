@@ -126,6 +126,9 @@ MESSAGES: dict[str, Any] = {
     "worker_stats": m.WorkerStats(RECORD, HEARTBEAT),
     "inspection": m.Inspection(21, (4, 5)),
     "bundle": m.Bundle("m", "{}", None, "<s>", "</s>", (2,), 2048, 32_000, 0.6, special_tokens={"pad": "<pad>"}),
+    "scale_request": m.ScaleRequest(4, "org/model ü"),
+    "scale_reply": m.ScaleReply("org/model ü", 2),
+    "scale_reply_of_an_error": m.ScaleReply("org/model ü", 2, "invalid_request", "it scales itself"),
     "admin_request_of_an_adapter": m.AdminRequest(m.AdminCommand.LOAD_ADAPTER, model="lora", path="/adapters/lora"),
     "admin_request_with_strays": m.AdminRequest(
         m.AdminCommand.ERASE, "public", (1, 2), keep=1, strays=(m.Stray(1, (3, 4)), m.Stray(2, (5,)))

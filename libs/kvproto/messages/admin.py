@@ -52,6 +52,24 @@ class AdminReply:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleRequest:
+    """Asks a fleet of one machine for so many workers of a model (default: of its only one)."""
+
+    workers: Count
+    model: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleReply:
+    """Workers of the model that it had. An error has `code` set."""
+
+    model: Name
+    workers: Count = 0
+    code: Name | None = None
+    message: Text = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStats:
     """Answer to `stats`."""
 

@@ -1,7 +1,7 @@
-"""`kvfleet up --autoscale MIN:MAX`: as many workers of each model as placement says, on this machine.
+"""As many workers of each model of `kvfleet up` as `kvfleet scale` says, or with `--autoscale MIN:MAX` placement.
 
     placement ── kvf.placement.stats: desired, the largest of all replicas' ──▶ here ─┬─ too few ──▶ start workers
-                                                                                      └─ one too many ──▶ who is the
+    kvfleet scale ── kvf.embedded.scale: so many ──▶                                  └─ one too many ──▶ who is the
         cheapest to lose? ── kvf.placement.victim ──▶ that one drains: its streams go on elsewhere, it ends with 0
 
 Nothing happens while no placement answers, and no worker drains unless every registered replica answers, knows, and
@@ -17,7 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import typer
 
@@ -28,14 +29,15 @@ from kvfleet.cli.operator.operator_login import Login
 from kvproto import codec
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection, Message, is_no_responders
-from kvproto.errors import CodecError, KvfleetError
+from kvproto.errors import CodecError, InvalidRequest, KvfleetError
 from kvproto.ids import new_process_id
-from kvproto.messages import PlacementStats, Role
+from kvproto.messages import PlacementStats, Role, ScaleReply, ScaleRequest
 from kvproto.subjects import Subjects
 
 POLL_S = 1.0
 ANSWERS_S = 0.3  # for all replicas to answer
 MEMBERS_S = 2.0  # to read who is registered
+MOST_WORKERS = 256  # of a model, on one machine
 PAUSE_S = 60.0  # after a worker was given up: the next one would hardly do better
 
 
@@ -64,6 +66,9 @@ class WantedWorkers:
     known: bool = True  # to every replica
 
 
+UNKNOWN = WantedWorkers(0, 0, known=False)  # no placement has seen it
+
+
 def steps(wanted: WantedWorkers, running: int, draining: int) -> int:
     """How many workers to start, or -1: one is to drain. `running`: those that do not drain. One drains at a time, and
     none does unless all are known: a replica that has just begun desires what it sees. Pure."""
@@ -87,13 +92,16 @@ def merged(answers: Sequence[PlacementStats]) -> dict[str, WantedWorkers]:
 @dataclass(eq=False, slots=True)
 class LocalAutoscaler:
     """The thread that owns the processes starts `thread`, calls `maintain` regularly, and sets `stopping`. In any case
-    `thread` ends with the process. `spawn(model)` starts a worker."""
+    `thread` ends with the process. `spawn(model)` starts a worker. Placement decides how many there are, or `targets`,
+    by model."""
 
     login: Login
     namespace: str
     models: Sequence[str]
     spawn: Callable[[str], Child]
     workers: list[Child]  # the fleet's own
+    placement_decides: bool = True
+    targets: dict[str, int] = field(default_factory=dict)
     wanted: deque[str] = field(default_factory=deque)  # models of workers to start; one leaves as its worker comes
     lock: threading.Lock = field(default_factory=threading.Lock)  # of both
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -126,12 +134,15 @@ class LocalAutoscaler:
         try:
             asyncio.run(self._watch())
         except KvfleetError as error:
-            err.print(f"kvfleet: no autoscaling any more: {error}")
+            err.print(f"kvfleet: not scaled any more: {error}")
 
     async def _watch(self) -> None:
         subjects = Subjects(self.namespace)
         async with self.login.connected("kvfleet-autoscaler") as connection:
+            await connection.subscribe(subjects.embedded_scale(), partial(self._answer, connection))
             while not await asyncio.to_thread(self.stopping.wait, POLL_S):
+                if not (self.placement_decides or self.targets):
+                    continue
                 try:
                     await self._look(connection, subjects)
                 except (KvfleetError, TimeoutError) as error:  # an outage: the fleet stays as it is
@@ -139,9 +150,41 @@ class LocalAutoscaler:
                         return
                     err.print(f"kvfleet: not scaled: {error or 'no answer'}")
 
+    async def _answer(self, connection: Connection, message: Message) -> None:
+        """Silent about models that are not of this fleet: another one may have them."""
+        try:
+            asked = codec.decode(ScaleRequest, message.data)
+        except CodecError as error:
+            await connection.publish(message.reply, codec.encode(ScaleReply("", 0, error.code, error.message)))
+            return
+        if asked.model and asked.model not in self.models:
+            return
+        with self.lock:
+            reply = self.retarget(asked)
+        await connection.publish(message.reply, codec.encode(reply))
+
+    def retarget(self, asked: ScaleRequest) -> ScaleReply:
+        """Take what is asked for, if it can be had."""
+        model = asked.model or self.models[0]
+        has = sum(child.model == model and not child.draining for child in self.workers)
+        why = ""
+        if not asked.model and len(self.models) > 1:
+            why = f"name one of its models: {', '.join(self.models)}"
+        elif self.placement_decides:
+            why = "it was started with --autoscale: placement says how many workers there are"
+        elif not 1 <= asked.workers <= MOST_WORKERS:
+            why = f"{asked.workers} workers: from 1 to {MOST_WORKERS}"
+        if why:
+            return ScaleReply(model, has, InvalidRequest.code, why)
+        self.targets[model] = asked.workers
+        self.paused_until = 0.0
+        return ScaleReply(model, has)
+
     async def _look(self, connection: Connection, subjects: Subjects) -> None:
         answers = await ask_all(connection, subjects, ANSWERS_S)
         wanted = merged(answers)
+        for model, target in self.targets.items():
+            wanted[model] = replace(wanted.get(model, UNKNOWN), desired=target)
         for model in self.models:
             if model not in wanted:
                 continue

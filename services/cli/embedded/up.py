@@ -206,9 +206,11 @@ def up(
                     list_again()
                     return child
 
-                if limits is not None:
-                    fleet.autoscaler = LocalAutoscaler(login, namespace, served, grow, fleet.workers)
-                    fleet.autoscaler.thread.start()
+                scaler = LocalAutoscaler(
+                    login, namespace, served, grow, fleet.workers, placement_decides=limits is not None
+                )
+                fleet.autoscaler = scaler
+                scaler.thread.start()
                 fleet.watch(stopping, forget)
         except (StartFailed, FleetEnded, KvfleetError, PortTaken) as error:
             fleet.stop()

@@ -7,8 +7,10 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.cli.embedded.autoscaler import ScaleLimits, WantedWorkers, merged, read_limits, steps
-from kvproto.messages import ModelSignals, PlacementStats
+from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, ScaleLimits, WantedWorkers, merged, read_limits, steps
+from kvfleet.cli.embedded.processes import Child
+from kvfleet.cli.operator.operator_login import Login
+from kvproto.messages import ModelSignals, PlacementStats, ScaleReply, ScaleRequest
 
 
 def a_replica(name: str, **desired: int) -> PlacementStats:
@@ -64,3 +66,37 @@ def test_all_replicas_must_know_and_see_it() -> None:
     assert merged([says("p0", 3), says("p1", 2)]) == {"a": WantedWorkers(1, 2)}
     assert merged([says("p0", 3), says("p1", 3, known=False)]) == {"a": WantedWorkers(1, 3, known=False)}
     assert merged([says("p0", 3), a_replica("p1")]) == {"a": WantedWorkers(1, 3, known=False)}
+
+
+def a_fleet(*models: str, placement_decides: bool = False) -> LocalAutoscaler:
+    workers = [Child(f"w{at}", lambda: None, model=model) for at, model in enumerate(models)]  # type: ignore[arg-type, return-value]
+    names = sorted(set(models))
+    return LocalAutoscaler(
+        Login(""), "kvf", names, lambda model: workers[0], workers, placement_decides=placement_decides
+    )
+
+
+def test_what_is_asked_for_is_taken_and_what_was_there_is_told() -> None:
+    fleet = a_fleet("a", "a", "b")
+    assert fleet.retarget(ScaleRequest(5, "a")) == ScaleReply("a", 2)
+    fleet.workers[0].draining = True
+    assert fleet.retarget(ScaleRequest(1, "a")) == ScaleReply("a", 1)
+    assert fleet.targets == {"a": 1}
+    only = a_fleet("a")
+    assert only.retarget(ScaleRequest(2)) == ScaleReply("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "asked", "why"),
+    [
+        (a_fleet("a", "b"), ScaleRequest(2), "name one of its models: a, b"),
+        (a_fleet("a"), ScaleRequest(0, "a"), "from 1 to 256"),
+        (a_fleet("a"), ScaleRequest(257, "a"), "from 1 to 256"),
+        (a_fleet("a", placement_decides=True), ScaleRequest(2, "a"), "--autoscale"),
+    ],
+)
+def test_what_cannot_be_had_changes_nothing(fleet: LocalAutoscaler, asked: ScaleRequest, why: str) -> None:
+    reply = fleet.retarget(asked)
+    assert reply.code == "invalid_request"
+    assert why in reply.message
+    assert not fleet.targets
