@@ -101,7 +101,7 @@ TEXTS = (
     ),
 )
 
-# ConfigMaps by what stands after `kvfleet-` in their names: whose kustomization has what they hold, and under what name.
+# ConfigMaps by what stands after `kvfleet-` in their names: whose kustomization has what they hold, under what name.
 SETTINGS = {
     "nats-client": ("base", "kvfleet-nats-client"),
     "service": ("base", "kvfleet-service"),
@@ -123,7 +123,7 @@ INGRESS = (
         "externalTrafficPolicy: Local",
         when(
             'ne $.Values.ingress.service.type "ClusterIP"',
-            "externalTrafficPolicy: Local # clients' addresses stay for the audit log; a node without a ready ingress gets nothing",
+            "externalTrafficPolicy: Local # clients' addresses stay for the audit log",
         ),
     ),
     put("minReplicas: 2", "minReplicas: {{ $.Values.ingress.minReplicas }}"),
@@ -210,7 +210,10 @@ VLLM_CONTAINER = (
         "  - {{ . | quote }}",
         "{{- end }}",
     ),
-    put("resources:", 'resources: {{- include "kvfleet.resources" (list $pool $pool.vllm.resources "vllm") | nindent 6 }}'),
+    put(
+        "resources:",
+        'resources: {{- include "kvfleet.resources" (list $pool $pool.vllm.resources "vllm") | nindent 6 }}',
+    ),
     after("volumeMounts:", given("$pool.volumeMounts", "{{- toYaml . | nindent 6 }}")),
 )  # fmt: skip
 
@@ -240,6 +243,14 @@ INIT = (
     put('args: [init, --replicas, "3"]', "args: [init, --replicas, {{ $.Values.nats.replicas | quote }}]"),
     before("containers:", '{{- include "kvfleet.podSettings" (list $ $.Values.placement) | nindent 6 }}'),
 )
+JOB = (
+    (r"(never changed in place): where\n# a new version.*", r"\1:\n# its name changes with what it is made from."),
+    (
+        r"(?<=kind: Job\nmetadata:\n  name: )init$",
+        "init-{{ list $.Chart.AppVersion $.Values.image $.Values.secrets $.Values.nats.urls $.Values.nats.replicas"
+        ' (include "kvfleet.podSettings" (list $ $.Values.placement)) | toJson | sha256sum | trunc 8 }}',
+    ),
+)
 
 SCALED = (
     put("  name: worker", "name: {{ $name }}"),
@@ -267,10 +278,18 @@ SCALED = (
     ),
 )
 
+GOOGLES_ACCOUNT = put(
+    "podIdentity: { provider: gcp }", "podIdentity: { provider: {{ $.Values.autoscaling.podIdentity }} }"
+)
+
 POLICIES = "base/network-policies/"
 FROM_MONITORING = put(
     "matchLabels: { kubernetes.io/metadata.name: monitoring }",
     "matchLabels: { kubernetes.io/metadata.name: {{ $.Values.monitoring.namespace }} }",
+)
+TO_COLLECTOR = put(
+    "matchLabels: { kubernetes.io/metadata.name: observability }",
+    "matchLabels: { kubernetes.io/metadata.name: {{ $.Values.tracing.namespace }} }",
 )
 DNS = after("        - namespaceSelector:", given("$.Values.networkPolicies.dnsPeers", "{{- toYaml . | nindent 8 }}"))
 RELEASE = before("spec:", given("$.Values.monitoring.labels", "    {{- toYaml . | nindent 4 }}"))
@@ -299,20 +318,7 @@ TEMPLATES = {
     ),
     "vault.yaml": (Part(("components/vault/vault.yaml",), VAULT, ("if .Values.vault.enabled",)),),
     "nats.yaml": (Part(("base/nats/nats.yaml",), NATS, (f"if {OWN_NATS}",)),),
-    "init.yaml": (
-        Part(("base/nats/init.yaml",), documents=(0, 1), texts=(
-            (r"^# Creates the buckets[^\n]*\n[^\n]*", "# Creates the buckets and the data plane's first key; a second run changes nothing. "
-             "A Job is never changed in place:\n# its name changes with what it is made from."),
-        )),
-        Part(("base/nats/init.yaml",), INIT, documents=(1, None), texts=(
-            (
-                r"(?<=^  name: )init$",
-                "init-{{ list $.Chart.AppVersion $.Values.image $.Values.nats $.Values.placement $.Values.secrets"
-                " | toJson | sha256sum | trunc 8 }}",
-            ),
-            (r"^# Creates the buckets[^\n]*\n[^\n]*", "# Creates the buckets and the data plane's first key; a second run changes nothing."),
-        )),
-    ),
+    "init.yaml": (Part(("base/nats/init.yaml",), INIT, texts=JOB),),
     "network-policies.yaml": (
         Part(
             tuple(f"{POLICIES}{one}.yaml" for one in ("default-deny", "dns", "ingress", "placement", "worker", "init")),
@@ -330,12 +336,7 @@ TEMPLATES = {
                 ("components/monitoring-gke/network-policy.yaml", (), GOOGLE),
                 (
                     "components/tracing/network-policy.yaml",
-                    (
-                        put(
-                            "matchLabels: { kubernetes.io/metadata.name: observability }",
-                            "matchLabels: { kubernetes.io/metadata.name: {{ .Values.tracing.namespace }} }",
-                        ),
-                    ),
+                    (TO_COLLECTOR,),
                     ".Values.tracing.endpoint",
                 ),
             )
@@ -345,7 +346,7 @@ TEMPLATES = {
         Part(("components/keda/scaled-object.yaml",), SCALED, ("if .Values.autoscaling.enabled", POOLS)),
         Part(
             ("overlays/gke-gpu/trigger-authentication.yaml",),
-            (put("podIdentity: { provider: gcp }", "podIdentity: { provider: {{ .Values.autoscaling.podIdentity }} }"),),
+            (GOOGLES_ACCOUNT,),
             ("if and .Values.autoscaling.enabled .Values.autoscaling.podIdentity",),
         ),
     ),

@@ -1,7 +1,9 @@
-"""Renders deploy/helm/kvfleet as `helm install` would, and puts objects into a form in which kustomize's and Helm's compare.
+"""Renders deploy/helm/kvfleet as `helm install` would, and brings objects into a form in which kustomize's and Helm's
+compare.
 
-What the two may differ in: the order, labels that say who made an object, the hash that kustomize and the init Job have in
-their names, the checksums by which Helm's pods roll, the pool in selectors, and the Namespace, which Helm does not make."""
+What the two may differ in: the order, labels that say who made an object, the hash that kustomize and the init Job have
+in their names, the checksums by which Helm's pods roll, the pool in selectors, and the Namespace, which Helm does not
+make."""
 
 from __future__ import annotations
 
@@ -57,9 +59,9 @@ def template(*arguments: str | Path, kubernetes: str = "1.34", chart: Path = CHA
     return objects
 
 
-def refused(*arguments: str | Path) -> str:
-    """What Helm says of values that it does not take."""
-    done = run_helm("template", "fleet", CHART, "--kube-version=1.34", *arguments)
+def refused(*arguments: str | Path, kubernetes: str = "1.34") -> str:
+    """What Helm says of what it does not take."""
+    done = run_helm("template", "fleet", CHART, f"--kube-version={kubernetes}", *arguments)
     assert done.returncode != 0
     return done.stderr
 

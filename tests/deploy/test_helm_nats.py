@@ -1,4 +1,4 @@
-"""The chart that has NATS's own chart beside it. That one cannot be had offline: a chart that writes down the values which
+"""The chart that has NATS's own chart beside it. That one cannot be had offline: a chart that writes down the values
 it is given stands in for it, and a real nats-server reads the configuration that it would make of them."""
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def test_a_server_takes_the_configuration(chart: Path, tmp_path: Path) -> None:
         "server_name": "<< $POD_NAME >>",
         "tls": tls(told["nats"]["tls"], tmp_path),
         "cluster": {"port": 6222, "tls": tls(told["cluster"]["tls"], tmp_path), **told["cluster"]["merge"]},
-        "jetstream": {"store_dir": str(tmp_path), "max_file_store": f"<< {told['jetstream']['fileStore']['maxSize']} >>"},
+        "jetstream": {
+            "store_dir": str(tmp_path),
+            "max_file_store": f"<< {told['jetstream']['fileStore']['maxSize']} >>",
+        },
         **told["merge"],
     }
     text = re.sub(r'".*\$include": "(.*)",?', r"include \1;", json.dumps(config, indent=2))

@@ -79,14 +79,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- toYaml $maps }}
 {{- end }}
 
-{{- /* (list $ NAME ...): of the ConfigMaps of these names, for an annotation of the pods that read them. */}}
+{{- /* (list $ NAME ...): of the ConfigMaps of these names, `nats` for the servers' own, for an annotation of the pods that
+read them. */}}
 {{- define "kvfleet.checksum" -}}
 {{- $root := first . }}
 {{- $maps := include "kvfleet.configMaps" $root | fromYaml }}
+{{- $_ := set $maps "nats" (list (include "kvfleet.natsFiles" $root) ($root.Files.Get "files/kubernetes.conf")) }}
 {{- $read := dict }}
-{{- range rest . }}
-{{- $_ := set $read . (get $maps . | default (include "kvfleet.natsFiles" $root)) }}
-{{- end }}
+{{- range rest . }}{{ $_ := set $read . (get $maps .) }}{{ end }}
 {{- $read | toJson | sha256sum }}
 {{- end }}
 
