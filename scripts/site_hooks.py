@@ -22,6 +22,7 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "deploy/helm/kvfleet/README.md",
     "deploy/k8s/README.md",
     "deploy/nats/README.md",
     "deploy/terraform/gke/README.md",

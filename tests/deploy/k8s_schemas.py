@@ -18,21 +18,21 @@ VERSIONS = ("1.30", "1.34")
 SCHEMAS = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
 
 
-def schema_problems(objects: Iterable[Object]) -> list[str]:
+def schema_problems(objects: Iterable[Object], versions: tuple[str, ...] = VERSIONS) -> list[str]:
     """All of them, each with its path: a first one hides no second one."""
-    return [problem for one in objects for problem in _problems(json.dumps(one, sort_keys=True))]
+    return [problem for one in objects for problem in _problems(json.dumps(one, sort_keys=True), versions)]
 
 
 @functools.cache  # components change few objects
-def _problems(text: str) -> tuple[str, ...]:
+def _problems(text: str, versions: tuple[str, ...]) -> tuple[str, ...]:
     one = json.loads(text)
     kind = (one["apiVersion"], one["kind"])
     if kind in CUSTOM:
         validators = [Draft202012Validator(CUSTOM[kind])]
     else:
-        validators = [found for version in VERSIONS if (found := _validator(version, *kind)) is not None]
-        if len(validators) < len(VERSIONS):
-            return (f"{title(one)}: no schema for {kind[0]} {kind[1]} in every version of {VERSIONS}",)
+        validators = [found for version in versions if (found := _validator(version, *kind)) is not None]
+        if len(validators) < len(versions):
+            return (f"{title(one)}: no schema for {kind[0]} {kind[1]} in every version of {versions}",)
     found = {
         f"{title(one)}: {error.json_path}: {error.message[:200]}"
         for validator in validators

