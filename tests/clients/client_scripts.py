@@ -24,6 +24,7 @@ HOME = Path(os.environ.get("KVFLEET_TOOLS") or HERE.parents[1] / ".tools") / "cl
 ENVIRONMENTS = {  # of all others: applications
     "instructor": "instructor", "instructor_modes": "instructor", "lm_eval_run": "evaluations",
     "aiperf_profile": "evaluations", "guidellm_run": "guidellm", "vllm_bench": "vllm",
+    "aiperf_figures": "evaluations", "vllm_bench_figures": "vllm",
 }  # fmt: skip
 LIMIT_S = 200.0  # a test is ended after 300
 SILENT = {  # they look for no models, prices or news elsewhere
@@ -73,6 +74,7 @@ class Clients:
     model: str
     tokenizer: Path
     folder: Path
+    told: dict[str, str] = field(default_factory=dict)  # further variables of a script's environment
     _done: dict[str, Done] = field(default_factory=dict, repr=False)
 
     def passes(self, script: str, check: str) -> None:
@@ -98,7 +100,7 @@ class Clients:
         }  # fmt: skip
         with stdout.open("wb") as out, stderr.open("wb") as err:
             process = subprocess.Popen(
-                [python, str(program)], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=SILENT | own, cwd=folder,
+                [python, str(program)], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=SILENT | own | self.told, cwd=folder,
                 start_new_session=True,
             )  # fmt: skip
             try:

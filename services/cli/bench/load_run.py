@@ -21,7 +21,7 @@ import orjson
 from kvfleet.cli.bench.answer_stream import AnswerStream, Meter
 from kvfleet.cli.bench.connection import ConnectionBroken, StreamConnection, StreamConnections
 from kvfleet.cli.bench.request_record import RequestRecord
-from kvfleet.cli.bench.shapes import BenchSession, BenchTurn
+from kvfleet.cli.bench.shapes import BenchSession, BenchTurn, LoadLimits
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -46,23 +46,6 @@ class BenchAsk:
         how = {"stream": True, "stream_options": {"include_usage": True}}
         full = {"ignore_eos": True} if self.ignores_eos else {}
         return orjson.dumps({"model": self.model, **prompt, "max_tokens": output_tokens, **how, **full})
-
-
-@dataclass(frozen=True)
-class LoadLimits:
-    """None: without this limit. Without one of requests and duration the sessions end."""
-
-    requests: int | None
-    duration_s: float | None
-    concurrency: int | None  # clients of the closed loop; most requests at once of the open one
-
-    def done(self, requests: int, elapsed_s: float) -> float | None:
-        shares = []
-        if self.requests is not None:
-            shares.append(requests / self.requests)
-        if self.duration_s is not None:
-            shares.append(elapsed_s / self.duration_s)
-        return min(max(shares), 1.0) if shares else None
 
 
 @dataclass(eq=False)

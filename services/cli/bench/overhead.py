@@ -14,8 +14,8 @@ import orjson
 import uvloop
 
 from kvfleet.cli.bench.connection import StreamConnections
-from kvfleet.cli.bench.load_run import BenchAsk, LoadLimits, LoadRun
-from kvfleet.cli.bench.shapes import Shape, ShapeSizes, sessions
+from kvfleet.cli.bench.load_run import BenchAsk, LoadRun
+from kvfleet.cli.bench.shapes import LoadLimits, Shape, ShapeSizes, sessions
 from kvservice import launch
 
 STREAMS = 8

@@ -38,7 +38,7 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShapeSizes:
-    """Means of lengths, which lie evenly between half and one and a half of them, and of pauses, which are exponential.
+    """Means of lengths, which lie evenly within a share `spread` of them, and of pauses, which are exponential.
     `prefix_tokens` is exact: a system prompt's, or a document's."""
 
     prefix_tokens: int
@@ -47,6 +47,7 @@ class ShapeSizes:
     turns: int
     documents: int
     pause_s: float
+    spread: float = 0.5
 
 
 SIZES = {
@@ -89,12 +90,13 @@ def sessions(
 
     prefixes = [prefix(number) for number in range(sizes.documents)] if sizes.prefix_tokens else []
     weights = [1 / (1 + number) ** ZIPF for number in range(sizes.documents)]
+    low, high = 1 - sizes.spread, 1 + sizes.spread
     for number in count():
         random, words = Random(f"{seed} session {number}"), Random(f"{text_seed} text {number}")
         turns = []
         for turn in range(sizes.turns):
-            text = text_of(words, sizes.prompt_tokens * random.uniform(0.5, 1.5), words_per_token)
-            output = max(round(sizes.output_tokens * random.uniform(0.5, 1.5)), 1)
+            text = text_of(words, sizes.prompt_tokens * random.uniform(low, high), words_per_token)
+            output = max(round(sizes.output_tokens * random.uniform(low, high)), 1)
             pause_s = random.expovariate(1 / sizes.pause_s) if turn and sizes.pause_s else 0.0
             if shape is Shape.AGENT and turn:
                 text = f"Result of the tool: {text}"
@@ -170,3 +172,20 @@ class BenchPlan:
         if self.rate is not None:
             return f"Poisson, {self.rate:g} requests/s"
         return f"as recorded, {self.speed:g} times as fast" if self.is_open else "closed loop"
+
+
+@dataclass(frozen=True)
+class LoadLimits:
+    """None: without this limit. Without one of requests and duration the sessions end."""
+
+    requests: int | None
+    duration_s: float | None
+    concurrency: int | None  # clients of the closed loop; most requests at once of the open one
+
+    def done(self, requests: int, elapsed_s: float) -> float | None:
+        shares = []
+        if self.requests is not None:
+            shares.append(requests / self.requests)
+        if self.duration_s is not None:
+            shares.append(elapsed_s / self.duration_s)
+        return min(max(shares), 1.0) if shares else None

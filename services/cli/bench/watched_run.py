@@ -13,10 +13,10 @@ from rich.live import Live
 from kvfleet.cli.bench import overhead
 from kvfleet.cli.bench.bench_view import LivePage, live_page
 from kvfleet.cli.bench.connection import StreamConnections
-from kvfleet.cli.bench.load_run import BenchAsk, LoadLimits, LoadRun
+from kvfleet.cli.bench.load_run import BenchAsk, LoadRun
 from kvfleet.cli.bench.probe import ProbedServer, probe
 from kvfleet.cli.bench.request_record import RequestRecord
-from kvfleet.cli.bench.shapes import BenchPlan
+from kvfleet.cli.bench.shapes import BenchPlan, LoadLimits
 from kvfleet.cli.console import Terminal
 
 LOOK_S = 0.5  # between two live pages
