@@ -97,10 +97,10 @@ class Clients:
             "PATH": os.environ["PATH"], "HOME": str(folder), "HF_HOME": str(folder / "hub"), "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(HERE / "offline"), "KVFLEET_OUTSIDE": str(outside), "KVFLEET_BASE": self.base,
             "KVFLEET_API_KEY": self.key, "KVFLEET_MODEL": self.model, "KVFLEET_TOKENIZER": str(self.tokenizer),
-        }  # fmt: skip
+        } | SILENT | self.told  # fmt: skip
         with stdout.open("wb") as out, stderr.open("wb") as err:
             process = subprocess.Popen(
-                [python, str(program)], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=SILENT | own | self.told, cwd=folder,
+                [python, str(program)], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=own, cwd=folder,
                 start_new_session=True,
             )  # fmt: skip
             try:

@@ -1,6 +1,7 @@
 """`kvfleet bench` beside clients that measure too: of the same load on the same server all see the same.
 
-The server's times are known, so a difference is a client's; each asks as many requests of as many tokens, as many at once.
+The server's times are known, so a difference is a client's. Each asks as many requests of as many tokens, as many at
+once.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from tests.support.timed_openai import TimedOpenAI
 REQUESTS, OUTPUT, CLIENTS = 20, 20, 5
 AGREE = 0.05
 SAME = {
-    "ttft_s": ("mean", "p50", "p90"), "itl_s": ("p50",), "tpot_s": ("mean", "p50", "p90"), "e2e_s": ("mean", "p50", "p90"),
-}  # fmt: skip
+    "ttft_s": ("mean", "p50", "p90"),
+    "itl_s": ("p50",),
+    "tpot_s": ("mean", "p50", "p90"),
+    "e2e_s": ("mean", "p50", "p90"),
+}
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ class TimedOpenAI:
             tokens = 0
         for at in range(0, tokens, step):
             await asyncio.sleep(began + first_s + (at + step - 1 if at else 0) * STEP_S - self._loop.time())
-            if at == 2 and model == "cut":
+            if writer.is_closing() or (at == 2 and model == "cut"):  # the client's doing, or ours
                 raise ConnectionError
             if at == 2 and model == "failing":
                 writer.write(_chunk({"error": {"message": "out of memory"}}))
@@ -135,13 +135,8 @@ class TimedOpenAI:
 def _choice(delta: dict[str, Any], chat: bool, finish: str | None = None) -> dict[str, Any]:
     said = {"delta": delta} if chat else {"text": delta.get("content", "")}
     kind = "chat.completion.chunk" if chat else "text_completion"
-    return {
-        "id": "x",
-        "object": kind,
-        "created": 0,
-        "model": "timed",
-        "choices": [{"index": 0, **said, "finish_reason": finish}],
-    }
+    choice = {"index": 0, **said, "finish_reason": finish}
+    return {"id": "x", "object": kind, "created": 0, "model": "timed", "choices": [choice]}
 
 
 def _chunk(event: dict[str, Any]) -> bytes:

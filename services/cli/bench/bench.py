@@ -128,6 +128,6 @@ def _base(url: str | None) -> str:
         parts.host.encode("idna")  # as a look-up of the name does
     except (httpx.InvalidURL, UnicodeError) as error:
         fail(f"{url}: {error}", USAGE)
-    if parts.scheme not in ("http", "https") or not parts.host or parts.query:
+    if parts.scheme not in ("http", "https") or not parts.host or parts.query or (parts.port or 0) > 65535:
         fail(f"{url} is no address of a server, such as http://127.0.0.1:8080", USAGE)
     return str(parts).rstrip("/").removesuffix("/v1")
