@@ -125,7 +125,9 @@ def comparison_page(console: Console, a: SavedRun, b: SavedRun, found: RunCompar
         f"B: {b.name}, {_run(found.b)}",
         f"{found.pairs:,} requests of {found.sessions:,} sessions ended well in both; 95 % intervals of B's change",
     ]
-    if differs := [name for name in ("shape", "sizes", "seed", "arrival", "limits") if a.about[name] != b.about[name]]:
+    if differs := [
+        name for name in ("shape", "sizes", "seed", "arrival", "limits") if a.about.get(name) != b.about.get(name)
+    ]:
         lines.append(f"not the same load: {', '.join(differs)} differ")
     table = table_of(console, "", "", "A", "B", "change", "from", "to", "verdict")
     for one in found.figures:

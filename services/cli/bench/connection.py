@@ -52,6 +52,16 @@ class StreamConnection(asyncio.Protocol):
         finally:
             self._into = self._ended = None
 
+    @property
+    def refusal(self) -> str:
+        """The message of an error's body, whatever its form."""
+        answer = httpx.Response(self.status, content=self.told)
+        try:
+            error = answer.json()["error"]
+            return str(error["message"] if isinstance(error, dict) else error)
+        except (ValueError, LookupError, TypeError):
+            return answer.text.strip()
+
     def close(self) -> None:
         self.is_reusable = False
         if self._transport is not None:
@@ -71,7 +81,8 @@ class StreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_reusable = False
-        if self._into is not None and self._into.done:  # a body without a length ends so
+        is_whole = self._into is not None and (self._into.done or self._into.finished)
+        if is_whole or self.status not in (0, 200):  # a body without a length ends so
             self._end(None)
         else:
             self._end(ConnectionBroken(str(exc or "the server closed the connection before the answer's end")))

@@ -201,7 +201,7 @@ def _measured(at: tuple[int, int, float, float], into: AnswerStream, due: float)
 def _judged(connection: StreamConnection, into: AnswerStream) -> tuple[str, str]:
     """(kind of error, what was told); two empty texts for a whole answer."""
     if connection.status != 200:
-        return f"HTTP {connection.status}", connection.told.decode(errors="replace")
+        return f"HTTP {connection.status}", connection.refusal
     if into.error:
         return "error in the stream", into.error
     if into.broken:

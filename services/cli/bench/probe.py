@@ -6,8 +6,6 @@ import asyncio
 from dataclasses import dataclass, replace
 from random import Random
 
-import httpx
-
 from kvfleet.cli.bench.answer_stream import AnswerStream, Meter
 from kvfleet.cli.bench.connection import ConnectionBroken, StreamConnections
 from kvfleet.cli.bench.load_run import BenchAsk
@@ -64,20 +62,9 @@ async def _prompt_tokens(connections: StreamConnections, ask: BenchAsk, text: st
         raise AnswerFailed(f"{connections.base}: {error or type(error).__name__}") from None
     connections.give_back(connection)
     if connection.status != 200:
-        told = error_line(connection.status, connection.told)
+        told = f"HTTP {connection.status} {connection.refusal[:200]}"
         raise (_Refused if connection.status in REFUSED else AnswerFailed)(f"{connections.base}{ask.path}: {told}")
     if into.error or into.broken or not (into.done or into.finished):
         why = into.error or into.broken or "no stream of events"
         raise AnswerFailed(f"{connections.base}{ask.path}: {why}")
     return into.count("prompt_tokens")
-
-
-def error_line(status: int, told: bytes) -> str:
-    """The message of an error's body, whatever its form."""
-    answer = httpx.Response(status, content=told)
-    try:
-        error = answer.json()["error"]
-        message = error["message"] if isinstance(error, dict) else error
-    except (ValueError, LookupError, TypeError):
-        message = answer.text.strip()[:200]
-    return f"HTTP {status} {message}".strip()
