@@ -16,6 +16,7 @@ WIDTH, HEIGHT, HEAD = 460, 240, 64  # of a panel with its margins; of the title
 LEFT, RIGHT, TOP, BOTTOM = 56, 18, 40, 34
 COLORS = ("#1f6feb", "#d9480f")
 STEPS = 200  # points of a line
+LEAST_DECADE = -5  # of events that came in one packet the clock tells nothing
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#57606a}.t{font-weight:600;font-size:14px;fill:#24292f}"
     ".g{stroke:#d0d7de;stroke-width:1}.l{fill:none;stroke-width:2}"
@@ -39,7 +40,8 @@ def plot_runs(runs: Sequence[SavedRun]) -> str:
         '<rect width="100%" height="100%" fill="#fff"/>',
     ]
     for number, run in enumerate(runs):
-        label = escape(f"{run.about.get('shape', '')}: {run.name}")
+        side = f"{'AB'[number]}: " if len(runs) > 1 else ""
+        label = escape(f"{side}{run.about.get('shape', '')}, {run.name}")
         parts.append(f'<text x="16" y="{24 + 20 * number}" style="fill:{COLORS[number]}" class="t">{label}</text>')
     for number, panel in enumerate(panels):
         parts.append(f'<g transform="translate({number % 2 * WIDTH},{HEAD + number // 2 * HEIGHT})">{panel}</g>')
@@ -49,7 +51,7 @@ def plot_runs(runs: Sequence[SavedRun]) -> str:
 def _waits(title: str, values: Sequence[Sequence[float]]) -> str:
     """Shares of 0 to 1 over a logarithm of time."""
     every = [value for one in values for value in one if value > 0]
-    low = math.floor(math.log10(min(every))) if every else -3
+    low = max(math.floor(math.log10(min(every))), LEAST_DECADE) if every else -3
     high = max(math.ceil(math.log10(max(every))), low + 1) if every else 0
     lines = []
     for one in values:
@@ -73,10 +75,10 @@ def _tokens(runs: Sequence[SavedRun]) -> str:
             for gap in () if record.error else (0.0, *record.gaps_s):
                 at += gap
                 count[min(int(at / span * bins), bins - 1)] += bins / span
-        counts.append(count)
+        counts.append(count[: max(math.ceil(run.duration_s / span * bins), 1)])
     most = max((value for count in counts for value in count), default=0.0) or 1.0
     middle = [(number + 0.5) / bins for number in range(bins)]
-    lines = [(middle, [value / most for value in count]) for count in counts]
+    lines = [(middle[: len(count)], [value / most for value in count]) for count in counts]
     return _panel(
         "Tokens/s", "over the run's time", lines, [(0, "0 s"), (1, _seconds(span))], [(0, "0"), (1, f"{most:,.0f}")]
     )
