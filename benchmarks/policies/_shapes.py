@@ -20,7 +20,8 @@ from itertools import accumulate
 from random import Random
 from typing import TypeAlias
 
-from kvfleet.placement.simulate.trace import Row, Trace, make_trace
+from kvfleet.placement.simulate.trace import Trace, make_trace
+from kvservice.trace_rows import Row
 
 BLOCK_TOKENS = 512
 REQUESTS = 16_000

@@ -14,8 +14,9 @@ from benchmarks.harness.report import progress, skip
 from kvfleet.placement.simulate.figures import Figures
 from kvfleet.placement.simulate.report import seconds
 from kvfleet.placement.simulate.study import Study
-from kvfleet.placement.simulate.trace import Row, Trace, make_trace, read_trace
+from kvfleet.placement.simulate.trace import Trace, make_trace, read_trace
 from kvfleet.placement.workers.warm_up import warm_up
+from kvservice.trace_rows import Row
 
 ROOT = Path(__file__).parents[2]
 CONVERSATIONS = "shared/data/mooncake_conversation_trace.jsonl.gz"

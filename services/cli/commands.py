@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvfleet import __version__
+from kvfleet.cli.bench import bench
 from kvfleet.cli.clients import chat, explain, generate, top
 from kvfleet.cli.embedded import up
 from kvfleet.cli.main import PROCESS_COMMANDS, become
@@ -36,7 +37,7 @@ def options(
 
 for _command in (
     up.up, init.init, generate.generate, chat.chat, explain.explain, top.top, drain.drain, scale.scale, lora.lora,
-    kv_size.kv_size, secrets_command.secrets, plan.plan,
+    kv_size.kv_size, secrets_command.secrets, plan.plan, bench.bench,
 ):  # fmt: skip
     app.command()(_command)
 app.add_typer(key.app)

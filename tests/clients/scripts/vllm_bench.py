@@ -18,20 +18,20 @@ from vllm.benchmarks.serve import add_cli_args, main
 REQUESTS, OUTPUT = 6, 16
 
 
-def bench(backend: str, route: str) -> Any:
+def bench(backend: str, route: str, requests: int = REQUESTS, output: int = OUTPUT, **more: Any) -> Any:
     os.environ["OPENAI_API_KEY"] = KEY
     flags = {
         "backend": backend, "base-url": BASE, "endpoint": route, "model": MODEL, "tokenizer": TOKENIZER,
-        "dataset-name": "random", "random-input-len": 64, "random-output-len": OUTPUT, "num-prompts": REQUESTS,
+        "dataset-name": "random", "random-input-len": 64, "random-output-len": output, "num-prompts": requests,
         "max-concurrency": 2, "seed": 7, "ready-check-timeout-sec": 60, "result-dir": ".",
         "result-filename": f"{backend}.json",
-    }  # fmt: skip
+    } | more  # fmt: skip
     parser = argparse.ArgumentParser()
     add_cli_args(parser)
     main(parser.parse_args([*(f"--{name}={value}" for name, value in flags.items()), "--ignore-eos", "--save-result"]))
     found = json.loads(Path(f"{backend}.json").read_text())
-    assert (found["completed"], found["failed"]) == (REQUESTS, 0)
-    assert found["total_output_tokens"] == REQUESTS * OUTPUT
+    assert (found["completed"], found["failed"]) == (requests, 0)
+    assert found["total_output_tokens"] == requests * output
     assert found["mean_ttft_ms"] > 0
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 

@@ -15,7 +15,9 @@ from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
 NEEDS = {
-    **dict.fromkeys(["init", "generate", "chat", "explain", "top", "drain", "secrets", "key", "--help"], "cli"),
+    **dict.fromkeys(
+        ["init", "generate", "chat", "explain", "top", "drain", "secrets", "key", "bench", "--help"], "cli"
+    ),
     **dict.fromkeys(["plan", "kv-size"], "cli,worker"),
     **{service: service for service in ("worker", "ingress", "placement", "vault")},
     "simulate": "placement",

@@ -19,6 +19,8 @@ COMMANDS = {
     "explain": ["explain", "r1"],
     "top": ["top", "--once", "--interval=0.1"],
     "plan": ["plan", "demo", "--requests-per-second=1", "--ttft=1"],
+    "bench": ["bench", "--no-overhead"],
+    "bench with a model": ["bench", "--model=m", "--no-overhead"],
 }
 ANSWERS = {
     "a page": b"<!doctype html><title>Welcome</title>",
@@ -65,8 +67,8 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_says_one_line(url: str, name: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handler, "body", ANSWERS[answer])
-    where = "--from-fleet" if name == "plan" else "--url"
-    ran = CliRunner().invoke(app, [*COMMANDS[name], f"{where}={url}"], input="hello\n", catch_exceptions=False)
+    where = {"plan": f"--from-fleet={url}"}.get(name, url if name.startswith("bench") else f"--url={url}")
+    ran = CliRunner().invoke(app, [*COMMANDS[name], where], input="hello\n", catch_exceptions=False)
     assert url in ran.stderr
     if name == "chat with a model":  # the conversation could go on
         assert ran.exit_code == 0

@@ -20,8 +20,9 @@ from kvfleet.cli.planning.plan_rates import NoRates, of_file, read
 from kvfleet.cli.planning.planning import Demand, PlannedWorker, erlang_c, fleet_of, lognormal, plan, ttft_share
 from kvfleet.placement.simulate.fleet_shape import FleetShape, Speed
 from kvfleet.placement.simulate.simulation import Simulation
-from kvfleet.placement.simulate.trace import Row, make_trace
+from kvfleet.placement.simulate.trace import make_trace
 from kvfleet.placement.workers.warm_up import warm_up
+from kvservice.trace_rows import Row
 
 WORKER = PlannedWorker(prefill_tokens_per_s=8000.0, decode_s=0.015, decode_each_s=0.0003)
 DEMAND = Demand(requests_per_s=10.0, ttft_s=2.5, input_tokens=3000, output_tokens=100, input_cv=0.5, ttft_share=0.95)

@@ -9,7 +9,8 @@ from kvfleet.placement.simulate.figures import SimulationRun
 from kvfleet.placement.simulate.fleet_shape import FleetShape
 from kvfleet.placement.simulate.sim_cache import SimulatedJob
 from kvfleet.placement.simulate.simulation import Simulation
-from kvfleet.placement.simulate.trace import Arrival, Row, Trace, make_trace
+from kvfleet.placement.simulate.trace import Arrival, Trace, make_trace
+from kvservice.trace_rows import Row
 
 BLOCK = 16
 
