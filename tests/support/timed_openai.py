@@ -21,7 +21,7 @@ import json
 import threading
 from typing import Any
 
-FIRST_S = (0.10, 0.12, 0.14, 0.16, 0.18)  # an odd number of them: their median is one of them
+FIRST_S = (0.2, 0.3, 0.4, 0.5, 0.6)  # an odd number of them: their median is one of them
 STEP_S = 0.02
 BUNDLE = 4
 CACHED, PROMPT = 30, 120

@@ -117,6 +117,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     S.placement_capsules(): ({"placement", "worker"}, {"placement"}),
     S.placement_watches(): ({"placement"}, {"placement"}),
     S.ingress_usage(): ({"ingress"}, {"ingress"}),
+    S.embedded_scale(): (NOBODY, NOBODY),  # `kvfleet up` has no roles
     "kvf.ingress.>": (NOBODY, NOBODY),
     "kvf.ingress.unheard_of": (NOBODY, NOBODY),
     "kvf.placement.>": (NOBODY, NOBODY),
