@@ -107,7 +107,7 @@ def _score_in_parts(logits: Tensor, tokens: Sequence[int], alternatives: int) ->
 def warm_up(device: torch.device) -> None:
     """Compile or load what `sample` needs on this device, which takes seconds. A GPU draws and scores by kernels of its
     own once they are tried here, and by tensor operations where they give anything else."""
-    if device.type == "cuda" and _kernels_agree(device):
+    if device.type == "cuda" and device.type not in _by_kernels and _kernels_agree(device):
         _by_kernels.add(device.type)
     sample(torch.zeros(1, 8, device=device), [Draw(Sampling(1, logprobs=1), 0, 0)])
 

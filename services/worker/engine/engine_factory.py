@@ -110,7 +110,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     from transformers.utils.logging import disable_progress_bar
 
     from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
-    from kvfleet.worker.model.attention.choice import profiled_backend
+    from kvfleet.worker.model.attention.choice import backend_for
     from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
     from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, share_of_free
     from kvfleet.worker.model.loader import load_model
@@ -126,7 +126,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     graphs = 0 if settings.enforce_eager else settings.slots
     blocks = settings.blocks
     if blocks is None:
-        backend = profiled_backend(settings.attention, loaded, settings.block_size)
+        backend = backend_for(settings.attention, loaded, settings.block_size)
         prompt, decodes = step_bytes(
             lambda blocks: TorchRunner(loaded, backend, blocks, settings.block_size),
             meter_of(loaded.device), settings.step_tokens, settings.slots,

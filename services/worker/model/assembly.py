@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcpu.blocks import Batch
 from kvcpu.vector.numbers import SCALE_BYTES
-from kvfleet.worker.model.attention.choice import Attention, chosen_for, heads_of, tried_backend
+from kvfleet.worker.model.attention.choice import Attention, backend_for, chosen_for, heads_of
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
@@ -60,11 +60,8 @@ def build_runner(
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
-    chosen = chosen_for(attention, loaded.device)
-    backend: AttentionBackend = ReferenceBackend()
-    if chosen in ("triton", "flashinfer"):
-        backend = tried_backend(chosen, loaded, block_size)
-    elif chosen == "cpu":
+    backend = backend_for(attention, loaded, block_size)
+    if chosen_for(attention, loaded.device) == "cpu":
         from kvcpu.attention.backend import CpuBackend
 
         threads = torch.get_num_threads()

@@ -54,9 +54,12 @@ def _flashinfer(loaded: LoadedModel) -> AttentionBackend:
         raise InvalidRequest(why, field="attention") from error
 
 
-def tried_backend(chosen: Attention, loaded: LoadedModel, block_size: int) -> AttentionBackend:
-    """Triton's or FlashInfer's. Raises UnsupportedModel if it computes something else, or does not run, and
-    InvalidRequest if it cannot be had."""
+def backend_for(attention: Attention, loaded: LoadedModel, block_size: int) -> AttentionBackend:
+    """A GPU's own, tried here; else the reference, which a CPU's takes the place of once layers are fused. Raises
+    UnsupportedModel if it computes something else, or does not run, and InvalidRequest if it cannot be had."""
+    chosen = chosen_for(attention, loaded.device)
+    if chosen not in ("triton", "flashinfer"):
+        return ReferenceBackend()
     backend = _triton(loaded.device) if chosen == "triton" else _flashinfer(loaded)
     softcap = getattr(loaded.config, "attn_logit_softcapping", None)
     try:
@@ -68,12 +71,6 @@ def tried_backend(chosen: Attention, loaded: LoadedModel, block_size: int) -> At
         why = f"{why} on {loaded.device}; `--attention reference` serves it"
         raise UnsupportedModel(f"{name_of(loaded.config)}: {why}", field="attention")
     return backend
-
-
-def profiled_backend(attention: Attention, loaded: LoadedModel, block_size: int) -> AttentionBackend:
-    """Whose steps are measured: a GPU's own, or the reference."""
-    chosen = chosen_for(attention, loaded.device)
-    return tried_backend(chosen, loaded, block_size) if chosen in ("triton", "flashinfer") else ReferenceBackend()
 
 
 def heads_of(loaded: LoadedModel) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
-from kvfleet.worker.model.attention.choice import profiled_backend
+from kvfleet.worker.model.attention.choice import backend_for
 from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
 from kvfleet.worker.model.loader import LoadedModel, device_of, load_model, read_config
@@ -79,7 +79,7 @@ def _blocks(loaded: LoadedModel, plan: RankPlan) -> int:
     device, size = loaded.device, plan.block_size
     blocks = plan.blocks
     if blocks is None:
-        backend = profiled_backend(plan.attention, loaded, size)
+        backend = backend_for(plan.attention, loaded, size)
         steps = step_bytes(
             lambda blocks: TorchRunner(loaded, backend, blocks, size),
             meter_of(device), plan.step_tokens, plan.slots, in_parts=False,  # other ranks would not know
