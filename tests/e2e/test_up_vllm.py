@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.up import Up, alive, command_of
-from tests.support.vllm_server import ENGINE, ENV, READY_S, vllm_python
+from tests.support.vllm_server import ENGINE, ENV, PACED, READY_S, ROOT, vllm_python
 from tests.support.waiting import LIMIT_S, wait_until
 
 SAMPLED = {"prompt": "O Romeo,", "max_tokens": 400, "temperature": 1.0, "seed": 7, "ignore_eos": True}
@@ -31,7 +31,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     up = Up(
         "--engine", "vllm", "--engine-python", python, "--model", str(model), "--served-model-name", "tiny",
         "--dtype", "float32", "--workers", "2", "--port", "0", "--state-dir", str(state),
-        "--", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16", env=ENV,
+        "--", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16", *PACED,
+        env=ENV | {"PYTHONPATH": os.pathsep.join([str(ROOT / "libs"), str(ROOT)])},
     )  # fmt: skip
     try:
         yield up.wait_ready(READY_S)

@@ -20,7 +20,7 @@ from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvfleet.worker.vllm.vllm_sequence import Sockets
 from kvfleet.worker.vllm.vllm_server import Expected
 from kvfleet.worker.vllm.vllm_server import VllmServer as VllmSide
-from tests.support.vllm_server import NEEDED, VllmServer
+from tests.support.vllm_server import PACED, VllmServer
 from tests.support.waiting import LIMIT_S
 
 _servers: dict[int, VllmServer] = {}  # by how many sequences they run at once
@@ -57,8 +57,7 @@ def stop_servers() -> None:
 def _server(folder: Path, slots: int) -> VllmServer:
     if slots not in _servers:
         flags = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(slots), "--num-gpu-blocks-override", "256")
-        paced = ("--logits-processors", NEEDED["--logits-processors"], "tests.support.vllm_pace:Pace")
-        _servers[slots] = VllmServer(folder, folder.parent, *flags, *paced, name="demo")
+        _servers[slots] = VllmServer(folder, folder.parent, *flags, *PACED, name="demo")
     return _servers[slots].wait_ready()
 
 

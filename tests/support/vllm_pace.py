@@ -1,6 +1,6 @@
 """A logits processor of vLLM's that gives every step of a tiny model the time that a step of a large one takes.
 
---logits-processors kvfleet_vllm.sampler:Sampler tests.support.vllm_pace:Pace
+Flags with it: `PACED` of tests.support.vllm_server.
 
 Without it a stream of 900 tokens may be over before the test's process, on a machine with two cores, sees its third.
 """

@@ -36,6 +36,7 @@ NEEDED = {  # by a kvfleet worker, beside --kv-events-config
     "--logits-processors": "kvfleet_vllm.sampler:Sampler",
     "--kv-transfer-config": json.dumps(CONNECTOR),
 }
+PACED = ("--logits-processors", NEEDED["--logits-processors"], "tests.support.vllm_pace:Pace")  # a step lasts
 
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
