@@ -7,6 +7,7 @@ whomever: where that may be earlier, TRITON_INTERPRET=1 must be set from the sta
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -17,4 +18,14 @@ if INTERPRETED:
 import triton  # noqa: E402 - it reads the variable
 import triton.language as tl  # noqa: E402
 
-__all__ = ["INTERPRETED", "tl", "triton"]
+__all__ = ["INTERPRETED", "compiled", "tl", "triton"]
+
+compiled: list[str] = []  # by this process, for those who show what it does
+
+
+def _heard(*, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+    if not cache_hit:
+        compiled.append(metadata["name"])
+
+
+triton.knobs.compilation.listener = triton.knobs.compilation.listener or _heard

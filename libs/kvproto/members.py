@@ -108,10 +108,11 @@ class Lease:
         self.record = replace(record, lease=self.record.lease, born=self.record.born)
         await self.renew()
 
-    async def run(self, on_fenced: Callable[[Fenced], None]) -> None:
-        """Renew every second, also over outages of NATS."""
+    async def run(self, on_fenced: Callable[[Fenced], None], refresh: Callable[[], None] = lambda: None) -> None:
+        """Renew every second, also over outages of NATS. `refresh` is called before, and may replace the record."""
         while True:
             await asyncio.sleep(LEASE_PERIOD_S)
+            refresh()
             try:
                 await self.renew()
             except Fenced as error:

@@ -18,3 +18,12 @@ def parse_bytes(text: str) -> int:
         number = text.strip()
         raise ValueError(f"{number!r} would be {size:,} bytes: say {number}GiB, or {number}B if that is meant")
     return size
+
+
+def readable(size: float) -> str:
+    """Such as 12.0 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} PiB"

@@ -24,7 +24,7 @@ from kvproto.block_hash import public_prefix
 from kvproto.connection import Connection
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
-from kvproto.messages import Adapter, Bundle, State, WorkerRecord
+from kvproto.messages import Adapter, Bundle, Loading, State, WorkerRecord
 from kvproto.subjects import Subjects
 from kvservice.lifecycle import Lifecycle
 from kvservice.metrics import Reading
@@ -57,6 +57,10 @@ class Backend(Protocol):
         ...
 
     async def load(self, record: WorkerRecord) -> None: ...
+
+    def loading(self) -> Loading | None:
+        """What it does until the worker is ready, as far as it can tell."""
+        ...
 
     def assemble(self, lease: Lease) -> WorkerLoop: ...
 

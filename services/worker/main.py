@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from kvfleet.worker.backend import Backend, WorkerProcess, worker_record
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.worker_metrics import readings
 from kvproto.members import Lease
+from kvproto.messages import Loading, State, WorkerRecord
 from kvproto.subjects import WORKER_INBOX
 from kvservice import lifecycle
 from kvservice.membership import join
@@ -38,9 +40,17 @@ async def serve(settings: WorkerSettings, life: lifecycle.Lifecycle) -> None:
     record = worker_record(settings, settings.member, served.bundle, served.slots, served.adapters)
     lease = Lease(bucket, record)
     await lease.take()
-    starting = asyncio.create_task(lease.run(lambda error: life.fatal(str(error))), name="starting-lease")
+
+    def tell(loading: Loading | None) -> None:
+        assert isinstance(lease.record, WorkerRecord)
+        if lease.record.state is State.STARTING:
+            lease.record = replace(lease.record, loading=loading)
+
+    renewing = lease.run(lambda error: life.fatal(str(error)), lambda: tell(backend.loading()))
+    starting = asyncio.create_task(renewing, name="starting-lease")
     life.closing("lease", lease.release)
     await backend.load(record)
+    tell(None)
     worker = backend.assemble(lease)
     await backend.start(worker)
     await worker.start()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
@@ -17,6 +17,7 @@ from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.device_watch import watch_device
+from kvfleet.worker.model.load_progress import LoadProgress
 from kvfleet.worker.model.model_folder import resolve_model, served_name
 from kvfleet.worker.network.engine_tiers import EngineTiers
 from kvfleet.worker.network.successors import Successors
@@ -29,7 +30,7 @@ from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.text.model_text import ModelText
 from kvproto.connection import Connection
 from kvproto.members import Lease
-from kvproto.messages import Bundle, WorkerRecord
+from kvproto.messages import Bundle, Loading, WorkerRecord
 from kvproto.subjects import Subjects
 from kvservice import lifecycle, tracing
 from kvservice.data_plane import runtime_folder
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class OwnBackend(Backend):
     process: WorkerProcess
+    progress: LoadProgress = field(default_factory=LoadProgress)
 
     async def find(self) -> Served:
         settings = self.process.settings
@@ -64,9 +66,12 @@ class OwnBackend(Backend):
         runtime = runtime_folder(settings, process.life)
         self._network = network = TierNetwork(settings, record.id, record.host, runtime, process.tracer)
         self._engine = await lifecycle.in_daemon_thread(
-            lambda: build_engine(settings, folder, bundle, network.remote_for)
+            lambda: build_engine(settings, folder, bundle, network.remote_for, self.progress)
         )
         log.info("loaded in %.1f s: %d blocks", time.monotonic() - began, self._engine.pool.num_blocks)
+
+    def loading(self) -> Loading | None:
+        return self.progress.now()
 
     def assemble(self, lease: Lease) -> WorkerLoop:
         one, life = self.process, self.process.life
@@ -81,6 +86,7 @@ class OwnBackend(Backend):
     async def start(self, worker: WorkerLoop) -> None:
         self._thread.start()
         await self._network.follow(self.process.connection, self.process.subjects, worker.record)
+        self.progress.doing = "fetching blocks"
         await preload(worker.parts)
 
     async def stop(self) -> None:

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 from kvfleet.worker.backend import Backend, Served, WorkerProcess
 from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.model.base import BlockFormat
-from kvfleet.worker.model.kv_size import readable
 from kvfleet.worker.model.model_folder import resolve_model
 from kvfleet.worker.network.successors import Successors
 from kvfleet.worker.network.tier_network import TierNetwork
@@ -39,8 +38,9 @@ from kvfleet.worker.vllm_metrics import VllmMetrics, vllm_readings
 from kvproto.errors import InvalidRequest
 from kvproto.ids import new_process_id
 from kvproto.members import Lease
-from kvproto.messages import Bundle, WorkerRecord
+from kvproto.messages import Bundle, Loading, WorkerRecord
 from kvservice import lifecycle
+from kvservice.byte_size import readable
 from kvservice.data_plane import runtime_folder
 from kvservice.host import free_bytes
 from kvservice.metrics import Reading
@@ -123,6 +123,9 @@ class VllmBackend(Backend):
             )
         elif slots := _slots(settings, facts.moved.nbytes):
             self._tiers = await self._tiers_of(facts.moved, slots)
+
+    def loading(self) -> Loading | None:
+        return None
 
     async def _tiers_of(self, moved: MovedFormat, slots: int) -> VllmTiers:
         settings, facts, size = self.process.settings, self._facts, slots * moved.nbytes

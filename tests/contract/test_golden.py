@@ -158,6 +158,7 @@ MESSAGES: dict[str, Any] = {
     ),
     "producer_request_of_scores": m.ProducerRequest(prompt="x", prompt_logprobs=0),
     "resend_request_of_scores": m.ResendRequest(**KEY, from_index=0, inbox="_ing.i1.b", scored=17),
+    "worker_record_loading": replace(RECORD, loading=m.Loading("loading weights", 3_221_225_472, 16_060_522_496, 7)),
     "worker_record_engine": replace(RECORD, engine="vllm", engine_pid=4712),
     "heartbeat_restore_rates": replace(
         HEARTBEAT, rates=m.Rates(1234.5, 17.25, 270.0, {"host": 8e9, "vault": 1.5e8})

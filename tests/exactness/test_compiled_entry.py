@@ -44,7 +44,7 @@ if __name__ == "__main__":
     one = compiled.entry("__main__", "add_one")
     block = ctypes.c_int64(ctypes.addressof(number))
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one.address)(ctypes.addressof(block))
-    print(number.value, int("numba.core.ccallback" not in sys.modules), compiled.kept_in())
+    print(number.value, int(not compiled.compiled), compiled.kept_in())
 """
 
 

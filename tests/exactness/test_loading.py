@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,19 @@ from tiny_models import TOLERANCE, Rig, make_model, plain_logits
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvcpu.blocks import KvShape
+from kvfleet.worker.engine.bundle import read_bundle
+from kvfleet.worker.engine.engine_factory import build_engine
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.kv_pool import KvPool, blocks_that_fit, free_bytes
+from kvfleet.worker.model.load_progress import LoadProgress
 from kvfleet.worker.model.loader import adopt_model, load_model
+from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.probe import probe
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.support import supported_context
+from kvfleet.worker.settings import WorkerSettings
 from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
+from kvproto.messages import Loading
 
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
@@ -295,3 +303,45 @@ def test_memory() -> None:
         blocks_that_fit(KvShape(1_000, 1_000, 1_000, torch.float32), 1_000, cpu, 0.01)
     with pytest.raises(OutOfMemory, match="a KV pool of"):
         KvPool(KvShape(1_000, 1_000, 1_000, torch.float32), 100, 1_000, cpu)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bytes_of_weights_are_counted_as_they_come(tmp_path: Path, tied: bool) -> None:
+    """In the numbers that they are loaded as, with those that two modules share once."""
+    config = hf.LlamaConfig(**TINY, tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    seen: list[Loading] = []
+
+    class Watched(LoadProgress):
+        @contextmanager
+        def weights(self, total_bytes: int) -> Iterator[None]:
+            with super().weights(total_bytes):
+                seen.append(self.now())
+                yield
+                seen.append(self.now())
+
+    loaded = load_model(tmp_path, dtype="bfloat16", progress=(progress := Watched()))
+    size = sum(one.nbytes for one in loaded.model.parameters())
+    assert [(one.doing, one.weight_bytes, one.total_bytes) for one in seen] == [
+        ("loading weights", 0, size), ("loading weights", size, size),
+    ]  # fmt: skip
+    assert progress.now() == replace(seen[0], doing="trying the model", total_bytes=0)
+
+
+def test_an_engine_tells_what_it_does_while_it_is_built() -> None:
+    done: list[str] = []
+
+    class Noted(LoadProgress):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "doing":
+                done.append(value)
+
+    settings = WorkerSettings(model="demo", device="cpu", host_bytes=0)
+    bundle = read_bundle(DEMO_FOLDER, "demo", load_format="auto", dtype="auto", block_size=16)
+    build_engine(settings, DEMO_FOLDER, bundle, progress=Noted())
+    assert done == [
+        "starting", "importing torch", "loading weights", "trying the model", "measuring the memory of a step",
+        "making the kernels ready", "reserving memory for blocks",
+    ]  # fmt: skip

@@ -27,6 +27,7 @@ from kvservice.kernel_cache import keep, read_kept, results_folder
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parents[1]  # all of kvcpu is compiled, or says how
+compiled: list[str] = []  # by this process, for those who show what it does
 HELPERS = {"numba_": "numba._helperlib", "NRT_": "numba.core.runtime._nrt_python"}  # by the prefix of what is in them
 
 
@@ -80,7 +81,9 @@ def _key(module: str) -> str:
 def _compile(module: str, function: str) -> Any:
     from numba import cfunc, types
 
-    return cfunc(types.void(types.voidptr))(getattr(import_module(module), function))
+    made = cfunc(types.void(types.voidptr))(getattr(import_module(module), function))
+    compiled.append(f"{module}.{function}")
+    return made
 
 
 def _calls_known(made: Any) -> bool:

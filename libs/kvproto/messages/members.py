@@ -33,6 +33,16 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """What a starting worker does."""
+
+    doing: Name
+    weight_bytes: Count = 0  # that are loaded
+    total_bytes: Count = 0  # of weights; 0: not known
+    kernels: Count = 0  # compiled by this process
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """A worker's lease in the members bucket; the heartbeat carries what changes often."""
 
@@ -64,6 +74,7 @@ class WorkerRecord:
     grammars: bool = False  # it follows `Sampling.grammar`, which others would ignore
     chats: bool = False  # it renders `GenerateRequest.chat`, which others would not find
     scores: bool = False  # it follows `Sampling.prompt_logprobs`, and may generate nothing
+    loading: Loading | None = None  # while `state` is `starting`
 
     @property
     def models(self) -> dict[str, str]:

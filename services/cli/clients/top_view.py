@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfleet.cli.console import printable
+from kvservice.byte_size import readable
 
 NONE = "-"
 TABLE_LINES = 2  # of a table without its rows, and the line before it
@@ -122,7 +123,7 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
         load, state = one["load"], one["state"]
         row: dict[str, str | Text] = {
             "worker": _name(worker),
-            "state": _name(state, "" if plain else STATE_STYLES.get(state, "")),
+            "state": _name(_doing(one), "" if plain else STATE_STYLES.get(state, "")),
             "model": _name(one["model"]),
             "engine": _name(one["engine"]),
             "host": _name(one["host"]),
@@ -139,6 +140,15 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
             }
         rows.append(row)
     return _table(widths, ("worker", "state", "model", "engine", "host"), rows, width, plain=plain)
+
+
+def _doing(worker: Mapping[str, Any]) -> str:
+    """Its state, or what it does while it starts."""
+    loading = worker.get("loading")
+    if loading is None:
+        return str(worker["state"])
+    total = loading["total_bytes"]
+    return str(loading["doing"]) + (f" {loading['weight_bytes'] / total:.0%}" if total else "")
 
 
 def _tiers(snapshot: TopSnapshot, width: int, *, plain: bool) -> Table | None:
@@ -168,9 +178,9 @@ def _tiers(snapshot: TopSnapshot, width: int, *, plain: bool) -> Table | None:
             {
                 "tier": _name(name),
                 "blocks": f"{tier['blocks']:,}" if holds else NONE,
-                "held": f"{size(tier['bytes_used'])} of {size(tier['bytes_total'])}" if holds else NONE,
+                "held": f"{readable(tier['bytes_used'])} of {readable(tier['bytes_total'])}" if holds else NONE,
                 "hit tokens": f"{tier['hit_tokens_total']:,}",
-                "restored": size(tier["restored_bytes_total"]),
+                "restored": readable(tier["restored_bytes_total"]),
                 "offloaded": f"{tier['offloaded_blocks_total']:,}",
                 "evicted": f"{tier['evictions_total']:,}",
                 "failures": _name(failures or "none"),
@@ -231,11 +241,3 @@ def milliseconds(value: float | None) -> str:
     if value >= 1000:
         return f"{value / 1000:,.1f} s"
     return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
-
-
-def size(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} PiB"

@@ -12,21 +12,19 @@ import secrets
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import httpx
 import typer
-from rich.status import Status
 
 from kvfleet.cli.console import err, fail
 from kvfleet.cli.embedded import embedded_nats
 from kvfleet.cli.embedded import forks as forking
 from kvfleet.cli.embedded.autoscaler import LocalAutoscaler, read_limits
 from kvfleet.cli.embedded.fleet import EmbeddedFleet
+from kvfleet.cli.embedded.loading import FleetParts, wait_ready
 from kvfleet.cli.embedded.lora_flags import read_loras
 from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim, listen
 from kvfleet.cli.embedded.processes import Child, FleetEnded, StartFailed, StopRequest, spawn
@@ -44,7 +42,6 @@ VLLM_HELP = (
     "unless that is set"
 )
 DRAIN_S = 3.0
-START_TIMEOUT_S = 600.0
 
 OWN_ENGINE = ("runner", "fake_tokens_per_s", "blocks", "device")  # flags for it alone
 
@@ -184,7 +181,7 @@ def up(
             front += targets.flags("ingress", "i0", f"[{host}]" if ":" in host else host)
             fleet.ingresses.append(_service("ingress", "i0", front, key, listener.fileno()))
             base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            if _wait_ready(fleet, base, total, placements, vaults, stopping):
+            if wait_ready(fleet, base, FleetParts(total, placements, vaults), login, namespace, stopping):
                 if (listed := targets.write(state)) is not None:
                     err.print(f"metrics: Prometheus finds every process by {listed}")
                 sys.stdout.write(f"ready {base}\n")
@@ -307,42 +304,6 @@ def _service(
 def _own_gpu(index: int) -> dict[str, str]:
     """Local workers take the GPUs round robin."""
     return {"CUDA_VISIBLE_DEVICES": found[index % len(found)]} if (found := gpus()) else {}
-
-
-def _wait_ready(
-    fleet: EmbeddedFleet, base: str, workers: int, placements: int, vaults: int, stopping: StopRequest
-) -> bool:
-    """True when every process serves, False when `stopping` is set. Raises StartFailed."""
-    end = time.monotonic() + START_TIMEOUT_S
-    shown = ""
-    with Status("starting", console=err) as status, httpx.Client(base_url=base, timeout=2.0, trust_env=False) as http:
-        while not stopping.is_set:
-            for child in fleet:
-                if not child.running:
-                    raise StartFailed(child.name, f"it ended with code {child.process.returncode}; see its line above")
-            if time.monotonic() > end:
-                raise StartFailed("the fleet", f"not ready within {START_TIMEOUT_S:.0f} s")
-            health = _health(http)
-            ready = health.get("workers_ready", 0)
-            line = f"loading: {ready} of {workers} workers ready"
-            status.update(line)
-            if line != shown and not err.is_terminal:
-                err.print(line)
-            shown = line
-            others = health.get("placements", 0) >= placements and health.get("vaults", 0) >= vaults
-            if ready >= workers and others and health.get("status") == "ok":
-                return True
-            stopping.wait(0.05)
-    return False
-
-
-def _health(http: httpx.Client) -> dict[str, Any]:
-    """The ingress's health, which needs no API key. Empty until it answers."""
-    try:
-        report: dict[str, Any] = http.get("/health").json()
-        return report
-    except (httpx.HTTPError, ValueError):
-        return {}
 
 
 def _chats(model: str) -> bool:

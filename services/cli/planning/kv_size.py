@@ -14,7 +14,7 @@ from rich.table import Table
 from kvfleet.cli.console import fail, figures, out
 from kvfleet.cli.embedded.up import Device, DType
 from kvservice import launch
-from kvservice.byte_size import parse_bytes
+from kvservice.byte_size import parse_bytes, readable
 
 
 class KvDType(StrEnum):  # typer takes no list of literals
@@ -90,12 +90,3 @@ def _table(found: dict[str, Any]) -> Table:
     for each in sequences:
         table.add_row(f"sequences of {each[0]['tokens']:,}", *(f"{one['fit']:,}" for one in each))
     return table
-
-
-def readable(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} GiB"

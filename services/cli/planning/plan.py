@@ -16,9 +16,9 @@ from kvfleet.cli.clients.generate import Key, known_url
 from kvfleet.cli.console import err, fail, out, printable
 from kvfleet.cli.embedded.up import DType
 from kvfleet.cli.planning import planning
-from kvfleet.cli.planning.kv_size import KvDType, known_size, readable, report
+from kvfleet.cli.planning.kv_size import KvDType, known_size, report
 from kvfleet.cli.planning.plan_rates import Measured, NoRates, how_to_measure, of_file, of_fleet
-from kvservice.byte_size import parse_bytes
+from kvservice.byte_size import parse_bytes, readable
 
 
 def plan(

@@ -30,9 +30,19 @@ class ModelsAnswer(Described):
     data: list[ModelAnswer]
 
 
+class LoadingAnswer(Described):
+    """What a starting worker does."""
+
+    doing: str
+    weight_bytes: Natural
+    total_bytes: Natural
+    kernels: Natural
+
+
 class WorkerAnswer(Described):
     address: str
     state: State
+    loading: LoadingAnswer | None
     model: str
     model_revision: str
     adapters: list[str]
@@ -156,6 +166,7 @@ def _worker(view: WorkerView, address: str) -> WorkerAnswer:
         "adapters": [one.name for one in view.record.adapters],
         "address": address,
         "state": view.state,
+        "loading": None if view.record.loading is None else told(LoadingAnswer, view.record.loading),
         "load": asdict(load),
         "rates": asdict(rates),
         "blocks_held": held,

@@ -14,7 +14,8 @@ from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.base import BlockMemory, ModelRunner
 from kvfleet.worker.model.fake import FakePace, FakeRunner
-from kvfleet.worker.model.kv_size import KvLayout, readable, size_lines
+from kvfleet.worker.model.kv_size import KvLayout, size_lines
+from kvfleet.worker.model.load_progress import LoadProgress
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.text.detokenizer import Detokenizer
@@ -23,6 +24,7 @@ from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Bundle
+from kvservice.byte_size import readable
 from kvservice.host import cores
 from kvservice.host import free_bytes as host_bytes_free
 
@@ -37,10 +39,13 @@ def build_engine(
     folder: Path,
     bundle: Bundle,
     remote_for: Callable[[BlockMemory], RemoteTiers] | None = None,
+    progress: LoadProgress | None = None,
 ) -> Engine:
-    """Load the model, which blocks, and build its engine. `remote_for` makes the client of vaults and peers. Raises
-    UnsupportedModel, InvalidRequest or OutOfMemory."""
-    runner = _fake_runner(settings, bundle) if settings.runner == "fake" else _torch_runner(settings, folder)
+    """Load the model, which blocks, and build its engine. `remote_for` makes the client of vaults and peers; `progress`
+    is told. Raises UnsupportedModel, InvalidRequest or OutOfMemory."""
+    progress = progress or LoadProgress()
+    runner = _fake_runner(settings, bundle) if settings.runner == "fake" else _torch_runner(settings, folder, progress)
+    progress.doing = "reserving memory for blocks"
     pool = BlockPool(runner.num_blocks, runner.block_size)
     if runner.num_blocks * runner.block_size < runner.context_length:
         log.warning(
@@ -104,7 +109,8 @@ def import_torch() -> None:
         import_module(module)
 
 
-def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
+def _torch_runner(settings: WorkerSettings, folder: Path, progress: LoadProgress) -> ModelRunner:
+    progress.doing = "importing torch"
     import_torch()
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -118,14 +124,17 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
 
     threads = settings.threads or max(1, cores() // settings.workers_on_host)
     if settings.tensor_parallel_size > 1:
-        return _group_runner(settings, folder, threads)
+        return _group_runner(settings, folder, threads, progress)
     torch.set_num_threads(threads)
     disable_progress_bar()  # several workers share one terminal
-    loaded = load_model(folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device)
+    loaded = load_model(
+        folder, load_format=settings.load_format, dtype=settings.dtype, device=settings.device, progress=progress
+    )
     loaded = with_kv_dtype(loaded, settings.kv_dtype, settings.block_size)
     graphs = 0 if settings.enforce_eager else settings.slots
     blocks = settings.blocks
     if blocks is None:
+        progress.doing = "measuring the memory of a step"
         backend = backend_for(settings.attention, loaded, settings.block_size)
         prompt, decodes = step_bytes(
             lambda blocks: TorchRunner(loaded, backend, blocks, settings.block_size),
@@ -142,10 +151,10 @@ def _torch_runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
     for line in size_lines(layout, settings.block_size, kv_dtype, blocks):
         log.info(line)
     log.info("%s, %d threads", loaded.device, threads)
-    return build_runner(loaded, blocks, settings.block_size, settings.attention, graphs)
+    return build_runner(loaded, blocks, settings.block_size, settings.attention, graphs, progress=progress)
 
 
-def _group_runner(settings: WorkerSettings, folder: Path, threads: int) -> ModelRunner:
+def _group_runner(settings: WorkerSettings, folder: Path, threads: int, progress: LoadProgress) -> ModelRunner:
     from kvfleet.worker.model.kv_pool import share_of_free
     from kvfleet.worker.model.loader import device_of
     from kvfleet.worker.model.parallel.launch import start_group
@@ -168,5 +177,6 @@ def _group_runner(settings: WorkerSettings, folder: Path, threads: int) -> Model
             settings.slots,
             settings.attention,
             max(1, threads // ranks),
-        )
+        ),
+        progress=progress,
     )

@@ -20,6 +20,7 @@ from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.fused.fuse import optimise
 from kvfleet.worker.model.gpu.decode_graphs import DecodeGraphs, Record, cuda_graphs, sizes_up_to
+from kvfleet.worker.model.load_progress import LoadProgress
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.runner import TorchRunner
 from kvfleet.worker.model.support import name_of, trial_positions
@@ -53,13 +54,16 @@ def build_runner(
     attention: Attention = "auto",
     graphs: int = 0,
     make: Callable[..., TorchRunner] = TorchRunner,
+    progress: LoadProgress | None = None,
 ) -> TorchRunner:
     """A runner on as many threads as torch has; `reference` leaves the model as transformers made it, and so does `cpu`
     on a part of a model: only its attention is fast there. On a GPU decode steps of up to `graphs` sequences are
-    recorded.
+    recorded. `progress` is told.
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
+    progress = progress or LoadProgress()
+    progress.doing = "making the kernels ready"
     backend = backend_for(attention, loaded, block_size)
     if chosen_for(attention, loaded.device) == "cpu":
         from kvcpu.attention.backend import CpuBackend
@@ -75,6 +79,7 @@ def build_runner(
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)
     if loaded.device.type == "cuda":
+        progress.doing = "recording decode steps"
         record_decodes(runner, loaded, backend, min(graphs, blocks), cuda_graphs(loaded.device))
     return runner
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvservice.byte_size import readable
+
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 SCALE_BYTES = {"int8": 4}  # a float32
 LENGTHS = (1024, 4096, 8192, 32_768, 131_072)
@@ -87,16 +89,6 @@ def formula(layout: KvLayout, kv_dtype: str) -> str:
     if kv_dtype in SCALE_BYTES:
         row = f"({row} + {SCALE_BYTES[kv_dtype]})"
     return f"{layout.layers} layers x 2 x {layout.kv_heads} heads x {row} bytes"
-
-
-def readable(size: int) -> str:
-    """Such as 12.0 KiB."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{size:,} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} TiB"
 
 
 def columns(auto: str, asked: Sequence[str] = ()) -> list[str]:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvcpu.blocks import KvShape
 from kvfleet.worker.model.attention.interface import attach
+from kvfleet.worker.model.load_progress import LoadProgress, numbers_in
 from kvfleet.worker.model.parallel.sharding import RankPart, shard
 from kvfleet.worker.model.probe import probe
 from kvfleet.worker.model.quick_imports import load_meta
@@ -49,8 +50,10 @@ def load_model(
     dtype: Dtype = "auto",
     device: Device = "auto",
     part: RankPart | None = None,
+    progress: LoadProgress | None = None,
 ) -> LoadedModel:
     """`dummy` takes random weights and needs `config.json` only. `part`: of one rank, in a group that has joined.
+    `progress` is told.
 
     Raises UnsupportedModel naming feature and model, InvalidRequest if there is no such model or device.
     """
@@ -58,15 +61,19 @@ def load_model(
     context_length = supported_context(config)
     where = device_of(device)
     what = dtype_of(dtype, config, where)
+    progress = progress or LoadProgress()
 
     def loaded() -> tuple[Any, GenerationConfig | None]:
         if load_format == "dummy":
-            model, generation = _random_model(config, what), _generation_config(source)
+            with progress.weights(0):
+                model, generation = _random_model(config, what), _generation_config(source)
         else:
-            model = _trained_model(source, what)
+            with progress.weights(numbers_in(Path(source)) * what.itemsize):
+                model = _trained_model(source, what)
             generation = model.generation_config
         if part is not None:
             shard(model, part)
+        progress.doing = "trying the model"
         return model.to(where), generation
 
     try:

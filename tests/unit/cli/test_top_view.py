@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvfleet.cli.clients.top_view import TopSnapshot, milliseconds, page, rate, screen, share, size
+from kvfleet.cli.clients.top_view import TopSnapshot, milliseconds, page, rate, screen, share
 from kvfleet.cli.console import printable
 from kvproto.messages import Load, TierLoad
 
@@ -66,6 +66,17 @@ def test_it_fits_terminals_of_all_sizes(width: int, height: int, workers: int) -
     named = sum(line.startswith("w") and "ready" in line and not line.startswith("workers") for line in shown)
     rest = [line for line in shown if "further workers" in line]
     assert named == workers or rest[0].strip() == f"and {workers - named} further workers"
+
+
+@pytest.mark.parametrize(
+    ("loading", "said"),
+    [({"doing": "loading weights", "weight_bytes": 30, "total_bytes": 40}, "w0 loading weights 75% demo"),
+     ({"doing": "importing torch", "weight_bytes": 0, "total_bytes": 0}, "w0 importing torch demo"),
+     (None, "w0 starting demo")],
+)  # fmt: skip
+def test_a_starting_worker_tells_what_it_does(loading: dict[str, Any] | None, said: str) -> None:
+    snapshot = replace(a_snapshot(), workers={"w0": a_worker("starting") | {"loading": loading}})
+    assert any(" ".join(line.split()).startswith(said) for line in lines(snapshot, 160, 50))
 
 
 def test_a_wide_one_shows_all_of_it() -> None:
@@ -145,10 +156,3 @@ def test_how_figures_are_written() -> None:
     assert [share(None), share(0.0), share(0.1234)] == ["-", "0.0%", "12.3%"]
     assert [rate(None), rate(0.0), rate(9.94), rate(1234.5)] == ["-", "0.0", "9.9", "1,234"]
     assert [milliseconds(value) for value in (None, 1.25, 12.6, 1500.0)] == ["-", "1.2 ms", "13 ms", "1.5 s"]
-    assert [size(value) for value in (0, 1023, 1024, 5 * 2**30, 2**50)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "5.0 GiB",
-        "1.0 PiB",
-    ]

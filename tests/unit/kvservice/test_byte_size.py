@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvservice.byte_size import parse_bytes
+from kvservice.byte_size import parse_bytes, readable
 
 
 def test_sizes_as_people_write_them() -> None:
@@ -22,3 +22,7 @@ def test_sizes_as_people_write_them() -> None:
 def test_a_small_number_lacks_its_unit(text: str) -> None:
     with pytest.raises(ValueError, match=f"say {text.strip()}GiB, or {text.strip()}B if that is meant"):
         parse_bytes(text)
+
+
+def test_sizes_as_people_read_them() -> None:
+    assert [readable(size) for size in (12, 12_288, 3 * 2**40, 2**50)] == ["12 B", "12.0 KiB", "3.0 TiB", "1.0 PiB"]

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvfleet.worker.model.kv_size import KvLayout, size_lines
+from kvfleet.worker.model.load_progress import LoadProgress
 from kvfleet.worker.model.loader import LoadedModel, device_of, read_config
 from kvfleet.worker.model.parallel.group import STEP_LIMIT_S, RankGroup
 from kvfleet.worker.model.parallel.messages import RankPlan
@@ -24,15 +25,16 @@ from kvproto.errors import InvalidRequest, UnsupportedModel
 log = logging.getLogger(__name__)
 
 
-def start_group(plan: RankPlan, limit_s: float = STEP_LIMIT_S) -> GroupRunner:
-    """`limit_s`: how long a step may take. Raises UnsupportedModel, InvalidRequest, OutOfMemory or EngineFailure."""
+def start_group(plan: RankPlan, limit_s: float = STEP_LIMIT_S, *, progress: LoadProgress | None = None) -> GroupRunner:
+    """`limit_s`: how long a step may take. `progress` is told of the leader's part. Raises
+    UnsupportedModel, InvalidRequest, OutOfMemory or EngineFailure."""
     _check_devices(plan)
     _check_model(plan)
     group = RankGroup(plan, limit_s)
     try:
         begin = group.meet()
         with group.watched(loading=True):
-            runner = build_rank(begin, partial(GroupRunner, group), partial(_tell, plan))
+            runner = build_rank(begin, partial(GroupRunner, group), partial(_tell, plan), progress)
         group.met()
     except BaseException:
         group.close()

@@ -19,6 +19,7 @@ from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
 from kvfleet.worker.model.attention.choice import backend_for
 from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
+from kvfleet.worker.model.load_progress import LoadProgress
 from kvfleet.worker.model.loader import LoadedModel, device_of, load_model, read_config
 from kvfleet.worker.model.parallel.messages import Begin, RankPlan
 from kvfleet.worker.model.parallel.sharding import UNCUT, RankPart
@@ -32,16 +33,21 @@ from kvsampling.sampler import is_out_of_memory
 COLLECTIVE_LIMIT = timedelta(hours=2)
 
 
-def build_rank(begin: Begin, make: Callable[..., TorchRunner], told: Callable[[LoadedModel, int], Any]) -> TorchRunner:
+def build_rank(
+    begin: Begin,
+    make: Callable[..., TorchRunner],
+    told: Callable[[LoadedModel, int], Any],
+    progress: LoadProgress | None = None,
+) -> TorchRunner:
     """`told` hears of the model and the number of blocks. Raises UnsupportedModel, InvalidRequest or OutOfMemory."""
     plan = begin.plan
     torch.set_num_threads(plan.threads)
     disable_progress_bar()
     _join(begin)
-    loaded = _load(plan, begin.rank)
+    loaded = _load(plan, begin.rank, progress)
     blocks = _blocks(loaded, plan)
     told(loaded, blocks)
-    return build_runner(loaded, blocks, plan.block_size, plan.attention, make=make)
+    return build_runner(loaded, blocks, plan.block_size, plan.attention, make=make, progress=progress)
 
 
 def _join(begin: Begin) -> None:
@@ -56,11 +62,14 @@ def _join(begin: Begin) -> None:
     dist.init_process_group(backend, store=store, rank=begin.rank, world_size=plan.ranks, timeout=COLLECTIVE_LIMIT)
 
 
-def _load(plan: RankPlan, rank: int) -> LoadedModel:
+def _load(plan: RankPlan, rank: int, progress: LoadProgress | None) -> LoadedModel:
     config = read_config(plan.folder)
     part = RankPart(rank, plan.ranks)
     try:
-        loaded = load_model(plan.folder, load_format=plan.load_format, dtype=plan.dtype, device=plan.device, part=part)
+        loaded = load_model(
+            plan.folder, load_format=plan.load_format, dtype=plan.dtype, device=plan.device, part=part,
+            progress=progress,
+        )  # fmt: skip
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise OutOfMemory(f"a part of the model does not fit: {error}") from error

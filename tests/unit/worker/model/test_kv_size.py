@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvfleet.worker.model.kv_size import KvLayout, columns, kv_size, lengths, readable, size_lines
+from kvfleet.worker.model.kv_size import KvLayout, columns, kv_size, lengths, size_lines
 
 QWEN = KvLayout(layers=24, kv_heads=2, head_dim=64, context_length=32_768)
 
@@ -59,7 +59,3 @@ def test_what_a_worker_says_at_its_start() -> None:
         "1,000 blocks, 187.5 MiB: 16,000 tokens; sequences at once: 15 of 1,024, 3 of 4,096, 1 of 8,192, 0 of 32,768",
     ]
     assert "x (64 x 1 + 4) bytes" in size_lines(QWEN, 16, "int8", 1000)[0]
-
-
-def test_sizes_as_people_read_them() -> None:
-    assert [readable(size) for size in (12, 12_288, 3 * 2**40)] == ["12 B", "12.0 KiB", "3.0 TiB"]
