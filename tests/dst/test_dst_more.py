@@ -6,7 +6,7 @@ import pytest
 
 from tests.dst.test_dst import PARTS, SEEDS, seeds_of_the_day
 
-MORE = 12
+MORE = 15
 
 
 @pytest.mark.parametrize("part", range(PARTS, PARTS + MORE))
