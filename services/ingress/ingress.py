@@ -39,6 +39,7 @@ from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
+from kvfleet.ingress.telemetry.stream_courses import StreamCourses
 from kvproto.buckets import Bucket, BucketFollower
 from kvproto.client import Client
 from kvproto.connection import Connection
@@ -107,6 +108,10 @@ READINGS = (  # name, help, and where an `Ingress` has it
 )
 
 
+def _unix_ms() -> int:
+    return int(time.time() * 1000)
+
+
 @dataclass(frozen=True, slots=True)
 class IngressBuckets:
     sessions: Bucket
@@ -155,7 +160,7 @@ class Ingress:
             buckets.sessions,
             config.id,
             config.sessions,
-            lambda: int(time.time() * 1000),
+            _unix_ms,
             self._is_alive,
             forget=self.session_blocks.forget,
         )
@@ -165,11 +170,14 @@ class Ingress:
         )
         self.runs = Runs(config.runs, client.now)
         index = self.session_index
-        parts = IngressParts(client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs)
+        courses = StreamCourses(_unix_ms)
+        parts = IngressParts(
+            client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs, courses
+        )
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
         self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
         self.texts = TextRoutes(parts, prompts)
-        self.moments = WorkerMoments(lambda: int(time.time() * 1000))
+        self.moments = WorkerMoments(_unix_ms)
         self.routes = FleetRoutes(parts, self.session_blocks, self.regions, self.moments)
         records = ResponseRecords(buckets.responses)
         jobs = ResponseJobs(self.flow, records, config.id)

@@ -91,7 +91,7 @@ _PATH = (
     _parameter("path", "file", {"type": "string", "pattern": r"^[a-z_]+\.(js|css)$"}, "of the page"),
 )
 _OF_NEWEST = (
-    _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": MAX_NEWEST}, "decisions, default 50"),
+    _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": MAX_NEWEST}, "default 50"),
     _parameter("query", "model", {"type": "string", "maxLength": 256}, "of this model alone"),
 )
 _REPEATS = (
@@ -291,8 +291,8 @@ OPERATIONS = (
     ),
     _reading(
         "/v1/timeline",
-        "The course of the streams of these decisions, the newest first, and when workers came, drained and went: of "
-        "all workers for admin keys, else of those that the streams were at.",
+        "The course of the last streams, the newest first, and when workers came, drained and went. Of this key's "
+        "tenant and of the workers that its streams were at; of all for admin keys.",
         TimelineAnswer,
         *(400, 429, *_KNOWN),
         parameters=_OF_NEWEST,

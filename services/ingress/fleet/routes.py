@@ -36,7 +36,7 @@ from kvproto.errors import (
     WorkerLost,
 )
 from kvproto.hash_ring import ring_key
-from kvproto.messages import AdminCommand, AdminRequest, Role
+from kvproto.messages import AdminCommand, AdminRequest, Decision, Role
 from kvproto.regions import split
 
 SAFETENSORS = b"application/octet-stream"
@@ -111,8 +111,8 @@ class FleetRoutes:
         await self._list(exchange, Listing.PLACEMENTS)
 
     async def timeline(self, exchange: Exchange) -> None:
-        """GET /v1/timeline?limit=N&model=M: of the same decisions the course of their streams, and what became of
-        workers: of all for an admin key, else of those that these streams were at."""
+        """GET /v1/timeline?limit=N&model=M: the course of the last streams, and what became of workers: of all for an
+        admin key, else of those that these streams were at."""
         await self._list(exchange, Listing.TIMELINE)
 
     async def drain(self, exchange: Exchange) -> None:
@@ -239,12 +239,14 @@ class FleetRoutes:
 
     async def _listed(self, question: ListQuestion) -> bytes:
         tenant, model, limit, listing = question
-        decisions = await self.parts.client.newest_decisions(limit, tenant, model)
         if listing is Listing.PLACEMENTS:
-            return orjson.dumps(newest_report(decisions))
-        moments = self.moments
-        answer = timeline_report(moments.unix_ms(), decisions, moments.moments, every_worker=tenant is None)
-        return orjson.dumps(answer)
+            return orjson.dumps(newest_report(await self.parts.client.newest_decisions(limit, tenant, model)))
+        decisions: tuple[Decision, ...] = ()
+        with contextlib.suppress(Unavailable):  # without placement an ingress knows its own streams
+            decisions = await self.parts.client.newest_decisions(limit, tenant, model)
+        own, moments = self.parts.courses.of(tenant, model), self.moments
+        now, every_worker = moments.unix_ms(), tenant is None
+        return orjson.dumps(timeline_report(now, own, decisions, moments.moments, limit, every_worker=every_worker))
 
     async def _list(self, exchange: Exchange, listing: Listing) -> None:
         caller = await self.parts.tenancy.identify(exchange)

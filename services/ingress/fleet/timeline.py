@@ -1,10 +1,8 @@
 """The course of streams over workers, and the moments when workers came, drained and went. Pure.
 
-    placed ──▶ started ──▶ first token ──▶ ended: done, moved, an error's code; lost: its worker went, or another
-       queue      prefill      decode             attempt followed without a word of it
-
-Placement replicas tell of streams, whichever ingress or producer they are of, by the clocks of replicas and workers.
-Each ingress hears of workers by itself, since its own begin.
+An ingress tells of its own streams by itself, of those of other ingresses and of producers as placement replicas
+remember them. By these an attempt is lost whose worker went, or that another one followed without a word of its end. Of
+workers each ingress hears by itself, since its own begin.
 """
 
 from __future__ import annotations
@@ -14,13 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvfleet.ingress.fleet.report import TokensByTier
 from kvfleet.ingress.http.answer_types import Described, Natural
+from kvfleet.ingress.telemetry.stream_courses import DONE, LOST, Stay, StreamCourse
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.messages import Decision, State
 
 KEPT = 256  # moments: some tens of minutes of a fleet in trouble
-DONE, LOST = "done", "lost"
 
 
 class Turning(StrEnum):
@@ -36,28 +33,6 @@ class WorkerMoment(Described):
     unix_ms: Natural
     worker_id: str
     what: Turning
-
-
-class Stay(Described):
-    """One attempt at a worker. Moments that have not come, or of which nothing was heard, are null."""
-
-    attempt: Natural
-    worker_id: str
-    placed_unix_ms: Natural
-    started_unix_ms: Natural | None
-    first_token_unix_ms: Natural | None
-    ended_unix_ms: Natural | None
-    end: str | None
-    cached_tokens: TokensByTier | None
-    output_tokens: Natural
-
-
-class StreamCourse(Described):
-    request_id: str
-    tenant: str
-    model: str
-    prompt_tokens: Natural
-    stays: list[Stay]
 
 
 class TimelineAnswer(Described):
@@ -92,20 +67,23 @@ class WorkerMoments:
 
 
 def timeline_report(
-    now_unix_ms: int, decisions: Iterable[Decision], moments: Sequence[WorkerMoment], *, every_worker: bool
+    now_unix_ms: int,
+    own: Iterable[StreamCourse],
+    decisions: Iterable[Decision],
+    moments: Sequence[WorkerMoment],
+    limit: int,
+    *,
+    every_worker: bool,
 ) -> TimelineAnswer:
-    """Unless it is to tell of `every_worker`, of those alone that these streams were at."""
+    """Of at most `limit` streams. Unless it is to tell of `every_worker`, of those alone that these streams were at."""
     attempts: dict[tuple[str, str], dict[int, Decision]] = {}
     for one in sorted(decisions, key=lambda one: (one.actual.accepted, one.unix_ms)):
         attempts.setdefault((one.tenant, one.request), {})[one.attempt] = one  # of several replicas', the accepted one
-    by_stream = [[of_one[number] for number in sorted(of_one)] for of_one in attempts.values()]
-    by_stream.sort(key=lambda stream: stream[-1].unix_ms, reverse=True)
-    seen = {one.worker for stream in by_stream for one in stream}
-    return TimelineAnswer(
-        now_unix_ms,
-        [_course(stream, moments) for stream in by_stream],
-        [one for one in moments if every_worker or one.worker_id in seen],
-    )
+    courses = {key: _course([of_one[at] for at in sorted(of_one)], moments) for key, of_one in attempts.items()}
+    courses |= {(one.tenant, one.request_id): one for one in own}
+    streams = sorted(courses.values(), key=lambda one: one.stays[-1].placed_unix_ms, reverse=True)[:limit]
+    seen = {stay.worker_id for stream in streams for stay in stream.stays}
+    return TimelineAnswer(now_unix_ms, streams, [one for one in moments if every_worker or one.worker_id in seen])
 
 
 def _course(stream: Sequence[Decision], moments: Sequence[WorkerMoment]) -> StreamCourse:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ingress_rig import FLEET_KEY, Served, serve, start_placement, until
+from scripted_worker import ScriptedWorker
 
 from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.ingress.telemetry.audit import Audit
@@ -124,8 +125,13 @@ async def test_a_stream_survives_a_drain_and_the_timeline_shows_both_workers(fle
     ]  # fmt: skip
     (line,) = [one for one in fleet.audited if one.get("route") == "worker_drain"]
     assert (line["event"], line["key"], line["worker"], line["status"]) == ("access", "root", holder, 200)
-    seen = await fleet.beside.http.get("/v1/timeline")  # another ingress tells the same
-    assert [one["stays"] for one in seen.json()["streams"]] == [one["stays"] for one in told["streams"]]
+    (beside,) = (await fleet.beside.http.get("/v1/timeline")).json()["streams"]  # another ingress has it of placement
+    known = [
+        [(one["worker_id"], one["end"], one["output_tokens"]) for one in stays]
+        for stays in (beside["stays"], told["streams"][0]["stays"])
+    ]
+    assert known[0] == known[1] == [(holder, "moved", known[0][0][2]), (other, "done", 400)]
+    assert abs(beside["stays"][1]["placed_unix_ms"] - told["streams"][0]["stays"][1]["placed_unix_ms"]) < 1000
 
 
 async def test_a_stream_whose_worker_died(fleet: Fleet) -> None:
@@ -198,3 +204,13 @@ async def test_a_worker_that_is_gone_or_does_not_answer_in_time(fleet: Fleet, mo
     answer = await fleet.served.http.post("/workers/w0/drain", headers=ROOT)
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "worker w0 does not answer")
     assert (fleet.audited[-1]["worker"], fleet.audited[-1]["error"]) == ("w0", "unavailable")
+
+
+async def test_without_placement_an_ingress_tells_of_its_own_streams(served: Served, worker: ScriptedWorker) -> None:
+    answer = await served.http.post("/v1/completions", json={"model": "demo", "prompt": "hello", "max_tokens": 2})
+    assert answer.status_code == 200
+    assert (await served.http.get("/v1/placements")).status_code == 503
+    told = (await served.http.get("/v1/timeline")).json()
+    ((stay,),) = [one["stays"] for one in told["streams"]]
+    assert (stay["worker_id"], stay["end"]) == (worker.id, "done")
+    assert stay["placed_unix_ms"] <= stay["first_token_unix_ms"] <= stay["ended_unix_ms"] <= told["now_unix_ms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -10,6 +11,7 @@ from ingress_build import sent
 
 from kvfleet.ingress.fleet.openapi import openapi_document
 from kvfleet.ingress.fleet.timeline import KEPT, Turning, WorkerMoment, WorkerMoments, timeline_report
+from kvfleet.ingress.telemetry.stream_courses import Stay, StreamCourse
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.messages import Actual, Decision, State, WorkerRecord
 
@@ -24,9 +26,15 @@ def decided(request: str, attempt: int, worker: str, at: int, actual: Actual, te
     )
 
 
-def report(*decisions: Decision, moments: tuple[WorkerMoment, ...] = (), every_worker: bool = True) -> dict[str, Any]:
+def report(
+    *decisions: Decision,
+    own: tuple[StreamCourse, ...] = (),
+    moments: tuple[WorkerMoment, ...] = (),
+    limit: int = 50,
+    every_worker: bool = True,
+) -> dict[str, Any]:
     """As it is sent, in its described form."""
-    answer: dict[str, Any] = sent(timeline_report(T0 + 9000, decisions, moments, every_worker=every_worker))
+    answer: dict[str, Any] = sent(timeline_report(T0 + 9000, own, decisions, moments, limit, every_worker=every_worker))
     components = openapi_document()["components"]
     jsonschema_rs.validate({**components["schemas"]["TimelineAnswer"], "components": components}, answer)
     return answer
@@ -120,6 +128,18 @@ def test_who_may_not_see_the_fleet_sees_the_workers_of_its_streams() -> None:
     for every_worker, seen in ((True, ["w0", "w1"]), (False, ["w1"])):
         answer = report(decided("r", 0, "w1", 0, RUNS), moments=moments, every_worker=every_worker)
         assert [one["worker_id"] for one in answer["workers"]] == seen
+
+
+def test_an_ingress_knows_its_own_streams_better_than_placement() -> None:
+    own = StreamCourse("r", "acme", "demo", 40, [Stay(0, "w0", T0, None, None, T0 + 70, "lost", None, 3)])
+    answer = report(decided("r", 0, "w0", 0, RUNS), decided("s", 0, "w1", 5, RUNS), own=(own,))
+    assert [one["request_id"] for one in answer["streams"]] == ["s", "r"]
+    assert answer["streams"][1] == sent(own)
+    assert [one["request_id"] for one in report(decided("s", 0, "w1", 5, RUNS), own=(own,), limit=1)["streams"]] == [
+        "s"
+    ]
+    others = replace(own, tenant="other")
+    assert len(report(decided("r", 0, "w0", 0, RUNS), own=(others,))["streams"]) == 2
 
 
 def heard(*changes: tuple[Change, State]) -> list[tuple[int, str, str]]:
