@@ -30,6 +30,12 @@ export class Turn {
     return this.#pieces > before;
   }
 
+  /** Where the prompt's tokens came from, once it is known: those cached by tier, and all of them. */
+  get source() {
+    const tiers = this.#fleet?.cached_by_tier;
+    return this.#usage && tiers ? { tiers, total: this.#usage.prompt_tokens } : null;
+  }
+
   /** What was reused, how soon it began, how fast it went. */
   about() {
     const parts = [];
