@@ -179,7 +179,7 @@ async def test_a_worker_is_drained_by_the_button_and_its_stream_ends_whole(brows
     await pair.workers.workers[leaving].stop()  # as its process does
 
     def look() -> None:
-        browser.until(lambda: f"{leaving} → {other}" in labels(browser))
+        browser.until(lambda: f"{leaving}→{other}" in labels(browser))
         browser.until_text("#turns .turn:last-child .quiet", "900 generated")
         assert browser.text("#turns .turn:last-child .quiet").endswith(other)
         open_text(browser)
@@ -208,7 +208,7 @@ async def test_a_worker_that_died_is_marked(browser: Browser, pair: PageFleet) -
         open_text(browser)
         browser.until(lambda: stays(browser)[:2] == [(killed, "lost"), (other, "done")])
         browser.until_text("#moments", f"{killed} died")
-        assert f"{killed} → {other}" in labels(browser)
+        assert f"{killed}→{other}" in labels(browser)
         for mark in (".stream .mark.lost", ".worker .mark.died", ".stream .line.died"):
             assert browser.run(f"document.querySelectorAll('#timeline {mark}').length"), mark
 

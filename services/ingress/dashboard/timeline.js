@@ -7,7 +7,7 @@ import { drawn, phasesOf } from './spans.js';
 import { legend } from './token_bar.js';
 
 const MOST = { mostStreams: 16, mostWorkers: 6 };
-const TICKS = 4;
+const TICKS = { 30: 3, 60: 4, 300: 5, 900: 3 }; // so that each is a round number
 const LETTER_PX = 7;
 const GLYPHS = { moved: '◆', lost: '✕', failed: '!', died: '✕', draining: '▽', drained: '▼', joined: '▲' };
 const TOLD = { joined: 'joined', draining: 'began to drain', drained: 'had drained', died: 'died' };
@@ -94,7 +94,7 @@ export class Timeline {
         row('worker', worker, lane([
           ...lives.map(({ life, begin, end }) => span(`life ${life}`, begin, end)), ...marks.map(mark)]))),
       ...streams.map(({ spans, marks, workers: at, runs }) =>
-        row(runs ? 'stream runs' : 'stream', at.filter((worker, number) => worker !== at[number - 1]).join(' → '), lane([
+        row(runs ? 'stream runs' : 'stream', at.filter((worker, number) => worker !== at[number - 1]).join('→'), lane([
           ...spans.map(({ phase, worker, begin, end }) => {
             const fits = phase === 'decode' && (end - begin) * width > LETTER_PX * (worker.length + 2);
             return span(`phase ${phase}`, begin, end, fits ? worker : '');
@@ -107,11 +107,12 @@ export class Timeline {
 
   #axis(seconds) {
     const lane = element('span', null, 'lane');
-    for (let tick = 0; tick <= TICKS; tick += 1) {
-      const ago = seconds * (1 - tick / TICKS);
+    const ticks = TICKS[seconds];
+    for (let tick = 0; tick <= ticks; tick += 1) {
+      const ago = Math.round(seconds * (1 - tick / ticks));
       const said = ago >= 60 && ago % 60 === 0 ? `${ago / 60} min` : `${ago} s`;
       const made = element('span', ago ? `−${said}` : 'now', 'tick');
-      made.style.left = percent(tick / TICKS);
+      made.style.left = percent(tick / ticks);
       lane.append(made);
     }
     return row('axis', '', lane);
