@@ -3,9 +3,9 @@
 Only sampled contexts travel, so an unsampled request costs no header. A malformed context is ignored. The client calls
 a `Trail` in this order:
 
-    placing ──▶ placed ──▶ attempting ──▶ attempt_ended ──┬──▶ closed
-       ▲  └────▶ unplaced                                 │
-       └──────────────── next attempt ◀───────────────────┘
+    placing ──▶ placed ──▶ attempting ──▶ started ──▶ first_token ──▶ attempt_ended ──┬──▶ closed
+       ▲  └────▶ unplaced       └────────────┴──────────────────────────▲              │
+       └──────────────────────────────── next attempt ◀────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvproto.errors import KvfleetError
-from kvproto.messages import Placement
+from kvproto.messages import Placement, Started
 
 TRACEPARENT = "traceparent"
 HEADER_BYTES = 128  # at most, with its name
@@ -85,6 +85,11 @@ class Trail:
     def attempting(self, worker: str, attempt: int) -> str | None:
         """The context that the attempt carries."""
         return self.traceparent
+
+    def started(self, frame: Started) -> None: ...
+
+    def first_token(self) -> None:
+        """Of this attempt."""
 
     def attempt_ended(self, error: KvfleetError | None, *, moved: bool) -> None: ...
 

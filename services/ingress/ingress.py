@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from kvfleet.ingress.auth.tenancy import Tenancy
 from kvfleet.ingress.fleet.routes import FleetRoutes
 from kvfleet.ingress.fleet.text_routes import TextRoutes
+from kvfleet.ingress.fleet.timeline import WorkerMoments
 from kvfleet.ingress.http.web_guard import WebGuard
 from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.shared_usage import SharedUsage
@@ -38,6 +39,7 @@ from kvfleet.ingress.sessions.sessions import Sessions
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.audit import NO_AUDIT, Audit
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
+from kvfleet.ingress.telemetry.stream_courses import StreamCourses
 from kvproto.buckets import Bucket, BucketFollower
 from kvproto.client import Client
 from kvproto.connection import Connection
@@ -106,6 +108,10 @@ READINGS = (  # name, help, and where an `Ingress` has it
 )
 
 
+def _unix_ms() -> int:
+    return int(time.time() * 1000)
+
+
 @dataclass(frozen=True, slots=True)
 class IngressBuckets:
     sessions: Bucket
@@ -154,7 +160,7 @@ class Ingress:
             buckets.sessions,
             config.id,
             config.sessions,
-            lambda: int(time.time() * 1000),
+            _unix_ms,
             self._is_alive,
             forget=self.session_blocks.forget,
         )
@@ -164,11 +170,15 @@ class Ingress:
         )
         self.runs = Runs(config.runs, client.now)
         index = self.session_index
-        parts = IngressParts(client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs)
+        courses = StreamCourses(_unix_ms)
+        parts = IngressParts(
+            client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs, courses
+        )
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
         self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
         self.texts = TextRoutes(parts, prompts)
-        self.routes = FleetRoutes(parts, self.session_blocks, self.regions)
+        self.moments = WorkerMoments(_unix_ms)
+        self.routes = FleetRoutes(parts, self.session_blocks, self.regions, self.moments)
         records = ResponseRecords(buckets.responses)
         jobs = ResponseJobs(self.flow, records, config.id)
         self.background = Background(jobs, records, self._is_alive, config.request_deadline_s)
@@ -188,7 +198,7 @@ class Ingress:
     async def start(self) -> None:
         await self.regions.start()
         await self.usage_exchange.start()
-        self.client.members.listeners.append(self.models.on_member)
+        self.client.members.listeners += [self.models.on_member, self.moments.on_change]
         self.client.connection.on_reconnect.append(self._follower.begin)
         await self._follower.begin()
         self.client.connection.on_reconnect.append(self._actives.begin)
@@ -216,6 +226,7 @@ class Ingress:
         """The client stays open."""
         with contextlib.suppress(ValueError):
             self.client.members.listeners.remove(self.models.on_member)
+            self.client.members.listeners.remove(self.moments.on_change)
         await self._follower.stop()
         await self._actives.stop()
         await self.background.close()

@@ -15,6 +15,7 @@ from kvfleet.ingress.runs.runs import Runs
 from kvfleet.ingress.sessions.session_index import SessionIndex
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
+from kvfleet.ingress.telemetry.stream_courses import StreamCourses
 from kvproto.client import Client
 
 
@@ -30,6 +31,7 @@ class IngressParts:
     index: SessionIndex  # with the sessions
     metrics: IngressMetrics
     runs: Runs
+    courses: StreamCourses
 
     async def identify(self, exchange: Exchange) -> Caller:
         """The caller, whose limits the answer's headers tell. Raises what `Tenancy.identify` does."""

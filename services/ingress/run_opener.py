@@ -17,6 +17,7 @@ from kvfleet.ingress.telemetry.request_trace import RequestTrace
 from kvproto.client import Generation
 from kvproto.messages import Continuation
 from kvproto.streams.stream import Stream
+from kvproto.trace_context import Trail
 
 
 @dataclass(eq=False, slots=True)
@@ -43,8 +44,10 @@ class RunOpener:
         """Raises LimitExceeded, PayloadTooLarge for a prompt beyond the limits."""
         usage.model = generation.model
         self.parts.admission.charge(usage, len(generation.prompt_ids), now())
-        trail = trace.trail(generation) if trace is not None else None
-        return self.parts.client.generate(generation, before, trail)
+        trail = trace.trail(generation) if trace is not None else Trail(generation.traceparent)
+        followed = self.parts.courses.follow(generation, trail)
+        followed.stream = stream = self.parts.client.generate(generation, before, followed)
+        return stream
 
     def observe(self, call: Call[Ask], run: Run) -> None:
         """Metrics of one run, when its first reader is done."""

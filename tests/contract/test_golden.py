@@ -177,6 +177,7 @@ MESSAGES: dict[str, Any] = {
     "explain_request": m.ExplainRequest("a" * 26, "acme"),
     "explain_request_any_tenant": m.ExplainRequest("a" * 26),
     "explain_request_newest": m.ExplainRequest("", "acme", 50, "org/model"),
+    "explanation_timed": m.Explanation("p1", (replace(DECISION, actual=replace(DECISION.actual, total_s=1.5)),)),
     "explanation_part": m.Explanation("p1", (DECISION,), True),
     "explanation": m.Explanation("p1", (DECISION, replace(DECISION, expected_ttft_s=None, actual=m.Actual()))),
 }  # fmt: skip

@@ -7,30 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
 from importlib import resources
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from kvfleet.ingress.auth.api_keys import hash_key
 from kvfleet.ingress.dashboard.page import INDEX, read_files
-from kvfleet.placement.loop import PlacementLoop
-from kvproto.connection import Connection
-from kvproto.subjects import Subjects
-from tests.integration.ingress.ingress_rig import FLEET_KEY, Served, serve, start_placement, until
-from tests.support.browser import Browser, find_chromium
-from tests.support.fake_fleet import FakeFleet
+from tests.integration.ingress.ingress_rig import until
+from tests.support.browser import Browser
+from tests.support.page_fleet import EVIL, GO_ON, KEYS, PageFleet
 
-# The fake runner draws end tokens as any others: what is to be seen to its end, or stopped, must not end before.
-GO_ON = """
-const asked = window.fetch;
-window.fetch = (url, how) => {
-  if (how?.body) how.body = JSON.stringify({ ...JSON.parse(how.body), ignore_eos: true });
-  return asked(url, how);
-};
-"""
 NO_ANSWER = "window.fetch = () => new Promise(() => {});"
 # Whether the form for a key can be seen, and in it the button that forgets one.
 KEY_FORM = "['key', 'key-forget'].map((id) => document.getElementById(id).checkVisibility())"
@@ -50,71 +37,6 @@ DECIDED_TWICE = """
   return [...table.tBodies[0].rows].map((row) => row.querySelector('[data-column=worker]').textContent);
 })()
 """
-EVIL = "<img src=x onerror=document.title='taken'>"
-KEYS = "".join(
-    f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(name)}"\ntenant = "{tenant}"\n{more}\n'
-    for name, tenant, more in (("alice", "acme", ""), ("bob", "other", ""), ("root", "ops", "admin = true"))
-)
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    binary = find_chromium()
-    if binary is None:
-        pytest.skip("no chromium here: apt-get install chromium")
-    browser = Browser(binary, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-class Fleet:
-    """Two workers of the fake runner, one of a model whose name would be markup, a placement; ingresses on demand."""
-
-    def __init__(self, nats_url: str, subjects: Subjects) -> None:
-        self.nats_url = nats_url
-        self.subjects = subjects
-        self.workers = FakeFleet(nats_url, subjects)
-        self.served: list[Served] = []
-        self.placement: tuple[PlacementLoop, Connection] | None = None
-
-    async def start(self) -> None:
-        self.placement = await start_placement(self.nats_url, self.subjects, "p0")
-        await self.workers.start("w0", fleet_key=FLEET_KEY, fake_tokens_per_s=200.0)
-        await self.workers.start("w1", fleet_key=FLEET_KEY, served_model_name=EVIL)
-
-    async def serve(self, **options: Any) -> Served:
-        served = await serve(self.nats_url, self.subjects, **options)
-        self.served.append(served)
-        await until(lambda: len(list(served.client.members.view.ready())) == 2)
-        return served
-
-    async def stop(self) -> None:
-        for served in self.served:
-            await served.stop()
-        await self.workers.stop()
-        assert self.placement is not None
-        await self.placement[0].stop(grace_s=0)
-        await self.placement[1].close()
-
-
-@pytest.fixture
-async def fleet(nats_url: str, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    # On a busy machine too it is placement that places, not the ring, which the ledger knows nothing of.
-    monkeypatch.setattr("kvproto.streams.placing.PLACE_TIMEOUT_S", 5.0)
-    fleet = Fleet(nats_url, fleet_buckets)
-    await fleet.start()
-    yield fleet
-    await fleet.stop()
-
-
-@pytest.fixture
-def browser(chromium: Browser, fleet: Fleet) -> Iterator[Browser]:
-    """It leaves the page before the fleet goes."""
-    yield chromium
-    chromium.open("about:blank")
-    chromium.problems.clear()
-
-
 LOADED = (
     "performance.getEntriesByType('resource').map((one) => new URL(one.name).pathname)"
     ".filter((one) => one.startsWith('/dashboard/'))"
@@ -145,7 +67,7 @@ COMPUTED = """
 """
 
 
-async def test_what_it_computes(browser: Browser, fleet: Fleet) -> None:
+async def test_what_it_computes(browser: Browser, fleet: PageFleet) -> None:
     served = await fleet.serve()
 
     def compute() -> Any:
@@ -159,7 +81,7 @@ async def test_what_it_computes(browser: Browser, fleet: Fleet) -> None:
     assert got["written"] == ["–", "12,345", "0.0%", "10.0 ms", "1.5 s", "–", "1.5 KiB", "host 3, device 1,000"]
 
 
-async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) -> None:
+async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: PageFleet) -> None:
     served = await fleet.serve()
     shipped = set(read_files(resources.files("kvfleet.ingress.dashboard")))
 
@@ -249,7 +171,7 @@ async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: Fleet) 
     assert await asyncio.to_thread(browser.run, "document.title") == "kvfleet"
 
 
-async def test_a_worker_dies_and_the_ingress_goes_away_and_comes_back(browser: Browser, fleet: Fleet) -> None:
+async def test_a_worker_dies_and_the_ingress_goes_away_and_comes_back(browser: Browser, fleet: PageFleet) -> None:
     served = await fleet.serve()
 
     def see(selector: str, part: str) -> None:
@@ -273,7 +195,7 @@ async def test_a_worker_dies_and_the_ingress_goes_away_and_comes_back(browser: B
 
 @pytest.mark.parametrize("file", ["figures.js", "dashboard.css"])
 async def test_a_part_of_the_page_that_does_not_come_is_asked_for_again(
-    browser: Browser, fleet: Fleet, file: str
+    browser: Browser, fleet: PageFleet, file: str
 ) -> None:
     served = await fleet.serve()
 
@@ -289,7 +211,7 @@ async def test_a_part_of_the_page_that_does_not_come_is_asked_for_again(
     await asyncio.to_thread(look)
 
 
-async def test_keys_show_what_they_may(browser: Browser, fleet: Fleet) -> None:
+async def test_keys_show_what_they_may(browser: Browser, fleet: PageFleet) -> None:
     served = await fleet.serve(keys=KEYS)
     for name in ("alice", "bob"):
         body = {"model": "demo", "prompt": "x", "max_tokens": 1}
@@ -335,7 +257,7 @@ async def test_keys_show_what_they_may(browser: Browser, fleet: Fleet) -> None:
     assert all("status of 401" in one or "status of 403" in one for one in browser.problems), browser.problems
 
 
-async def test_a_key_that_no_header_can_carry_locks_nobody_out(browser: Browser, fleet: Fleet) -> None:
+async def test_a_key_that_no_header_can_carry_locks_nobody_out(browser: Browser, fleet: PageFleet) -> None:
     served = await fleet.serve(keys=KEYS)
 
     def use(key: str) -> None:
@@ -377,7 +299,7 @@ async def test_a_key_that_no_header_can_carry_locks_nobody_out(browser: Browser,
     await asyncio.to_thread(browser.until_text, "#status", "This ingress asks for an API key")
 
 
-async def test_a_stored_key_can_be_changed_before_anything_has_answered(browser: Browser, fleet: Fleet) -> None:
+async def test_a_stored_key_can_be_changed_before_anything_has_answered(browser: Browser, fleet: PageFleet) -> None:
     served = await fleet.serve(keys=KEYS)
 
     def look() -> None:
@@ -393,7 +315,7 @@ async def test_a_stored_key_can_be_changed_before_anything_has_answered(browser:
     await asyncio.to_thread(look)
 
 
-async def test_an_attempt_that_two_replicas_decided_is_two_rows(browser: Browser, fleet: Fleet) -> None:
+async def test_an_attempt_that_two_replicas_decided_is_two_rows(browser: Browser, fleet: PageFleet) -> None:
     served = await fleet.serve()
 
     def look() -> Any:
@@ -404,7 +326,7 @@ async def test_an_attempt_that_two_replicas_decided_is_two_rows(browser: Browser
     assert rows == ["w0", "w1", "w2", "w3"]
 
 
-async def test_the_policy_holds(browser: Browser, fleet: Fleet) -> None:
+async def test_the_policy_holds(browser: Browser, fleet: PageFleet) -> None:
     """What a fault of the script could do wrong, the browser refuses."""
     served = await fleet.serve()
 

@@ -150,6 +150,7 @@ class Actual:
     output_tokens: Count = 0
     ended: bool = False
     code: Name | None = None  # of the error it ended with
+    total_s: Seconds | None = None  # from acceptance to its end
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ class Stream:
         self.worker: str | None = None
         self.worker_epoch: str | None = None
         self.accepted = False
+        self.has_first = False  # token of this attempt
         self.attempts = 0
         now = clock()
         self.hearing = Hearing(now, now, now)
@@ -171,6 +172,9 @@ class Stream:
         self.hearing.heard_at = self._clock()
         if type(frame) is Tokens:
             self.accepted = True  # the acknowledgement may be lost
+            if not self.has_first:
+                self.has_first = True
+                self.trail.first_token()
             self._deliver(self.assembly.accept(frame))
         elif isinstance(frame, Accepted):
             if self.worker is not None and frame.worker == split(self.worker)[1]:
@@ -187,6 +191,7 @@ class Stream:
                 self.accepted = True
             self._deliver(self.assembly.accept(frame))
             if isinstance(frame, Started):
+                self.trail.started(frame)
                 self.signal(Signal.STARTED)
             elif isinstance(frame, Moved) and self.assembly.is_moving:
                 self.signal(Signal.MOVING)
@@ -247,7 +252,7 @@ class Stream:
 
     def begin(self, worker: str, attempt: int) -> None:
         """A new attempt drops all signals of the old one but a cancel."""
-        self.worker, self.worker_epoch, self.accepted = worker, None, False
+        self.worker, self.worker_epoch, self.accepted, self.has_first = worker, None, False, False
         self.gap_since = self.paused_since = None
         self.was_paused = False
         self.hearing.heard_at = self._clock()

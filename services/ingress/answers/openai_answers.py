@@ -113,6 +113,7 @@ class FleetNote(Described):
     worker_id: str
     cached_tokens: Natural
     queue_s: float | None
+    cached_by_tier: dict[str, Natural]
 
 
 class BatchNote(Described):
@@ -243,4 +244,5 @@ def cached_tokens(transcript: Transcript) -> int:
 def fleet_note(request: str, finished: Finished, transcript: Transcript) -> FleetNote:
     started = transcript.started
     worker = finished.worker or (started.worker if started else "")
-    return FleetNote(request, worker, cached_tokens(transcript), round(started.queue_s, 6) if started else None)
+    queue_s, by_tier = (round(started.queue_s, 6), started.cached) if started else (None, {})
+    return FleetNote(request, worker, cached_tokens(transcript), queue_s, by_tier)

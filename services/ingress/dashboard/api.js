@@ -6,6 +6,9 @@ const BASE = new URL('..', import.meta.url);
 const TIMEOUT_MS = 5000;
 const KEY = 'kvfleet-api-key';
 
+/** For a shell. */
+export const addressOf = (path) => new URL(path, BASE).href;
+
 export class Refused extends Error {
   constructor(status, message) {
     super(message);
@@ -27,6 +30,10 @@ export const Session = {
     if (value) sessionStorage.setItem(KEY, value);
     else sessionStorage.removeItem(KEY);
   },
+  /** As curl is to send it: the key is named, never shown. */
+  get curlFlag() {
+    return this.key ? ' -H "authorization: Bearer $KVFLEET_API_KEY"' : '';
+  },
   headers() {
     return this.key ? { authorization: `Bearer ${this.key}` } : {};
   },
@@ -46,8 +53,8 @@ async function errorOf(response) {
 }
 
 /** Raises Refused for what the API refuses, Away where nothing answers in time. */
-export async function ask(path) {
-  const asked = { headers: Session.headers(), signal: AbortSignal.timeout(TIMEOUT_MS), cache: 'no-store' };
+export async function ask(path, more = {}) {
+  const asked = { headers: Session.headers(), signal: AbortSignal.timeout(TIMEOUT_MS), cache: 'no-store', ...more };
   try {
     const response = await fetch(new URL(path, BASE), asked);
     if (!response.ok && !(path === 'health' && response.status === 503)) throw await errorOf(response);
@@ -56,6 +63,10 @@ export async function ask(path) {
     throw error instanceof Refused ? error : new Away(String(error));
   }
 }
+
+/** Has something done. Raises what `ask` does. */
+export const order = (path) =>
+  ask(path, { method: 'POST', headers: { 'content-type': 'application/json', ...Session.headers() }, body: '{}' });
 
 /** The JSON of each `data:` line, until `[DONE]`. */
 async function* eventsOf(response) {

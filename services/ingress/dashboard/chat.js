@@ -2,13 +2,22 @@
 
 import { Refused, stream } from './api.js';
 import { byId, element, fillChoices } from './elements.js';
+import { count, sum, tiers } from './figures.js';
+import { Holders } from './holders.js';
+import { COMPUTED, TokenBar } from './token_bar.js';
 import { Turn } from './turn.js';
 
 const DRAW_MS = 50;
 
+/** By which the fleet knows the conversation, so that one can ask where its blocks are. */
+const newSession = () => `page-${[...crypto.getRandomValues(new Uint8Array(16))].map((one) => one.toString(16)).join('')}`;
+
 export class Chat {
   #messages = [];
   #running = null; // the AbortController of the turn that streams
+  #session = newSession();
+  #holders = new Holders();
+  #follows = false; // looks by itself who holds the blocks
 
   constructor() {
     this.turns = byId('turns');
@@ -27,13 +36,22 @@ export class Chat {
     byId('chat-new').addEventListener('click', () => this.#begin());
   }
 
-  offer(models) {
+  /** `follows`: each look at who holds the blocks is a request, which costs the key in use nothing. */
+  offer(models, { follows = false } = {}) {
     fillChoices(this.model, models);
+    this.#follows = follows;
+  }
+
+  /** A worker came or went: blocks may be elsewhere. */
+  follow() {
+    if (this.#follows && !this.#running) this.#holders.follow();
   }
 
   #begin() {
     this.#running?.abort();
     this.#messages = [];
+    this.#session = newSession();
+    this.#holders.begin();
     this.turns.replaceChildren();
     this.said.focus();
   }
@@ -51,10 +69,12 @@ export class Chat {
     const shown = document.createTextNode(text);
     body.append(shown);
     const about = element('p', '', 'quiet');
-    turn.append(element('p', who === 'user' ? 'you' : this.model.value, 'who'), body, about);
+    const source = element('p', null, 'source');
+    source.hidden = true;
+    turn.append(element('p', who === 'user' ? 'you' : this.model.value, 'who'), body, source, about);
     this.turns.append(turn);
     this.#scroll(true);
-    return { turn, text: shown, about, timer: 0 };
+    return { turn, text: shown, source, about, timer: 0 };
   }
 
   #scroll(always) {
@@ -92,6 +112,10 @@ export class Chat {
     // A stopped turn counts as far as it went: its tokens are cached, the next turn's prefix begins with them.
     if (turn.text) conversation.push({ role: 'user', content: said }, { role: 'assistant', content: turn.text });
     if (this.#running === controller) this.#busy(null);
+    if (conversation === this.#messages && conversation.length) {
+      this.#holders.begin(this.#session);
+      this.follow();
+    }
     this.#scroll(false);
   }
 
@@ -100,6 +124,7 @@ export class Chat {
     const body = {
       model: this.model.value,
       messages,
+      seq_id: this.#session,
       stream: true,
       stream_options: { include_usage: true },
       ...(limit > 0 ? { max_tokens: limit } : {}),
@@ -115,6 +140,14 @@ export class Chat {
     shown.timer = 0;
     shown.text.appendData(turn.text.slice(shown.text.length));
     shown.about.textContent = turn.about();
+    if (turn.source && shown.source.hidden) {
+      const { tiers: cached, total } = turn.source;
+      const bar = new TokenBar();
+      bar.show(cached, total);
+      const computed = Math.max(total - sum(cached), 0);
+      shown.source.append(bar.node, [tiers(cached), `${COMPUTED} ${count(computed)}`].filter(Boolean).join(', '));
+      shown.source.hidden = false;
+    }
     this.#scroll(false);
   }
 }

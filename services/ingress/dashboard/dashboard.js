@@ -1,27 +1,31 @@
 // The page: builds its parts, reads the ingress for them in rounds, and knows what the key in use may see.
 //
-//   poll ──▶ dashboard ──▶ api: /stats, /workers, /v1/placements        one request at a time
-//                 └─▶ rates ──▶ fleet, workers, tiers; ledger; header
-//   chat ──▶ api: /v1/chat/completions, streamed ──▶ turn               by itself
+//   poll ──▶ dashboard ──▶ api: /stats, /workers, /v1/placements, /v1/timeline      one request at a time
+//                 └─▶ rates ──▶ fleet, workers ──▶ drain; tiers; ledger; spans ──▶ timeline; header
+//   chat ──▶ api: /v1/chat/completions, streamed ──▶ turn; /sessions ──▶ holders    by itself
 //
-// Computing is figures.js, rates.js and turn.js; no import goes upward. What the server says reaches the page as text
+// Computing is figures.js, rates.js, spans.js and turn.js; no import goes upward. What the server says reaches the page as text
 // alone (textContent), never as markup.
 
 import { Away, Refused, Session, ask } from './api.js';
 import { Chat } from './chat.js';
 import { byId, fillChoices } from './elements.js';
 import { time } from './figures.js';
+import { FirstStep, chatLine } from './first_step.js';
 import { FleetLine } from './fleet.js';
 import { Header } from './header.js';
 import { Ledger } from './ledger.js';
 import { Poller } from './poll.js';
 import { Rates } from './rates.js';
 import { TiersTable } from './tiers.js';
+import { Timeline } from './timeline.js';
+import { COMPUTED, TIERS, legend } from './token_bar.js';
 import { WorkersTable } from './workers.js';
 
 const PERIOD_MS = 1000;
 const LOCKED_PERIOD_MS = 3000;
 const LEDGER_LENGTH = 50;
+const TIMELINE_LENGTH = 100;
 
 const Access = { UNKNOWN: 'unknown', ADMIN: 'admin', TENANT: 'tenant', LOCKED: 'locked' };
 
@@ -34,12 +38,16 @@ class Page {
   #line = new FleetLine(byId('fleet'));
   #workers = new WorkersTable(byId('workers'), byId('workers-note'));
   #tiers = new TiersTable(byId('tiers'));
+  #timeline = new Timeline();
   #ledger = new Ledger(byId('ledger'), byId('ledger-note'));
+  #firstStream = new FirstStep('timeline-first');
+  #firstDecision = new FirstStep('ledger-first');
   #chat = new Chat();
   #poller = new Poller(() => this.#round());
 
   start() {
     this.#header.keys(Boolean(Session.key));
+    for (const id of ['ledger-legend', 'chat-legend']) byId(id).append(legend([...TIERS, COMPUTED]));
     byId('ledger-model').addEventListener('change', () => {
       this.#ledger.clear();
       this.#poller.soon();
@@ -52,6 +60,7 @@ class Page {
     this.#access = Access.UNKNOWN;
     this.#why = '';
     this.#rates = new Rates();
+    this.#timeline.clear();
     this.#ledger.clear();
     this.#header.keys(true);
     this.#poller.soon();
@@ -91,17 +100,28 @@ class Page {
     }
     const models = stats ? stats.models : (await ask('v1/models')).data.map((one) => one.id);
     if (!stats) this.#line.fillPublic(await ask('health'), models);
-    this.#chat.offer(models);
+    this.#chat.offer(models, { follows: Boolean(stats) });
     fillChoices(byId('ledger-model'), models, [['', 'all']]);
-    let unplaced = '';
+    this.#show(stats, models, await this.#decided(chosen, models[0] ?? 'MODEL'));
+  }
+
+  /** Ledger and timeline; or why they are not to be had, while the rest of the fleet is there. */
+  async #decided(chosen, example) {
     try {
       const model = chosen ? `&model=${encodeURIComponent(chosen)}` : '';
       this.#ledger.fill((await ask(`v1/placements?limit=${LEDGER_LENGTH}${model}`)).placements);
+      const timeline = await ask(`v1/timeline?limit=${TIMELINE_LENGTH}`);
+      if (this.#timeline.fill(timeline)) this.#chat.follow();
+      const line = chatLine(example);
+      if (timeline.streams.length) this.#firstStream.hide();
+      else this.#firstStream.show('No stream yet. Say something in the chat, or begin one from a terminal:', line);
+      if (!this.#ledger.isEmpty) this.#firstDecision.hide();
+      else this.#firstDecision.show('Each request is a decision of placement. This makes one:', chatLine(chosen || example));
+      return '';
     } catch (error) {
       if (!(error instanceof Refused) || ![429, 503].includes(error.status)) throw error;
-      unplaced = error.message; // the rest of the fleet is there
+      return error.message;
     }
-    this.#show(stats, models, unplaced);
   }
 
   async #stats() {
@@ -116,7 +136,7 @@ class Page {
       else {
         this.#access = Access.TENANT;
         this.#workers.clear(
-          'Workers and tiers need an admin key. With this one: the chat, and the ledger of its own tenant.',
+          'Workers and tiers need an admin key. With this one: the chat, and streams and ledger of its own tenant.',
         );
         this.#tiers.clear();
       }
@@ -131,7 +151,9 @@ class Page {
     Session.key = '';
     this.#workers.clear('Workers need an admin key.');
     this.#tiers.clear();
+    this.#timeline.clear();
     this.#ledger.clear('needs a key');
+    this.#firstDecision.hide();
     this.#chat.offer([]);
     this.#header.say(this.#why);
     this.#header.keys(true);

@@ -47,8 +47,12 @@ export class Ledger {
     setText(this.note, text);
   }
 
+  get isEmpty() {
+    return !this.#entries.size;
+  }
+
   #summary() {
-    return this.#entries.size ? 'open an entry for its candidates and costs' : 'no decisions yet';
+    return this.isEmpty ? 'no decisions yet' : 'open an entry for its candidates and costs';
   }
 
   #toggle(entry) {

@@ -2,11 +2,14 @@
 
 import { Row, element, setText } from './elements.js';
 import { NONE, count, milliseconds, sum, tenth, tiers, time } from './figures.js';
+import { TokenBar } from './token_bar.js';
 
 const LEDGER_COLUMNS = [
   ['time', 'id'], ['request', 'id'], ['tenant', 'name'], ['model', 'name'], ['worker', 'id'], ['policy', 'id'],
-  ['prompt', 'n'], ['expected', 'n'], ['actual', 'n'], ['ttft', 'n'], ['end', 'id'],
+  ['prompt', 'n'], ['expected', 'n'], ['actual', 'n hit'], ['ttft', 'n'], ['end', 'id'],
 ];
+
+const ACTUAL = 8;
 
 function ending(actual) {
   if (actual.ended) return actual.error_code ?? 'done';
@@ -22,6 +25,9 @@ export class Entry extends Row {
     this.button.type = 'button';
     this.button.setAttribute('aria-expanded', 'false');
     this.cells[0].append(this.button);
+    this.hit = element('span', '', 'figure');
+    this.bar = new TokenBar();
+    this.cells[ACTUAL].append(this.hit, this.bar.node);
     this.detail = null;
     this.node.addEventListener('click', () => {
       if (!String(getSelection()).trim()) onToggle(this); // whoever marks an id wants to copy it
@@ -36,9 +42,11 @@ export class Entry extends Row {
       null,
       placement.request_id + attempt, placement.tenant, placement.model, placement.worker_id, placement.policy,
       count(placement.prompt_tokens), count(sum(placement.expected_hit_tokens)),
-      actual.cached_tokens ? count(sum(actual.cached_tokens)) : NONE,
-      milliseconds(actual.ttft_ms), ending(actual),
+      null, milliseconds(actual.ttft_ms), ending(actual),
     ]);
+    setText(this.hit, actual.cached_tokens ? count(sum(actual.cached_tokens)) : NONE);
+    this.cells[ACTUAL].title = actual.cached_tokens ? tiers(actual.cached_tokens) || 'nothing' : '';
+    this.bar.show(actual.cached_tokens ?? {}, actual.cached_tokens ? placement.prompt_tokens : 0);
     this.node.classList.toggle('failed', Boolean(actual.error_code));
     this.placement = placement;
   }

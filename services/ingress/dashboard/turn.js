@@ -30,6 +30,12 @@ export class Turn {
     return this.#pieces > before;
   }
 
+  /** Where the prompt's tokens came from, once it is known: those cached by tier, and all of them. */
+  get source() {
+    const tiers = this.#fleet?.cached_by_tier;
+    return this.#usage && tiers ? { tiers, total: this.#usage.prompt_tokens } : null;
+  }
+
   /** What was reused, how soon it began, how fast it went. */
   about() {
     const parts = [];
@@ -40,8 +46,8 @@ export class Turn {
     }
     if (this.#first) parts.push(`TTFT ${milliseconds(this.#first - this.#began)}`);
     const generated = this.#usage?.completion_tokens ?? this.#pieces;
-    const over = (this.#last - this.#first) / 1000;
-    if (over > (this.#usage ? 0 : 0.25) && generated > 1) parts.push(`${rate((generated - 1) / over)} tokens/s`);
+    const over = (this.#last - this.#first) / 1000; // what came all at once says nothing of the pace
+    if (over > (this.#usage ? 0.02 : 0.25) && generated > 1) parts.push(`${rate((generated - 1) / over)} tokens/s`);
     if (this.#fleet?.worker_id) parts.push(this.#fleet.worker_id);
     return parts.join(' · ');
   }

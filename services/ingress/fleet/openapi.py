@@ -18,6 +18,7 @@ from kvfleet.ingress.answers.response_answers import (
 )
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.report import NewestPlacementsAnswer, PlacementsAnswer
+from kvfleet.ingress.fleet.timeline import TimelineAnswer
 from kvfleet.ingress.http.answer_types import described
 from kvfleet.ingress.http.error_bodies import ErrorAnswer
 from kvfleet.ingress.requests.anthropic import COUNT_TOKENS, MESSAGES
@@ -85,8 +86,13 @@ _PATH = (
     _parameter("path", "model", {"type": "string", "minLength": 1}, "its name"),
     _parameter("path", "seq_id", {"type": "string", "minLength": 1}, "the session's name, percent-encoded"),
     _parameter("path", "response_id", {"type": "string", "minLength": 1}, "of a stored response"),
+    _parameter("path", "worker_id", {"type": "string", "minLength": 1}, "as /workers names it"),
     _parameter("path", "id", {"type": "string", "minLength": 1}, "any id that an answer shows"),
     _parameter("path", "file", {"type": "string", "pattern": r"^[a-z_]+\.(js|css)$"}, "of the page"),
+)
+_OF_NEWEST = (
+    _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": MAX_NEWEST}, "default 50"),
+    _parameter("query", "model", {"type": "string", "maxLength": 256}, "of this model alone"),
 )
 _REPEATS = (
     _parameter(
@@ -246,6 +252,13 @@ OPERATIONS = (
         {"type": "object", "additionalProperties": report.WorkerAnswer},
         *_KNOWN,
     ),
+    Operation(
+        "post",
+        "/workers/{worker_id}/drain",
+        "Have a worker hand over its requests and end; for admin keys.",
+        {200: {"description": "It drains.", "content": _json(report.DrainingAnswer)}},
+        (404, *_KNOWN),
+    ),
     _reading(
         "/kv/route/{seq_id}",
         "Which worker a session goes to. `address` is the NATS subject on which it takes requests of this tenant.",
@@ -274,10 +287,15 @@ OPERATIONS = (
         "The last decisions, newest first: of this key's tenant, of all for admin keys.",
         NewestPlacementsAnswer,
         *(400, 429, *_KNOWN),
-        parameters=(
-            _parameter("query", "limit", {"type": "integer", "minimum": 1, "maximum": MAX_NEWEST}, "default 50"),
-            _parameter("query", "model", {"type": "string", "maxLength": 256}, "of this model alone"),
-        ),
+        parameters=_OF_NEWEST,
+    ),
+    _reading(
+        "/v1/timeline",
+        "The course of the last streams, the newest first, and when workers came, drained and went. Of this key's "
+        "tenant and of the workers that its streams were at; of all for admin keys.",
+        TimelineAnswer,
+        *(400, 429, *_KNOWN),
+        parameters=_OF_NEWEST,
     ),
     _reading(
         "/v1/placements/{id}",

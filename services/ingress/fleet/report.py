@@ -110,6 +110,11 @@ class SessionAnswer(Described):
     workers: dict[str, dict[str, Natural]]
 
 
+class DrainingAnswer(Described):
+    worker_id: str
+    draining: Literal[True]
+
+
 class DeletedAnswer(Described):
     seq_id: str
     deleted: Literal[True]
@@ -258,6 +263,7 @@ class ActualAnswer(Described):
     output_tokens: Natural
     ended: bool
     error_code: str | None
+    total_ms: float | None
 
 
 class AttemptAnswer(Described):
@@ -350,6 +356,7 @@ def _actual(actual: Actual) -> ActualAnswer:
         queue_ms=_ms(actual.queue_s),
         ttft_ms=_ms(actual.ttft_s),
         error_code=actual.code,
+        total_ms=_ms(actual.total_s),
     )
 
 

@@ -14,9 +14,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvfleet import __version__
 from kvfleet.ingress.fleet import report
-from kvfleet.ingress.fleet.listings import Listings, Question
+from kvfleet.ingress.fleet.listings import Listing, Listings, ListQuestion
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
 from kvfleet.ingress.fleet.report import newest_report, placements_report, read_request_id
+from kvfleet.ingress.fleet.timeline import WorkerMoments, timeline_report
 from kvfleet.ingress.http.answer_types import told
 from kvfleet.ingress.http.exchange import Exchange, integer_query
 from kvfleet.ingress.limits.callers import Caller, require_admin
@@ -32,13 +33,15 @@ from kvproto.errors import (
     NoWorkers,
     PermissionDenied,
     Unavailable,
+    WorkerLost,
 )
 from kvproto.hash_ring import ring_key
-from kvproto.messages import AdminCommand, AdminRequest, Role
+from kvproto.messages import AdminCommand, AdminRequest, Decision, Role
 from kvproto.regions import split
 
 SAFETENSORS = b"application/octet-stream"
 DEFAULT_NEWEST = 50
+DRAIN_TIMEOUT_S = 3.0
 _PATHS = frozenset(one.path for one in OPERATIONS)
 
 
@@ -49,6 +52,7 @@ class FleetRoutes:
     parts: IngressParts
     blocks: SessionBlocks
     regions: OtherRegions
+    moments: WorkerMoments
     unready: bool = False  # set before a drain: load balancers look elsewhere, requests are still served
     listings: Listings = field(init=False)
 
@@ -104,10 +108,26 @@ class FleetRoutes:
 
     async def newest_placements(self, exchange: Exchange) -> None:
         """GET /v1/placements?limit=N&model=M: all tenants' for an admin key."""
-        caller = await self.parts.tenancy.identify(exchange)
-        limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
-        tenant = None if caller.admin else caller.tenant
-        await exchange.respond(200, await self.listings.ask((tenant, exchange.query_value("model"), limit)))
+        await self._list(exchange, Listing.PLACEMENTS)
+
+    async def timeline(self, exchange: Exchange) -> None:
+        """GET /v1/timeline?limit=N&model=M: the course of the last streams, and what became of workers: of all for an
+        admin key, else of those that these streams were at."""
+        await self._list(exchange, Listing.TIMELINE)
+
+    async def drain(self, exchange: Exchange) -> None:
+        """POST /workers/{worker_id}/drain, for admins: as `kvfleet drain`. It answers once the worker drains."""
+        await self._admin(exchange)
+        worker = exchange.path_params["worker_id"]
+        if not self.parts.client.members.view.is_alive(worker):  # so no other subject is ever published to
+            raise NotFound(f"no worker {worker[:64]!r} is there", field="worker_id")
+        try:
+            await self.parts.client.admin(worker, AdminRequest(AdminCommand.DRAIN), DRAIN_TIMEOUT_S)
+        except WorkerLost:
+            raise NotFound(f"worker {worker} is not there any more", field="worker_id") from None
+        except TimeoutError:
+            raise Unavailable(f"worker {worker} does not answer", retry_after_s=1.0) from None
+        await _json(exchange, report.DrainingAnswer(worker, True))
 
     async def kv_route(self, exchange: Exchange) -> None:
         """GET /kv/route/{seq_id}?model=M: the session's last worker while it lives, else the ring's choice."""
@@ -217,9 +237,23 @@ class FleetRoutes:
             return "no ready worker whose model is loaded"
         return ""
 
-    async def _listed(self, question: Question) -> bytes:
-        tenant, model, limit = question
-        return orjson.dumps(newest_report(await self.parts.client.newest_decisions(limit, tenant, model)))
+    async def _listed(self, question: ListQuestion) -> bytes:
+        tenant, model, limit, listing = question
+        if listing is Listing.PLACEMENTS:
+            return orjson.dumps(newest_report(await self.parts.client.newest_decisions(limit, tenant, model)))
+        decisions: tuple[Decision, ...] = ()
+        with contextlib.suppress(Unavailable):  # without placement an ingress knows its own streams
+            decisions = await self.parts.client.newest_decisions(limit, tenant, model)
+        own, moments = self.parts.courses.of(tenant, model), self.moments
+        now, every_worker = moments.unix_ms(), tenant is None
+        return orjson.dumps(timeline_report(now, own, decisions, moments.moments, limit, every_worker=every_worker))
+
+    async def _list(self, exchange: Exchange, listing: Listing) -> None:
+        caller = await self.parts.tenancy.identify(exchange)
+        limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
+        tenant = None if caller.admin else caller.tenant
+        question = ListQuestion(tenant, exchange.query_value("model"), limit, listing)
+        await exchange.respond(200, await self.listings.ask(question))
 
     async def _admin(self, exchange: Exchange) -> Caller:
         caller = await self.parts.tenancy.identify(exchange)

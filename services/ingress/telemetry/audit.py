@@ -2,8 +2,9 @@
 words are in it only where the fleet knows them: a served model, a session by its own key; and a request's own id.
 
     request.start, request.end   of a generating request that was let in and read
-    access          a session or a placement was read, a session deleted; and each act that a key did not allow. Of
-                    the newest placements, which pages poll every second, the first of each status class in a minute
+    access          a session or a placement was read, a session deleted, a worker told to drain; and each act that a
+                    key did not allow. Of the newest placements and of the timeline, which pages poll every second, the
+                    first of each status class in a minute
     auth.refused    an unknown caller; the first 10 of an address in each minute, and 100 of all
     auth.left_out   so many refusals of the minutes before have no line
     reload          files were taken up, or not
@@ -37,10 +38,11 @@ log = logging.getLogger(__name__)
 CAPACITY = 8192  # lines
 BATCH = 512
 STDERR = "-"
-POLLED = "newest_placements"
+POLLED = ("newest_placements", "timeline")
 REFUSED_PER_ADDRESS = 10
 REFUSED_PER_MINUTE = 100
-ACCESS = ("session_get", "session_kv", "session_delete", "placements")
+DRAIN = "worker_drain"
+ACCESS = ("session_get", "session_kv", "session_delete", "placements", DRAIN)
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +52,7 @@ class Audit:
     write: Callable[[bytes], None] | None
     unix_s: Callable[[], float]
     minute: int = 0  # what follows is of this one
-    polled: set[tuple[str, str, str | None, int]] = field(default_factory=set)  # who, from where, what status class
+    polled: set[tuple[str, str, str | None, str, int]] = field(default_factory=set)  # who, whence, what, status class
     refused: Counter[str | None] = field(default_factory=Counter)  # that have a line, by address
     left_out: int = 0
 
@@ -75,11 +77,15 @@ class Audit:
             self._say(
                 "request.end", **_whose(exchange, route), status=status, error=code, seconds=seconds, **_cost(exchange)
             )
-        elif route in ACCESS or status == 403 or (route == POLLED and self._is_first_in_minute(exchange, status)):
+        elif (
+            route in ACCESS or status == 403 or (route in POLLED and self._is_first_in_minute(exchange, route, status))
+        ):
             target = exchange.path_params
             who = {**_whose(exchange, route), "method": exchange.method}
             if "seq_id" in target:
                 who["session"] = session_key(exchange.caller.tenant, target["seq_id"])
+            if route == DRAIN and status in (200, 503):  # else the fleet may not know it
+                who["worker"] = target["worker_id"]
             self._say("access", **who, status=status, error=code, seconds=seconds)
 
     def reloaded(self, what: str, why_not: str | None) -> None:
@@ -105,10 +111,10 @@ class Audit:
             left_out, self.left_out = self.left_out, 0
             self._say("auth.left_out", count=left_out)
 
-    def _is_first_in_minute(self, exchange: Exchange, status: int) -> bool:
+    def _is_first_in_minute(self, exchange: Exchange, route: str, status: int) -> bool:
         self._begin_minute()
         assert exchange.caller is not None
-        who = exchange.caller.tenant, exchange.caller.name, exchange.source, status // 100
+        who = exchange.caller.tenant, exchange.caller.name, exchange.source, route, status // 100
         before = len(self.polled)
         self.polled.add(who)
         return len(self.polled) > before

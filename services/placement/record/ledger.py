@@ -131,7 +131,13 @@ class Ledger:
             case Passed.FIRST_TOKEN:
                 entry.actual = replace(before, ttft_s=milestone.seconds)
             case Passed.ENDED:
-                entry.actual = replace(before, ended=True, output_tokens=milestone.output_tokens, code=milestone.code)
+                entry.actual = replace(
+                    before,
+                    ended=True,
+                    output_tokens=milestone.output_tokens,
+                    code=milestone.code,
+                    total_s=milestone.seconds,
+                )
                 self.ended[milestone.tenant, milestone.request, milestone.attempt] = None
                 while len(self.ended) > KEPT:
                     self._forget(next(iter(self.ended)))

@@ -117,7 +117,7 @@ def test_a_decision_in_units() -> None:
     decision = Decision(
         REQUEST, 1, "acme", "demo", 1_763_700_000_000, "cost", "w1", "cheapest", 40, {"device": 32}, 0.0125,
         (Candidate("w1", 12.5, {"prefill": 12.5}, {"device": 32}), Candidate("w2", 40.0)), 9, "p1",
-        Actual(True, {"device": 16}, 0.001, 0.25, 9, True, "moved"), "w2", 64,
+        Actual(True, {"device": 16}, 0.001, 0.25, 9, True, "moved", 1.5), "w2", 64,
     )  # fmt: skip
     report = sent(placements_report(REQUEST, [decision]))
     (attempt,) = report["attempts"]
@@ -155,6 +155,7 @@ def test_a_decision_in_units() -> None:
             "output_tokens": 9,
             "ended": True,
             "error_code": "moved",
+            "total_ms": 1500.0,
         },
     }
 

@@ -22,7 +22,7 @@ FOLDER = resources.files("kvfleet.ingress.dashboard")
 FILES = {name: data.decode() for name, data in read_files(FOLDER).items()}
 MODULES = {name: script for name, script in FILES.items() if suffix(name) == ".js"}
 FIRST, STYLE, BEFORE = "dashboard.js", "dashboard.css", "loading.js"
-PURE = {"figures.js", "rates.js", "turn.js"}
+PURE = {"figures.js", "rates.js", "spans.js", "turn.js"}
 IMPORT = re.compile(r"^import \{ ([^}]+) \} from '\./([a-z_]+\.js)';$", re.MULTILINE)
 EXPORT = re.compile(r"^export (?:async )?(?:function\*?|class|const) (\w+)", re.MULTILINE)
 
@@ -114,7 +114,7 @@ def test_the_script_finds_what_it_looks_for_and_controls_have_labels() -> None:
         assert f'for="{its[1]}"' in page, f"{its[1]} has no label"
     for its in re.findall(r'aria-labelledby="([^"]+)"', page):
         assert its in ids
-    for table, columns in (("workers", "WORKER"), ("tiers", "TIER"), ("ledger", "LEDGER")):
+    for table, columns in (("workers", "WORKER"), ("tiers", "TIER"), ("ledger", "LEDGER"), ("stays", "STAY")):
         head = re.search(rf'<table id="{table}">(.*?)</thead>', page, re.DOTALL)
         cells = re.search(rf"const {columns}_COLUMNS = \[(.*?)\n\];", script, re.DOTALL)
         assert head is not None

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvfleet.ingress.fleet import listings as listings_module
-from kvfleet.ingress.fleet.listings import MAX_LISTINGS, MAX_LISTINGS_PER_TENANT, Listings, Question
+from kvfleet.ingress.fleet.listings import MAX_LISTINGS, MAX_LISTINGS_PER_TENANT, Listings, ListQuestion
 from kvproto.errors import LimitExceeded, Unavailable
 from tests.support.waiting import LIMIT_S
 
@@ -16,12 +16,12 @@ class Desk:
     """Answers when it is let; the answer says which one it is."""
 
     def __init__(self) -> None:
-        self.asked: list[Question] = []
+        self.asked: list[ListQuestion] = []
         self.may_answer = asyncio.Event()
         self.fails = False
         self.listings = Listings(self.answer)
 
-    async def answer(self, question: Question) -> bytes:
+    async def answer(self, question: ListQuestion) -> bytes:
         self.asked.append(question)
         number = len(self.asked)
         await self.may_answer.wait()
@@ -30,7 +30,7 @@ class Desk:
         return b"%d" % number
 
     def ask(self, tenant: str | None, limit: int = 50, model: str | None = None) -> asyncio.Task[bytes]:
-        return asyncio.create_task(self.listings.ask((tenant, model, limit)))
+        return asyncio.create_task(self.listings.ask(ListQuestion(tenant, model, limit)))
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,8 @@ def test_the_first_look_at_the_ledger_in_each_minute_is_written_down_for_each_ca
     audit = Audit(lambda line: lines.append(json.loads(line)), lambda: now)
     alice, root = Caller("alice", "acme"), Caller("root", "ops", admin=True)
 
-    def look(caller: Caller, address: str = "10.0.0.1", status: int = 200) -> None:
-        audit.ended(an_exchange(caller, address), "newest_placements", status, None)
+    def look(caller: Caller, address: str = "10.0.0.1", status: int = 200, route: str = "newest_placements") -> None:
+        audit.ended(an_exchange(caller, address), route, status, None)
 
     for _ in range(3):
         look(alice)
@@ -47,6 +47,9 @@ def test_the_first_look_at_the_ledger_in_each_minute_is_written_down_for_each_ca
     assert len(lines) == 4
     look(alice, status=403)
     assert len(lines) == 5
+    look(alice, route="timeline")
+    look(alice, route="timeline")
+    assert [one["route"] for one in lines[5:]] == ["timeline"]
 
 
 def test_a_refusal_does_not_hide_the_reads_that_follow() -> None:

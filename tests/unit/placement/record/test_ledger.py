@@ -49,7 +49,7 @@ def test_a_decision_shows_candidates_terms_in_milliseconds_and_what_happened() -
     assert actual.accepted
     assert actual.ended
     assert actual.cached == {"device": 640}
-    assert actual.ttft_s == actual.queue_s == 0.1
+    assert actual.ttft_s == actual.queue_s == actual.total_s == 0.1
     explanation = Explanation("p0", explained(rig, "r"))
     assert codec.decode(Explanation, codec.encode(explanation)) == explanation
 
