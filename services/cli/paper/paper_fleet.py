@@ -56,7 +56,14 @@ class RunningFleet:
     http: httpx.Client
 
     def generate(self, prompt: str, max_tokens: int, **asked: Any) -> PaperAnswer:
-        """A turn, greedily, of the whole length; an error of the fleet's is an answer too."""
+        """A turn, greedily, of the whole length."""
+        answer = self.attempt(prompt, max_tokens, **asked)
+        if answer.error:
+            raise AnswerFailed(f"{self.base}: a request of {len(prompt):,} characters failed with {answer.error}")
+        return answer
+
+    def attempt(self, prompt: str, max_tokens: int, **asked: Any) -> PaperAnswer:
+        """The same, where an error of the fleet's is an answer too."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **asked}
         began = time.perf_counter()
         first, ids, request = 0.0, [], ""

@@ -6,6 +6,7 @@ A row is a frozen dataclass. Its fields are the columns, in their order, and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,6 +73,11 @@ class TableResult:
             **table, "met": self.is_met, "seconds": round(self.seconds, 2), "rows": rows, "criteria": criteria,
             "error": self.error or None,
         }  # fmt: skip
+
+
+def ratio(value: float, base: float) -> float:
+    """Of nothing it is no number, which meets no criterion."""
+    return value / base if base else math.nan
 
 
 def at_most(says: str, value: float, limit: float) -> Criterion:

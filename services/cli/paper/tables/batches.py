@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 
+from kvfleet.cli.clients.answers import AnswerFailed
 from kvfleet.cli.paper.paper_load import load
 from kvfleet.cli.paper.paper_run import PaperBench
-from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperTable, all_of, at_least
+from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperTable, all_of, at_least, ratio
 
 SIZES, TOKENS = (1, 2, 4, 8, 16, 32), 64
 LEAST_GAIN, LEAST_KEPT = 2.0, 0.7
@@ -33,6 +34,8 @@ def measure(bench: PaperBench) -> list[BatchRow]:
     for size in SIZES:
         done = load(bench.fleet, rounds * size, size, TOKENS, seed=1 + size)
         whole = [record for record in done.whole if record.output_tokens == TOKENS]
+        if not whole:
+            raise AnswerFailed(f"{size} at once: {done.failed[0].told if done.failed else 'short answers'}")
         each = median(record.itl_s or 0.0 for record in whole), median(record.ttft_s for record in whole)
         rows.append(BatchRow(size, rounds * size, len(whole), done.tokens_per_s, *each))
     return rows
@@ -40,11 +43,11 @@ def measure(bench: PaperBench) -> list[BatchRow]:
 
 def judge(rows: Sequence[BatchRow]) -> list[Criterion]:
     rates = [row.tokens_per_s for row in rows]
-    kept = min(rate / best for rate, best in zip(rates, accumulate(rates, max), strict=True))
+    kept = min(ratio(rate, best) for rate, best in zip(rates, accumulate(rates, max), strict=True))
     return [
         all_of("requests that had all of their tokens", sum(row.whole for row in rows),
                sum(row.requests for row in rows)),
-        at_least(f"tokens/s of {rows[-1].at_once} at once, of one alone", rates[-1] / rates[0], LEAST_GAIN),
+        at_least(f"tokens/s of {rows[-1].at_once} at once, of one alone", ratio(rates[-1], rates[0]), LEAST_GAIN),
         at_least("tokens/s of a larger batch, of the best before it", kept, LEAST_KEPT),
     ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvfleet.cli.paper.paper_load import load
 from kvfleet.cli.paper.paper_run import PaperBench
-from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperTable, all_of, at_least
+from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperTable, all_of, at_least, ratio
 
 REQUESTS, TOKENS = 20, 10
 LEAST_GAIN = 1.5
@@ -38,7 +38,7 @@ def measure(bench: PaperBench) -> list[BurstRow]:
 
 def judge(rows: Sequence[BurstRow]) -> list[Criterion]:
     alone, together = ([row for row in rows if (row.at_once > 1) is many] for many in (False, True))
-    gain = sum(row.tokens_per_s for row in together) / sum(row.tokens_per_s for row in alone)
+    gain = ratio(sum(row.tokens_per_s for row in together), sum(row.tokens_per_s for row in alone))
     return [
         all_of("requests at once that had all of their tokens", sum(row.whole for row in together),
                sum(row.requests for row in together)),

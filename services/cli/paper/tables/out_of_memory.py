@@ -35,14 +35,14 @@ def measure(bench: PaperBench) -> list[ContainmentRow]:
         return [text_of(random, words, 1.0) for _ in range(count)]
 
     small, large, growing = prompts(FITTING, 60), prompts(LARGE, 500), prompts(GROWING, 380)
-    alone = [fleet.generate(prompt, 24) for prompt in small]
+    alone = [fleet.attempt(prompt, 24) for prompt in small]
     with ThreadPoolExecutor(FITTING + LARGE + GROWING) as askers:
         asked = [
-            [askers.submit(fleet.generate, prompt, tokens) for prompt in kind]
+            [askers.submit(fleet.attempt, prompt, tokens) for prompt in kind]
             for kind, tokens in ((large, 24), (growing, BLOCKS * BLOCK), (small, 24))
         ]
         refused, grown, together = ([one.result() for one in kind] for kind in asked)
-    after = [fleet.generate(prompt, 24) for prompt in small]
+    after = [fleet.attempt(prompt, 24) for prompt in small]
     printed = "fails what caused it and nothing else"
     return [
         _row("cannot fit", False, refused, (), printed),

@@ -9,7 +9,7 @@ from statistics import median
 
 from kvfleet.cli.paper.paper_models import GPT2, GPT2_FLEET, words_of
 from kvfleet.cli.paper.paper_run import PaperBench
-from kvfleet.cli.paper.paper_table import Criterion, PaperTable, all_of, at_most
+from kvfleet.cli.paper.paper_table import Criterion, PaperTable, all_of, at_most, ratio
 
 SHORT, LONG = 6, 900  # tokens of a session's first prompt: the paper's, and one that takes longer than a decode step
 ADDED, ANSWER = 5, 15  # tokens of a further prompt, and of every answer
@@ -55,10 +55,10 @@ def judge(rows: Sequence[ReuseTurn]) -> list[Criterion]:
     cold = next(row.ttft_s for row in rows if row.first_prompt == LONG and row.turn == 1)
     found = [row for row in later if row.prompt_tokens - row.cached_tokens <= ADDED + BLOCK]
     return [
-        at_most(f"first token of later turns after {LONG} tokens, of the first turn's", _ttft(long) / cold, 0.5),
+        at_most(f"first token of later turns after {LONG} tokens, of the first turn's", ratio(_ttft(long), cold), 0.5),
         at_most(
             f"first token of later turns after {SHORT} tokens, of as many computed anew",
-            _ttft(short) / median(row.anew_ttft_s for row in short),
+            ratio(_ttft(short), median(row.anew_ttft_s for row in short)),
             1.5,
         ),
         all_of("later turns that found all of their history but a block", len(found), len(later)),

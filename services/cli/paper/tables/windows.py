@@ -13,7 +13,7 @@ from time import sleep
 from kvfleet.cli.paper.paper_fleet import RunningFleet, worker_report
 from kvfleet.cli.paper.paper_models import small_mistral, words_of
 from kvfleet.cli.paper.paper_run import PaperBench
-from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperModel, PaperTable, all_of, at_most
+from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperModel, PaperTable, all_of, at_most, ratio
 
 REPORT = "kvfleet.worker.model.reports.reference_tokens"
 WINDOW, CONTEXT, BLOCK = 256, 8192, 16
@@ -91,7 +91,7 @@ def judge(rows: Sequence[WindowRow]) -> list[Criterion]:
         all_of("tokens equal to those of transformers' generate()", sum(row.same_tokens or 0 for row in compared),
                sum(row.compared for row in compared)),
         Criterion(f"blocks held: some, and at most {windowed.bound}", f"{most}", 0 < most <= windowed.bound),
-        at_most("blocks held, of those without a window", most / without if without else 1.0, 0.5),
+        at_most("blocks held, of those without a window", ratio(most, without), 0.5),
     ]  # fmt: skip
 
 
