@@ -18,7 +18,7 @@ LENGTHS = (1_000, 2_000, 4_000, 8_000, 16_000, 30_561)
 PRINTED = {8_000: "30.83 s, -, 4.11 s: 7.3 times", 30_561: "10.75 s, 1.19 s, 0.52 s: 20.7 times"}
 SOONER_FROM, LONGEST_SOONER = 4_000, 4.0  # tokens from which on a restore is sooner; times, at the longest
 ANSWER, BLOCK, WORKER = 8, 16, "w0"
-SHORT, SEVERAL = 8_000, 3  # tokens up to which several prompts are asked, as their times are short
+SHORT, SEVERAL = 4_000, 3  # tokens up to which several prompts are asked, as their times are short
 WARM = 1_008  # tokens of a prompt that warms up, and is in no row
 MOSTLY = 0.95  # of a prompt's tokens
 MODEL = small_qwen2("restored", max_position_embeddings=32_768)
