@@ -12,6 +12,10 @@ from kvfleet.cli.bench.load_run import BenchAsk, LoadRun
 from kvfleet.cli.bench.request_record import RequestRecord
 from kvfleet.cli.bench.shapes import LoadLimits, Shape, ShapeSizes, sessions
 from kvfleet.cli.paper.paper_fleet import LIMIT_S, RunningFleet
+from kvfleet.cli.paper.paper_table import FleetSpec
+
+PROMPT_WORDS = 32
+DEMO_FLEET = FleetSpec(("--workers=2",))  # each has half of the cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +40,15 @@ class PaperLoad:
 
 
 def load(
-    fleet: RunningFleet, requests: int, at_once: int, output_tokens: int, *, prompt_words: int = 32, seed: int = 0
+    fleet: RunningFleet, requests: int, at_once: int, output_tokens: int, *, seed: int, worker: str | None = None
 ) -> PaperLoad:
-    """So many prompts of random words that share nothing, each answered in full; `seed`: other words."""
+    """So many prompts of random words that share nothing, each answered in full; `seed`: of the words."""
     run = LoadRun(
         StreamConnections(httpx.URL(fleet.base)),
-        BenchAsk("demo", is_chat=False, timeout_s=LIMIT_S),
+        BenchAsk("demo", is_chat=False, timeout_s=LIMIT_S, more={"worker": worker} if worker else {}),
         LoadLimits(requests, None, at_once),
     )
-    sizes = ShapeSizes(0, prompt_words, output_tokens, 1, 1, 0.0, spread=0.0)
+    sizes = ShapeSizes(0, PROMPT_WORDS, output_tokens, 1, 1, 0.0, spread=0.0)
     uvloop.run(run.load(sessions(Shape.ONESHOT, sizes, seed, 1.0, seed)))
     whole = tuple(record for record in run.records if not record.error)
     return PaperLoad(run.duration_s, whole, tuple(record for record in run.records if record.error))

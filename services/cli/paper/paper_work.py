@@ -31,7 +31,7 @@ from kvfleet.cli.paper.tables import (
 
 TABLES = {
     module.TABLE.name: module.TABLE
-    for module in (reuse, kv_sizes, burst, locality, vault_restore, codec_snr, windows, batches, out_of_memory)
+    for module in (reuse, kv_sizes, burst, batches, locality, vault_restore, codec_snr, windows, out_of_memory)
 }
 wide = Terminal(highlight=False, width=1000)  # for pipes, so that no figure is cut
 

@@ -28,6 +28,7 @@ GOOD: dict[str, list[Any]] = {
     ],
     "sizes": [SizeRow("GPT-2", "K", "[5, 12, 64]", "[5, 12, 64]", "[5, 12, 64]")],
     "burst": [BurstRow(1, 20, 20, 0.1, 10.0, 100.0, ""), BurstRow(20, 20, 20, 0.3, 40.0, 400.0, "")],
+    "batches": [BatchRow(size, 2 * size, 2 * size, 100.0 * size, 0.01, 0.02) for size in SIZES],
     "locality": [
         *(LocalityRow(f"w{at}", "worker", 4, 1250 + at, 5000, 0, "") for at in (-50, 0, 20, 30)),
         LocalityRow("one id", "repeat", 4, 20, 20, 0, ""),
@@ -47,7 +48,6 @@ GOOD: dict[str, list[Any]] = {
         WindowRow("windowed", 256, 300, 64, None, 17, 64, 64), WindowRow("windowed", 256, 1000, 1500, 17, 17, None, 0),
         WindowRow("whole", None, 1000, 1500, 139, 157, None, 0),
     ],
-    "batches": [BatchRow(size, 2 * size, 2 * size, 100.0 * size, 0.01, 0.02) for size in SIZES],
     "oom": [
         ContainmentRow("cannot fit", False, 3, 0, 3, 0, ""), ContainmentRow("fits", True, 8, 8, 0, 8, ""),
     ],

@@ -8,11 +8,12 @@ from itertools import accumulate
 from statistics import median
 
 from kvfleet.cli.clients.answers import AnswerFailed
-from kvfleet.cli.paper.paper_load import PaperLoad, load
+from kvfleet.cli.paper.paper_load import DEMO_FLEET, PaperLoad, load
 from kvfleet.cli.paper.paper_run import PaperBench
-from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperTable, all_of, at_least, ratio
+from kvfleet.cli.paper.paper_table import Criterion, PaperTable, all_of, at_least, ratio
 
 SIZES, TOKENS = (1, 2, 4, 8, 16, 32), 48
+WORKER = "w0"
 LEAST_GAIN, LEAST_KEPT = 2.0, 0.6
 
 
@@ -30,9 +31,9 @@ class BatchRow:
 
 
 def measure(bench: PaperBench) -> list[BatchRow]:
-    load(bench.fleet, 2, 1, TOKENS, seed=1)  # the first ones warm up
+    load(bench.fleet, 2, 1, TOKENS, seed=1, worker=WORKER)  # the first ones warm up
     rounds = [  # in turn, so that what disturbs for a while spoils no size altogether
-        [load(bench.fleet, size, size, TOKENS, seed=2 + 100 * number + size) for size in SIZES]
+        [load(bench.fleet, size, size, TOKENS, seed=2 + 100 * number + size, worker=WORKER) for size in SIZES]
         for number in range(3 if bench.quick else 7)
     ]
     return [_row(size, loads) for size, loads in zip(SIZES, zip(*rounds, strict=True), strict=True)]
@@ -60,5 +61,5 @@ def judge(rows: Sequence[BatchRow]) -> list[Criterion]:
 
 TABLE = PaperTable(
     "batches", "batch sizes against throughput", "the paper, chapter 5; the article on stateful inference", measure,
-    judge, FleetSpec(("--workers=1",)),
+    judge, DEMO_FLEET,
 )  # fmt: skip

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvfleet.cli.paper.paper_load import load
+from kvfleet.cli.paper.paper_load import DEMO_FLEET, load
 from kvfleet.cli.paper.paper_run import PaperBench
-from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperTable, all_of, at_least, ratio
+from kvfleet.cli.paper.paper_table import Criterion, PaperTable, all_of, at_least, ratio
 
 REQUESTS, TOKENS = 20, 10
 LEAST_GAIN = 1.25
@@ -48,5 +48,5 @@ def judge(rows: Sequence[BurstRow]) -> list[Criterion]:
 
 TABLE = PaperTable(
     "burst", f"{REQUESTS} requests at once, {TOKENS} tokens each", "the paper, table 5.6", measure, judge,
-    FleetSpec(("--workers=2",)),
+    DEMO_FLEET,
 )  # fmt: skip

@@ -34,7 +34,7 @@ def measure(bench: PaperBench) -> list[ContainmentRow]:
     def prompts(count: int, words: int) -> list[str]:
         return [text_of(random, words, 1.0) for _ in range(count)]
 
-    small, large, growing = prompts(FITTING, 60), prompts(LARGE, 500), prompts(GROWING, 380)
+    small, large, growing = prompts(FITTING, 60), prompts(LARGE, 500), prompts(GROWING, 400)
     alone = [fleet.attempt(prompt, 24) for prompt in small]
     with ThreadPoolExecutor(FITTING + LARGE + GROWING) as askers:
         asked = [
