@@ -25,7 +25,7 @@ class BatchRow:
     requests: int  # of all rounds
     whole: int  # of them, with all of their tokens
     tokens_per_s: float
-    per_token_s: float  # of a stream, the median
+    per_token_s: float  # of a stream, its first included; the median
     ttft_s: float  # the median
     paper: str = ""
 
@@ -44,7 +44,7 @@ def _row(size: int, rounds: Sequence[PaperLoad]) -> BatchRow:
     if not best.whole:
         raise AnswerFailed(f"{size} at once: {best.failed[0].told}")
     whole = sum(record.output_tokens == TOKENS for one in rounds for record in one.whole)
-    each = median(record.itl_s or 0.0 for record in best.whole), median(record.ttft_s for record in best.whole)
+    each = median(record.e2e_s / TOKENS for record in best.whole), median(record.ttft_s for record in best.whole)
     return BatchRow(size, size * len(rounds), whole, best.tokens_per_s, *each)
 
 

@@ -98,7 +98,11 @@ def judge(rows: Sequence[RestoreRow]) -> list[Criterion]:
     last = max(rows, key=lambda row: row.tokens)
     return [
         at_least(f"first token from the vault, times sooner than cold, from {SOONER_FROM:,} tokens on", sooner, 1.0),
-        at_least(f"the same at {last.tokens:,} tokens", last.times_sooner, LONGEST_SOONER),
+        at_least(
+            f"first token from the vault, times sooner than cold, at {last.tokens:,} tokens",
+            last.times_sooner,
+            LONGEST_SOONER,
+        ),
         all_of(f"prompts of which the vault had {MOSTLY:.0%}", sum(row.from_vault >= MOSTLY * row.tokens
                for row in rows), len(rows)),
         all_of("prompts with the same answer cold, from the device and from the vault",
