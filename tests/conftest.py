@@ -104,7 +104,8 @@ SLOW = (
     "tests/containers/", "tests/exactness/test_against_transformers.py", "tests/exactness/test_codec_quality.py",
     "tests/exactness/test_compiled_entry.py", "tests/exactness/test_demo_promises.py",
     "tests/exactness/test_deferred_compiler.py", "tests/exactness/test_kept_scan.py::test_transformers",
-    "tests/e2e/test_autoscale.py", "tests/e2e/test_simulate.py", "tests/integration/security/test_region_link.py",
+    "tests/e2e/test_autoscale.py", "tests/e2e/test_simulate.py", "tests/e2e/test_bench_paper.py::test_a_long_table",
+    "tests/integration/security/test_region_link.py",
     "tests/integration/security/test_nats_mtls.py", "tests/unit/benchmarks/test_policy_moves.py",
     "tests/gpu/test_gpu_check.py", "tests/unit/cli/test_cli_plan.py", "tests/engines/test_engine_schemas.py",
 )  # fmt: skip

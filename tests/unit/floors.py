@@ -26,7 +26,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kvfleet.vault": (("settings", "store"), ("disk",)),
     "kvfleet.cli": (
-        ("console",), ("clients", "operator", "secrets"), ("bench", "embedded"), ("planning",),
+        ("console",), ("clients", "operator", "secrets"), ("bench", "embedded"), ("paper", "planning"),
     ),
     "kvcpu": (("vector",), ("blocks", "codec", "sampling"), ("attention", "layers")),
     "kvgpu": (("triton_language",), ("attention", "sampling")),

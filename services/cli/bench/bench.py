@@ -68,7 +68,10 @@ def bench(
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="two saved runs, paired by request; no load")
     ] = None,
 ) -> None:
-    """Load as clients make it, against any server of OpenAI's form, and what it saw: waits, tokens/s, errors."""
+    """Load as clients make it, against any server of OpenAI's form, and what it saw: waits, tokens/s, errors.
+
+    `kvfleet bench paper` is a command of its own.
+    """
     from kvfleet.cli.bench import bench_work  # uvloop, httptools and statistics, which no other command needs
 
     targets = BenchTargets(ttft_target, itl_target, e2e_target)

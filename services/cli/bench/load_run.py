@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,6 +34,7 @@ class BenchAsk:
     is_chat: bool
     timeout_s: float
     ignores_eos: bool = True  # asks for answers of the full length
+    more: Mapping[str, Any] = field(default_factory=dict)  # fields of this server's own
 
     @property
     def path(self) -> str:
@@ -45,7 +46,7 @@ class BenchAsk:
         )
         how = {"stream": True, "stream_options": {"include_usage": True}}
         full = {"ignore_eos": True} if self.ignores_eos else {}
-        return orjson.dumps({"model": self.model, **prompt, "max_tokens": output_tokens, **how, **full})
+        return orjson.dumps({"model": self.model, **prompt, "max_tokens": output_tokens, **how, **full, **self.more})
 
 
 @dataclass(eq=False)

@@ -100,10 +100,14 @@ def spawn(
     return Child(name, lambda: popen(command, env or {}, sockets))
 
 
+def ends_with_parent() -> Callable[[], object] | None:
+    """What a child does first, where the kernel then ends it if its parent is killed."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def popen(command: Sequence[str], env: Mapping[str, str], sockets: Sequence[int]) -> subprocess.Popen[bytes]:
-    preexec = None
-    if sys.platform.startswith("linux"):  # where the kernel ends a child whose parent was killed
-        preexec = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -111,7 +115,7 @@ def popen(command: Sequence[str], env: Mapping[str, str], sockets: Sequence[int]
         env={**os.environ, **env},
         pass_fds=sockets,
         start_new_session=True,
-        preexec_fn=preexec,
+        preexec_fn=ends_with_parent(),
     )
 
 

@@ -66,7 +66,7 @@ def load_model(
     def loaded() -> tuple[Any, GenerationConfig | None]:
         if load_format == "dummy":
             with progress.weights(0):
-                model, generation = _random_model(config, what), _generation_config(source)
+                model, generation = random_model(config, what), _generation_config(source)
         else:
             with progress.weights(numbers_in(Path(source)) * what.itemsize):
                 model = _trained_model(source, what)
@@ -137,7 +137,7 @@ def dtype_of(dtype: Dtype, config: Any, device: torch.device) -> torch.dtype:
     return own
 
 
-def _random_model(config: Any, dtype: torch.dtype) -> Any:
+def random_model(config: Any, dtype: torch.dtype) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(DUMMY_SEED)
