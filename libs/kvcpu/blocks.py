@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -26,12 +26,14 @@ MULTIPLIED = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 class AttentionForm:
     """What a layer computes: softmax(cap(scaling * QK^T))V over the last `window` tokens, the token itself included.
 
-    `cap(x) = softcap * tanh(x / softcap)` where there is a `softcap` (Gemma 2); no `window` means all tokens.
+    `cap(x) = softcap * tanh(x / softcap)` where there is a `softcap` (Gemma 2); no `window` means all tokens. `sinks`
+    (gpt-oss) are learned scores, fp32 `[heads]`: one beside those of the tokens that each head sees, without a value.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

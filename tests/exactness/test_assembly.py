@@ -89,6 +89,23 @@ def test_one_that_computes_something_else_is_refused(loaded: LoadedModel, monkey
         build_runner(loaded, 7, 8, "triton")
 
 
+@pytest.mark.parametrize("name", ["llama", "granite-swa"])
+def test_sinks_are_tried_where_the_model_has_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = TritonStep.attend
+
+    def without(step: TritonStep, layer: int, query: Any, key: Any, value: Any, form: AttentionForm) -> Any:
+        return attend(step, layer, query, key, value, replace(form, sinks=None))
+
+    monkeypatch.setattr(TritonStep, "attend", without)
+    loaded = adopt_model(make_model(name))
+    assert loaded.sinks == (name == "granite-swa")
+    if not loaded.sinks:
+        build_runner(loaded, 7, 8, "triton")
+        return
+    with pytest.raises(UnsupportedModel, match=r"attention over all tokens and sinks differs by .* on cpu"):
+        build_runner(loaded, 7, 8, "triton")
+
+
 def test_a_pool_that_does_not_fit_is_said_so(loaded: LoadedModel) -> None:
     with pytest.raises(OutOfMemory, match="KV pool"):
         build_runner(loaded, 2**50, 8)

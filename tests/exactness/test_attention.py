@@ -18,6 +18,8 @@ from kvfleet.worker.schedule.step_plan import Slice
 BLOCK, HEAD_DIM = 8, 24
 # (start, tokens): first and later chunks, decodes of very different and of nearly the same length, on block borders
 PARTS = [(0, 13), (21, 9), (0, 1), (15, 1), (16, 1), (90, 1), (92, 1), (200, 1), (90, 20), (0, 70)]
+# For up to six heads: one that counts for nothing, one for as much as a token, one for far more than all of them.
+SINKS = torch.tensor([-80.0, 0.0, 3.5, 40.0, 1.0, 6.0], device=DEVICE)
 FORMS = {
     "all": AttentionForm(0.3),
     "capped": AttentionForm(0.3, softcap=1.5),
@@ -26,6 +28,9 @@ FORMS = {
     "window-of-one": AttentionForm(0.3, window=1),
     "window-longer-than-all": AttentionForm(0.3, window=5000),
     "capped-window": AttentionForm(0.3, window=11, softcap=1.5),
+    "sinks": AttentionForm(0.3, sinks=SINKS),
+    "sinks-window": AttentionForm(0.3, window=11, sinks=SINKS),
+    "sinks-capped": AttentionForm(0.3, softcap=1.5, sinks=SINKS),
 }
 
 
@@ -74,6 +79,8 @@ class Scene:
                 for tensors in (self.keys, self.values)
             ]
             query, key, value = (strided(tensor) for tensor in (torch.cat(self.query), *new))
+            if form.sinks is not None:
+                form = dataclasses.replace(form, sinks=form.sinks[: query.shape[1]])
             outputs.append(step.attend(layer, query, key, value, form).cpu())
         return outputs
 
@@ -91,7 +98,9 @@ class Scene:
                 scores = form.scaling * torch.einsum("hd,thd->ht", query[at].double(), seen)
                 if form.softcap is not None:
                     scores = form.softcap * torch.tanh(scores / form.softcap)
-                rows.append(torch.einsum("ht,thd->hd", scores.softmax(dim=-1), weighed))
+                if form.sinks is not None:
+                    scores = torch.cat([scores, form.sinks[: len(scores), None].cpu().double()], dim=1)
+                rows.append(torch.einsum("ht,thd->hd", scores.softmax(dim=-1)[:, : len(weighed)], weighed))
         return torch.stack(rows)
 
 
@@ -116,7 +125,8 @@ def test_the_formula(
 
 
 def test_layers_of_several_forms_share_a_step(formula_backend: AttentionBackend) -> None:
-    forms = [FORMS["window"], FORMS["all"], FORMS["capped-window"], FORMS["capped"], FORMS["window-of-one"]]
+    names = ("window", "sinks", "all", "sinks-window", "capped-window", "capped", "sinks-capped", "window-of-one")
+    forms = [FORMS[name] for name in names]
     scene = Scene(4, 2, torch.float32, layers=len(forms))
     for layer, output in enumerate(scene.attend(formula_backend, forms)):
         assert_close(output, scene.expected(layer, forms[layer]))

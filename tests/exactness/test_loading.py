@@ -72,7 +72,6 @@ def test_refused_by_configuration(config: Any, feature: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
-        (lambda: hf.GptOssConfig(num_local_experts=2, head_dim=16, **TINY), "attention with sinks"),
         (lambda: hf.FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=2), OWN_CODE % "FalconAttention"),
         (lambda: hf.GPTJConfig(n_embd=32, n_head=2, n_layer=2, rotary_dim=8), OWN_CODE % "GPTJAttention"),
         (lambda: hf.CodeGenConfig(n_embd=32, n_head=4, n_layer=2, rotary_dim=4), OWN_CODE % "CodeGenAttention"),

@@ -40,6 +40,10 @@ _MINISTRAL_ROPE: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
     "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
+_GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 _BEHIND_PADDING: dict[str, Any] = _BASE | {
     "vocab_size": VOCAB + 1, "pad_token_id": VOCAB, "max_position_embeddings": VOCAB + 1 + CONTEXT,
 }  # fmt: skip
@@ -113,6 +117,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": lambda: hf.Cohere2Config(logit_scale=2.0, sliding_window=WINDOW, layer_types=_MIXED[:2], **_GROUPED),
     "olmo3": lambda: hf.Olmo3Config(sliding_window=WINDOW, layer_types=_MIXED[:2], **_GROUPED),
     "exaone4": lambda: hf.Exaone4Config(sliding_window=WINDOW, layer_types=_MIXED[:2], **_GROUPED),
+    # sinks; layers with and without a window, or without rotation
+    "gpt-oss": lambda: hf.GptOssConfig(
+        num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=WINDOW, layer_types=_MIXED,
+        rope_parameters=_GPT_OSS_ROPE, **_GROUPED | {"num_hidden_layers": 3, "initializer_range": 0.2},
+    ),
+    "granite-swa": lambda: hf.GraniteSWAConfig(
+        sliding_window=WINDOW, layer_types=_MIXED, attention_multiplier=0.1, **_GROUPED | {"num_hidden_layers": 3}
+    ),
+    "flint": lambda: hf.FlintConfig(
+        head_dim=16, sliding_window=WINDOW, layer_types=_MIXED, mlp_only_layers=[0, 1],
+        shared_expert_intermediate_size=48, **_EXPERTS, **_GROUPED | {"num_hidden_layers": 3},
+    ),
     # mixtures of experts
     "mixtral": lambda: hf.MixtralConfig(
         sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, **_GROUPED
@@ -133,5 +149,5 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 # One for each way in which the engine or a backend differs; these run the long tests.
 REPRESENTATIVE = (
     "gpt2", "llama-3-rope-tied", "llama-dynamic-rope", "ministral3", "qwen3", "gemma", "mistral-window", "gemma2",
-    "qwen3-moe",
+    "qwen3-moe", "gpt-oss",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from itertools import count, pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteSWAConfig, LlamaConfig, Qwen2Config
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
@@ -37,6 +37,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "gemma2-windows": Gemma2Config(**SHAPE, sliding_window=40, query_pre_attn_scalar=16),
+    "granite-sinks": GraniteSWAConfig(**SHAPE, sliding_window=40, attention_multiplier=0.25, tie_word_embeddings=False),
 }
 
 

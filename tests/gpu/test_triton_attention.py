@@ -79,8 +79,15 @@ FORM = AttentionForm(0.2)
 @pytest.mark.parametrize("parts", [ALONE, LONG, MIXED], ids=["alone", "long", "mixed"])
 @pytest.mark.parametrize(
     "form",
-    [FORM, AttentionForm(0.2, window=SHORTEST_PART + 3), AttentionForm(0.2, softcap=2.0), AttentionForm(0.2, 20, 2.0)],
-    ids=["all", "window", "capped", "short-window"],
+    [
+        FORM,
+        AttentionForm(0.2, window=SHORTEST_PART + 3),
+        AttentionForm(0.2, softcap=2.0),
+        AttentionForm(0.2, 20, 2.0),
+        AttentionForm(0.2, sinks=torch.tensor([-80.0, 0.0, 5.0, 40.0], device=DEVICE)),
+        AttentionForm(0.2, 20, sinks=torch.tensor([-80.0, 0.0, 5.0, 40.0], device=DEVICE)),
+    ],
+    ids=["all", "window", "capped", "short-window", "sinks", "sinks-short-window"],
 )
 def test_long_sequences_in_parts(parts: list[tuple[int, int]], form: AttentionForm) -> None:
     compare(Scene(parts), form)

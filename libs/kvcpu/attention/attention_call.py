@@ -36,11 +36,12 @@ SPREAD = 4  # heads that share K and V from which on so much is computed that re
     LAYER,
     WINDOW,  # 0: none
     FLOATS,  # address of scaling and soft cap (0: none)
+    SINKS,  # address of a float for each head, or 0
     QUERY, QUERY_TOKEN, QUERY_HEAD,
     QUERY_KIND,  # of query, key, value and result alike
     KEY, KEY_TOKEN, KEY_HEAD, VALUE, VALUE_TOKEN, VALUE_HEAD, OUT,
     FIELDS,
-) = range(47)  # fmt: skip
+) = range(48)  # fmt: skip
 
 # Columns of the item table.
 DECODE, PREFILL = 0, 1

@@ -64,6 +64,10 @@ class CpuBackend:
         return [(one, self.address) for one in (self.store, self.attend, self.combine)]
 
 
+def address_of(sinks: Tensor | None) -> int:
+    return 0 if sinks is None else sinks.data_ptr()
+
+
 @dataclass(eq=False, slots=True)
 class CpuStep:
     """See `AttentionStep`. Keeps the step's tables alive; the call block points into them."""
@@ -100,6 +104,7 @@ class CpuStep:
         block[c.LAYER] = layer
         block[c.WINDOW] = form.window or 0
         backend.floats[0], backend.floats[1] = form.scaling, form.softcap or 0.0
+        block[c.SINKS] = address_of(form.sinks)
         of_query = query.data_ptr(), *query.stride()[:2], STORED[query.dtype]
         of_key, of_value = (key.data_ptr(), *key.stride()[:2]), (value.data_ptr(), *value.stride()[:2])
         block[c.QUERY : c.OUT + 1] = *of_query, *of_key, *of_value, out.data_ptr()

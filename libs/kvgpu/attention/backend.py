@@ -76,8 +76,9 @@ class TritonStep:
         out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
         kernels.attend[len(on.items), shape.kv_heads](
             out, query, data, scales, on.items, on.tables, on.sums, on.tops,
+            on.tops if form.sinks is None else form.sinks,
             form.scaling, form.softcap or 0.0, form.window or 0, *query.stride()[:2], out.stride(0), *layout,
-            ROWS=on.rows, GROUP=group, CAPPED=form.softcap is not None,
+            ROWS=on.rows, GROUP=group, CAPPED=form.softcap is not None, SINKS=form.sinks is not None,
             WIDENED=INTERPRETED and query.dtype is torch.bfloat16, **sizes, **block, **_launch(on.rows, padded),
         )  # fmt: skip
         if len(on.merges):

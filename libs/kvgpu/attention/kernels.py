@@ -53,16 +53,17 @@ def store(
 
 @triton.jit
 def attend(
-    out, query, data, scales, items, tables, sums, tops,
+    out, query, data, scales, items, tables, sums, tops, sinks,
     scaling, softcap, window,
     query_token, query_head, out_token,  # strides; heads of `out` follow one another
     layer, block_step, run, kv_heads,
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
+    BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip
     """One item of `plan.Tiles`, one kv head. `window` 0: all tokens. Partial results: `sums` `[partials, kv_heads,
     ROWS, PADDED]`, and `tops` `[partials, kv_heads, 2, ROWS]`, the largest score and the sum of weights of each row.
-    `WIDENED`: products of fp32, for the interpreter, which has none of bf16. Programs: `[items, kv_heads]`."""
+    `SINKS`: there is one for each head, which the first part of a tile takes as a score without a value. `WIDENED`:
+    products of fp32, for the interpreter, which has none of bf16. Programs: `[items, kv_heads]`."""
     item = items + tl.program_id(0) * ITEM_FIELDS
     kv_head = tl.program_id(1)
     table = tables + tl.load(item)
@@ -90,6 +91,10 @@ def attend(
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        first_part = tl.load(item + 4) == 0
+        top = tl.where(first_part, tl.load(sinks + head) * LOG2E, top)
+        weight = tl.where(first_part, 1.0, weight)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     begin = low // KEYS * KEYS
     for first in range(begin, high, KEYS):

@@ -39,6 +39,7 @@ class LoadedModel:
     device: torch.device
     window: int | None = None  # see ModelRunner.window
     first_position: int = 0  # of a sequence's first token, as the model counts
+    sinks: bool = False  # some layer's attention has them
     ranks: int = 1  # processes that share the model; `kv_shape` is one's
 
 
@@ -100,6 +101,7 @@ def adopt_model(
         device=model.get_input_embeddings().weight.device,
         window=attention.window,
         first_position=attention.first_position,
+        sinks=attention.sinks,
     )
 
 

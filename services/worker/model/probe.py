@@ -35,15 +35,14 @@ TOKENS = (1, 2)  # the first that is not padding is used: padding has a zero emb
 
 # Keywords of features that the backends lack.
 FEATURES = {
-    "s_aux": "attention with sinks (learned scores that take part in the softmax beside those of tokens)",
     "position_bias": "position bias",
     "attention_chunk_size": "chunked attention",
     "indices": "sparse attention",
 }
 # What backends compute, and what changes nothing for them, as positions are in queries and keys already.
 KNOWN = {
-    "sliding_window", "softcap", "is_causal", "scaling", "dropout", "position_ids", "cache_position", "use_cache",
-    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "sliding_window", "softcap", "s_aux", "is_causal", "scaling", "dropout", "position_ids", "cache_position",
+    "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
 }  # fmt: skip
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key) -> whether the query sees the key
@@ -54,6 +53,7 @@ class Attention:
     kv_shape: KvShape
     window: int | None  # of the layer that sees furthest; None: the whole context
     first_position: int  # of a sequence's first token, as the model counts
+    sinks: bool  # in some layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class _Call:
     key: Tensor
     value: Tensor
     window: int | None
+    sinks: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +90,9 @@ class _Notes:
             raise UnsupportedModel("attention that is not causal")
         if value.shape != key.shape:
             raise UnsupportedModel("storing keys and values of several shapes")
+        sinks: Tensor | None = keywords.get("s_aux")
+        if sinks is not None and sinks.shape != query.shape[1:2]:
+            raise UnsupportedModel("attention with sinks that are not one for each head")
         window = _within(keywords.get("sliding_window"), self.context_length)
         if attention_mask is not None:
             function = next((one for noted, one in self.masks if noted is attention_mask), None)
@@ -98,7 +102,7 @@ class _Notes:
             if masked != window:
                 windows = f"{masked} tokens by its mask and of {window} by its layer"
                 raise UnsupportedModel(f"attention with a window of {windows}")
-        self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window))
+        self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window, sinks is not None))
         return torch.zeros_like(query).transpose(1, 2), None
 
 
@@ -111,7 +115,8 @@ def probe(model: Any, context_length: int) -> Attention:
         first = _first_position(model)
     except UnsupportedModel as error:
         raise refusal(model.config, error.message) from error
-    return Attention(shape, furthest([call.window for call in calls], context_length), first)
+    window = furthest([call.window for call in calls], context_length)
+    return Attention(shape, window, first, any(call.sinks for call in calls))
 
 
 def _attention_calls(model: Any, context_length: int) -> list[_Call]:

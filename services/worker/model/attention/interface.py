@@ -88,6 +88,8 @@ def paged_attention(
     """From `query` `[1, heads, T, head_dim]`, `key` and `value` `[1, kv_heads, T, head_dim]` of a flat ragged batch to
     `[1, T, heads, head_dim]`. `probe` checked at load which keywords the model passes."""
     scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-    form = AttentionForm(scaling, keywords.get("sliding_window"), keywords.get("softcap"))
+    sinks: Tensor | None = keywords.get("s_aux")
+    sinks = None if sinks is None else sinks.float().contiguous()
+    form = AttentionForm(scaling, keywords.get("sliding_window"), keywords.get("softcap"), sinks)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     return current_step().attend(module.layer_idx, q, k, v, form).unsqueeze(0), None

@@ -142,14 +142,16 @@ class _Chunk:
         heads, kv_heads = query.shape[1], kv.shape[1]
         chunk = query[self._tokens].transpose(0, 1)
         grouped = chunk.reshape(kv_heads, heads // kv_heads, *chunk.shape[1:])
-        if form.softcap is None:
+        if form.softcap is None and form.sinks is None:
             keys, values = kv.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1)
             mask = None if self._causal else self._mask
             done = scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=mask, is_causal=self._causal, scale=form.scaling
             )
         else:  # one KV head at a time, to bound the scores
-            done = torch.stack([_capped(g, k, v, self._mask, form) for g, k, v in zip(grouped, *kv, strict=True)])
+            sinks = [None] * kv_heads if form.sinks is None else form.sinks.view(kv_heads, -1, 1, 1)
+            each = zip(grouped, *kv, sinks, strict=True)
+            done = torch.stack([_written_out(g, k, v, self._mask, form, own) for g, k, v, own in each])
         out[self._tokens] = done.flatten(0, 1).transpose(0, 1)
 
 
@@ -177,18 +179,24 @@ class _Decodes:
             kv.permute(1, 3, 0, 2, 4)[sequences, slots] = 0
         kv_heads = kv.shape[2]
         grouped = query[self._tokens].view(count, kv_heads, -1, query.shape[-1])
-        if form.softcap is None:
+        if form.softcap is None and form.sinks is None:
             done = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=self._mask, scale=form.scaling)
         else:
-            done = _capped(grouped, kv[0], kv[1], self._mask, form)
+            sinks = None if form.sinks is None else form.sinks.view(kv_heads, -1, 1)
+            done = _written_out(grouped, kv[0], kv[1], self._mask, form, sinks)
         out[self._tokens] = done.flatten(1, 2)
 
 
-def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
-    """Soft-capped attention, which scaled_dot_product_attention lacks. Scores and weights are fp32."""
-    assert form.softcap is not None
-    scores = query.float() @ keys.float().transpose(-2, -1)
-    scores = scores.mul_(form.scaling / form.softcap).tanh_().mul_(form.softcap)
+def _written_out(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, form: AttentionForm, sinks: Tensor | None
+) -> Tensor:
+    """What scaled_dot_product_attention lacks: soft-capped scores, and sinks, as `[..., heads, 1]` or
+    `[heads, 1, 1]`. Scores and weights are fp32."""
+    scores = (query.float() @ keys.float().transpose(-2, -1)).mul_(form.scaling)
+    if form.softcap is not None:
+        scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
-    return (scores.softmax(dim=-1) @ values.float()).to(values.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return (scores.softmax(dim=-1)[..., : keys.shape[-2]] @ values.float()).to(values.dtype)

@@ -20,13 +20,27 @@ WINDOW = 50
 EXACT, ROUNDED = 1e-4, 3e-2  # differences, as shares of the largest number: of fp32, of numbers with fewer bits
 
 
-def differs(
-    backend: AttentionBackend, shape: KvShape, heads: int, block_size: int, device: torch.device, softcap: float | None
-) -> str:
-    """What the backend computes otherwise, or ""."""
+def forms_of(softcap: float | None, sinks: int, device: torch.device) -> dict[str, AttentionForm]:
+    """What to try, by what an error calls it. `sinks`: how many heads have one."""
     forms = {"all tokens": AttentionForm(0.1), "a window": AttentionForm(0.1, WINDOW)}
     if softcap:
         forms["soft-capped scores"] = AttentionForm(0.1, softcap=softcap)
+    if sinks:
+        each = torch.linspace(-2, 4, sinks, device=device)
+        forms["all tokens and sinks"] = AttentionForm(0.1, sinks=each)
+        forms["a window and sinks"] = AttentionForm(0.1, WINDOW, sinks=each)
+    return forms
+
+
+def differs(
+    backend: AttentionBackend,
+    shape: KvShape,
+    heads: int,
+    block_size: int,
+    device: torch.device,
+    forms: dict[str, AttentionForm],
+) -> str:
+    """What the backend computes otherwise, or ""."""
     most = ROUNDED if shape.quantized or shape.dtype is not torch.float32 else EXACT
     one_layer = replace(shape, layers=1)
     for parts in BATCHES:
