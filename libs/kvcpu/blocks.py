@@ -49,13 +49,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What the model stores per token. `quantized`: as int8 with one fp32 scale per (token, head), else in `dtype`."""
+    """What the model stores per token. `quantized`: as int8 with one fp32 scale per (token, head), else in `dtype`.
+    `latent`: values are not stored, they are the first `latent` numbers of keys."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     quantized: bool = False
+    latent: int = 0
+
+    @property
+    def parts(self) -> int:
+        """K and V, or K alone."""
+        return 1 if self.latent else 2
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
 
     def bytes_per_run(self, block_size: int) -> int:
         """Of K or V of one block, layer and head: numbers, then scales."""
@@ -64,11 +75,11 @@ class KvShape:
         return block_size * self.head_dim * self.dtype.itemsize
 
     def bytes_per_block(self, block_size: int) -> int:
-        return self.layers * 2 * self.kv_heads * self.bytes_per_run(block_size)
+        return self.layers * self.parts * self.kv_heads * self.bytes_per_run(block_size)
 
 
 class Pool(Protocol):
     shape: KvShape
-    data: Tensor  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
+    data: Tensor  # [blocks, layers, parts, kv_heads, block_size, head_dim], contiguous
     block_size: int
     run_bytes: int  # of K or V of one block, layer and head

@@ -38,11 +38,17 @@ class Scene:
     """Sequences with random Q, K and V, and a pool that holds what they cached.
 
     All that a window of `reach` tokens cannot see is NaN in the pool, and out of the block tables where a whole block
-    of it is.
+    of it is. `latent`: values are so many numbers of the keys.
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, dtype: torch.dtype, layers: int = 1, reach: int | None = None
+        self,
+        heads: int,
+        kv_heads: int,
+        dtype: torch.dtype,
+        layers: int = 1,
+        reach: int | None = None,
+        latent: int = 0,
     ) -> None:
         chance = torch.Generator().manual_seed(heads * kv_heads)
         self.layers = layers
@@ -51,6 +57,8 @@ class Scene:
         self.keys, self.values = (
             [torch.randn(shape, generator=chance).to(dtype) for shape in shapes] for _ in range(2)
         )
+        if latent:
+            self.values = [keys[..., :latent] for keys in self.keys]
         tables: list[list[int]] = []
         taken = 1  # block 0 belongs to nobody, so that reading it by mistake shows
         for start, count in PARTS:
@@ -59,12 +67,14 @@ class Scene:
             gone = low // BLOCK
             tables.append([-1] * gone + [taken + at for at in range(blocks - gone)])
             taken += blocks - gone
-        self.pool = KvPool(KvShape(layers, kv_heads, HEAD_DIM, dtype), taken + 1, BLOCK, torch.device(DEVICE))
+        shape = KvShape(layers, kv_heads, HEAD_DIM, dtype, latent=latent)
+        self.pool = KvPool(shape, taken + 1, BLOCK, torch.device(DEVICE))
         self.pool.data.fill_(float("nan"))
         for (start, _), table, keys, values in zip(PARTS, tables, self.keys, self.values, strict=True):
             for position in range(0 if reach is None else max(0, start + 1 - reach), start):
                 slot = self.pool.data[table[position // BLOCK], :, :, :, position % BLOCK]
-                slot.copy_(torch.stack([keys[:, position], values[:, position]], dim=1))
+                parts = [keys[:, position]] if latent else [keys[:, position], values[:, position]]
+                slot.copy_(torch.stack(parts, dim=1))
         self.batch = RaggedBatch.of(
             [Slice([0] * count, start, table, None) for (start, count), table in zip(PARTS, tables, strict=True)], BLOCK
         )
@@ -122,6 +132,19 @@ def test_the_formula(
     scene = Scene(heads, kv_heads, dtype, reach=form.window)
     (output,) = scene.attend(formula_backend, [form])
     assert_close(output, scene.expected(0, form))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("latent", [16, 20, 24])
+@pytest.mark.parametrize("name", ["all", "window", "sinks-window", "sinks-capped"])
+def test_values_may_be_a_part_of_the_keys(
+    name: str, latent: int, dtype: torch.dtype, formula_backend: AttentionBackend
+) -> None:
+    form = FORMS[name]
+    scene = Scene(6, 1, dtype, layers=2, reach=form.window, latent=latent)
+    for layer, output in enumerate(scene.attend(formula_backend, [form, form])):
+        assert output.shape[2] == latent
+        assert_close(output, scene.expected(layer, form))
 
 
 def test_layers_of_several_forms_share_a_step(formula_backend: AttentionBackend) -> None:

@@ -292,6 +292,7 @@ def test_no_rank_outlives_its_leader(tmp_path: Path) -> None:
         ("llama-biases", 4, "cutting 2 heads of keys and values into 4"),
         ("phi3", 2, "a tensor-parallel plan that leaves attention whole"),
         ("flint", 2, "a tensor-parallel plan that leaves attention whole"),
+        ("deepseek-v2", 2, "tensor parallelism of latent attention"),
         ("gpt-oss", 2, "a tensor-parallel plan that leaves attention whole"),
         ("cohere", 2, "its tensor-parallel plan over 2 processes"),
     ],

@@ -44,6 +44,13 @@ _GPT_OSS_ROPE: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+_LATENT: dict[str, Any] = _BASE | {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
+}  # fmt: skip
+_DEEPSEEK_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 _BEHIND_PADDING: dict[str, Any] = _BASE | {
     "vocab_size": VOCAB + 1, "pad_token_id": VOCAB, "max_position_embeddings": VOCAB + 1 + CONTEXT,
 }  # fmt: skip
@@ -129,6 +136,26 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         head_dim=16, sliding_window=WINDOW, layer_types=_MIXED, mlp_only_layers=[0, 1],
         shared_expert_intermediate_size=48, **_EXPERTS, **_GROUPED | {"num_hidden_layers": 3},
     ),
+    # latents; keys and values of the same and of different sizes, dense and with experts chosen by group
+    "deepseek-v2": lambda: hf.DeepseekV2Config(
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=48,
+        first_k_dense_replace=1, q_lora_rank=None, **_LATENT,
+    ),
+    "deepseek-v3": lambda: hf.DeepseekV3Config(
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=48, n_group=2,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=24, rope_parameters=_DEEPSEEK_ROPE, **_LATENT,
+    ),
+    "minicpm3": lambda: hf.MiniCPM3Config(q_lora_rank=24, **_LATENT | {"v_head_dim": 16}),
+    "longcat-flash": lambda: hf.LongcatFlashConfig(  # attends twice in a layer
+        n_routed_experts=4, zero_expert_num=2, moe_topk=2, expert_ffn_hidden_size=48, ffn_hidden_size=96, head_dim=8,
+        num_layers=2, q_lora_rank=24,
+        **{key: value for key, value in _LATENT.items() if key not in ("num_hidden_layers", "intermediate_size")},
+    ),
+    "youtu": lambda: hf.YoutuConfig(q_lora_rank=24, **_LATENT),
+    "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=48, q_lora_rank=24,
+        mlp_layer_types=["dense", "sparse"], **_LATENT,
+    ),
     # mixtures of experts
     "mixtral": lambda: hf.MixtralConfig(
         sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, **_GROUPED
@@ -149,5 +176,5 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 # One for each way in which the engine or a backend differs; these run the long tests.
 REPRESENTATIVE = (
     "gpt2", "llama-3-rope-tied", "llama-dynamic-rope", "ministral3", "qwen3", "gemma", "mistral-window", "gemma2",
-    "qwen3-moe", "gpt-oss",
+    "qwen3-moe", "gpt-oss", "deepseek-v3",
 )  # fmt: skip

@@ -84,7 +84,7 @@ class CpuStep:
             query, key, value = query.to(kept), key.to(kept), value.to(kept)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = query.new_empty(*query.shape[:2], self.pool.shape.value_dim)
         self.lay_out(layer, query, key, value, out, form)
         backend = self.backend
         storing = 1 if query.shape[0] <= SERIAL_TOKENS else backend.threads
@@ -135,5 +135,6 @@ class CpuStep:
         block[c.PAIRS] = backend.pairs and halves and dim % (2 * LANES) == 0 and size % LANES == 0
         block[c.HEADS], block[c.KV_HEADS], block[c.GROUP] = heads, shape.kv_heads, group
         block[c.HEAD_DIM], block[c.PADDED] = dim, padded
+        block[c.PARTS], block[c.VALUE_DIM] = shape.parts, shape.value_dim
         self._heads = heads
         self._items = items

@@ -103,8 +103,8 @@ def take_rows(p, flat, head, width, rows, queries):
 
 @njit(nogil=True, error_model="numpy")
 def write_rows(p, flat, head, width, rows, out, totals):
-    """Accumulators, divided by their sums, to the layer's result `[T, heads, head_dim]`; rows as in `query_of`."""
-    dim = p[c.HEAD_DIM]
+    """Accumulators, divided by their sums, to the layer's result `[T, heads, value_dim]`; rows as in `query_of`."""
+    dim = p[c.VALUE_DIM]
     size = ITEM_BYTES[p[c.QUERY_KIND]] * dim
     for row in range(rows):
         target = p[c.OUT] + ((flat + row // width) * p[c.HEADS] + head * p[c.GROUP] + row % width) * size

@@ -25,6 +25,8 @@ def refusal(shape: KvShape, *, sinks: bool) -> str:
     """Why FlashInfer cannot attend over such a pool, or ""."""
     if sinks:
         return "its paged kernels take no attention sinks"
+    if shape.latent:
+        return "its paged kernels take no latents"
     if shape.quantized:
         return "it has no int8 KV cache"
     if shape.dtype not in DTYPES:

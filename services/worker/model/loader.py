@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvcpu.blocks import KvShape
 from kvfleet.worker.model.attention.interface import attach
+from kvfleet.worker.model.attention.latent import keep_latents
 from kvfleet.worker.model.parallel.sharding import RankPart, shard
 from kvfleet.worker.model.probe import probe
 from kvfleet.worker.model.quick_imports import load_meta
@@ -88,6 +89,7 @@ def adopt_model(
     model.eval().requires_grad_(False)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # a training loss over all tokens of the batch
+    keep_latents(model)
     attention = probe(model, served)
     served = min(served, (own_context(config) or served) - attention.first_position)
     attach(model)

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from kvcpu.blocks import KvShape
+from kvfleet.worker.model.attention.latent import keep_latents, latent_heads, over_latents
 from kvfleet.worker.model.kv_size import KvLayout
 from kvfleet.worker.model.support import name_of, own_attention, refusal
 from kvproto.errors import UnsupportedModel
@@ -64,6 +65,7 @@ class _Call:
     value: Tensor
     window: int | None
     sinks: bool
+    latent: int  # numbers of the key that are the value; 0: values are others
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +90,8 @@ class _Notes:
                 raise UnsupportedModel(FEATURES.get(keyword, f"attention with {keyword!r}"))
         if keywords.get("is_causal") is False or not getattr(module, "is_causal", True):
             raise UnsupportedModel("attention that is not causal")
-        if value.shape != key.shape:
+        latent = 0 if latent_heads(module) is None else value.shape[3]
+        if value.shape != key.shape and not latent:
             raise UnsupportedModel("storing keys and values of several shapes")
         sinks: Tensor | None = keywords.get("s_aux")
         if sinks is not None and sinks.shape != query.shape[1:2]:
@@ -102,8 +105,8 @@ class _Notes:
             if masked != window:
                 windows = f"{masked} tokens by its mask and of {window} by its layer"
                 raise UnsupportedModel(f"attention with a window of {windows}")
-        self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window, sinks is not None))
-        return torch.zeros_like(query).transpose(1, 2), None
+        self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window, sinks is not None, latent))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def probe(model: Any, context_length: int) -> Attention:
@@ -167,7 +170,7 @@ def _same(rows: Tensor, others: Tensor) -> bool:
 
 def _run(model: Any, name: str, notes: _Notes, positions: list[int] | None, wanted: list[int]) -> Tensor:
     """One forward pass of three tokens in which `notes` stands for attention; logits `[wanted, vocab]`."""
-    AttentionInterface.register(name, notes.attend)
+    AttentionInterface.register(name, over_latents(notes.attend))
     try:
         model.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
@@ -230,10 +233,11 @@ def _one_shape(calls: list[_Call], layers: int) -> KvShape:
         raise UnsupportedModel(f"attention that a layer calls several times ({calls[0].kind}, in {_named(several)})")
     if len(often) != layers:
         raise UnsupportedModel(f"attention in {len(often)} layers where the configuration has {layers}")
-    key = calls[0].key
-    if any(call.key.shape != key.shape or call.value.dtype != call.key.dtype for call in calls):
+    key, latent = calls[0].key, calls[0].latent
+    alike = (call.key.shape == key.shape and call.latent == latent for call in calls)
+    if not all(alike) or any(call.value.dtype != call.key.dtype for call in calls):
         raise UnsupportedModel("storing keys and values of several shapes")
-    return KvShape(layers, key.shape[1], key.shape[3], key.dtype)
+    return KvShape(layers, key.shape[1], key.shape[3], key.dtype, latent=latent)
 
 
 def layout_of(config: Any, context_length: int) -> KvLayout:
@@ -242,14 +246,14 @@ def layout_of(config: Any, context_length: int) -> KvLayout:
         model, calls = _meta_calls(config)
     except (RuntimeError, NotImplementedError):  # there are no numbers on the meta device
         return from_fields(config, context_length)
-    shapes = {(heads, head_dim) for heads, head_dim, _ in calls.values()}
+    shapes = {shape for shape, _ in calls.values()}
     if len(calls) != config.num_hidden_layers:
         raise refusal(config, own_attention(model))
     if len(shapes) != 1:
         raise refusal(config, "storing keys and values of several shapes")
-    ((heads, head_dim),) = shapes
-    window = furthest([window for _, _, window in calls.values()], context_length)
-    return KvLayout(len(calls), heads, head_dim, context_length, window)
+    ((heads, head_dim, parts),) = shapes
+    window = furthest([window for _, window in calls.values()], context_length)
+    return KvLayout(len(calls), heads, head_dim, context_length, window, parts)
 
 
 def from_fields(config: Any, context_length: int) -> KvLayout:
@@ -261,25 +265,33 @@ def from_fields(config: Any, context_length: int) -> KvLayout:
         window = None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    reach = furthest(windows, context_length)
+    if latent := getattr(config, "kv_lora_rank", None):
+        return KvLayout(layers, 1, latent + config.qk_rope_head_dim, context_length, reach, parts=1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KvLayout(layers, kv_heads, head_dim, context_length, furthest(windows, context_length))
+    return KvLayout(layers, kv_heads, head_dim, context_length, reach)
 
 
-def _meta_calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]]]:
-    """The model on the meta device; layer -> heads and head size of its keys, and its window."""
-    calls: dict[int, tuple[int, int, int | None]] = {}
+def _meta_calls(config: Any) -> tuple[Any, dict[int, tuple[tuple[int, int, int], int | None]]]:
+    """The model on the meta device; layer -> heads and head size of its keys, how many parts are stored, and its
+    window."""
+    calls: dict[int, tuple[tuple[int, int, int], int | None]] = {}
 
     def note(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
     ) -> tuple[Tensor, None]:
-        calls[module.layer_idx] = key.shape[1], key.shape[3], keywords.get("sliding_window")
+        parts = 2 if latent_heads(module) is None else 1
+        if parts == 2 and key.shape != value.shape:
+            raise refusal(config, "storing keys and values of several shapes")
+        calls[module.layer_idx] = (key.shape[1], key.shape[3], parts), keywords.get("sliding_window")
         return torch.empty((1, META_TOKENS, query.shape[1], value.shape[3]), dtype=query.dtype, device="meta"), None
 
-    AttentionInterface.register(META_NAME, note)
+    AttentionInterface.register(META_NAME, over_latents(note))
     with torch.device("meta"), torch.inference_mode():
         try:
             own = copy.deepcopy(config)  # the model writes into it
             model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, trust_remote_code=False)
+            keep_latents(model)
             model.set_attn_implementation(META_NAME)
         except (ValueError, AttributeError) as error:
             why = str(error).splitlines()[0]

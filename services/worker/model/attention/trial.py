@@ -70,7 +70,7 @@ def _attended(
 
     lengths = [-(-(start + count) // block_size) for start, count in parts]
     pool = KvPool(shape, sum(lengths), block_size, device)
-    rows = draw(2 * shape.kv_heads * sum(lengths) * block_size, shape.head_dim)
+    rows = draw(shape.parts * shape.kv_heads * sum(lengths) * block_size, shape.head_dim)
     pool.store(torch.arange(len(rows), device=device), rows)
     free = iter(reversed(range(sum(lengths))))
     slices = [
@@ -81,4 +81,5 @@ def _attended(
     tokens = len(batch.ids)
     key, value = (draw(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
     step = backend.prepare(batch, pool)
+    value = key[..., : shape.latent] if shape.latent else value
     return step.attend(0, draw(tokens, heads, shape.head_dim), key, value, form).float()
