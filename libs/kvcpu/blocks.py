@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -26,12 +26,14 @@ MULTIPLIED = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 class AttentionForm:
     """What a layer computes: softmax(cap(scaling * QK^T))V over the last `window` tokens, the token itself included.
 
-    `cap(x) = softcap * tanh(x / softcap)` where there is a `softcap` (Gemma 2); no `window` means all tokens.
+    `cap(x) = softcap * tanh(x / softcap)` where there is a `softcap` (Gemma 2); no `window` means all tokens. `sinks`
+    (gpt-oss) are learned scores, fp32 `[heads]`: one beside those of the tokens that each head sees, without a value.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What the model stores per token. `quantized`: as int8 with one fp32 scale per (token, head), else in `dtype`."""
+    """What the model stores per token. `quantized`: as int8 with one fp32 scale per (token, head), else in `dtype`.
+    `latent`: values are not stored, they are the first `latent` numbers of keys."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     quantized: bool = False
+    latent: int = 0
+
+    @property
+    def parts(self) -> int:
+        """K and V, or K alone."""
+        return 1 if self.latent else 2
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
 
     def bytes_per_run(self, block_size: int) -> int:
         """Of K or V of one block, layer and head: numbers, then scales."""
@@ -62,11 +75,11 @@ class KvShape:
         return block_size * self.head_dim * self.dtype.itemsize
 
     def bytes_per_block(self, block_size: int) -> int:
-        return self.layers * 2 * self.kv_heads * self.bytes_per_run(block_size)
+        return self.layers * self.parts * self.kv_heads * self.bytes_per_run(block_size)
 
 
 class Pool(Protocol):
     shape: KvShape
-    data: Tensor  # [blocks, layers, 2, kv_heads, block_size, head_dim], contiguous
+    data: Tensor  # [blocks, layers, parts, kv_heads, block_size, head_dim], contiguous
     block_size: int
     run_bytes: int  # of K or V of one block, layer and head

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_configs import CONTEXT, VOCAB
+from tiny_configs import CONTEXT, REPRESENTATIVE, VOCAB
 from tiny_models import TOLERANCE, Rig, make_model, plain_logits
 
 REQUESTS = 32
@@ -88,18 +88,20 @@ def test_chunked_cached_and_beside_others(model: Any, make_rig: Callable[..., Ri
     assert max(worst.values()) < TOLERANCE
 
 
-def test_greedy_equals_generate(representative: Any, make_rig: Callable[..., Rig]) -> None:
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, "granite-swa", "flint", "deepseek-v2"])
+def test_greedy_equals_generate(name: str, make_rig: Callable[..., Rig]) -> None:
+    model = make_model(name)
     prompt = tokens(random.Random(4), 37)
-    expected = representative.generate(
-        torch.tensor([prompt], device=representative.device),
+    expected = model.generate(
+        torch.tensor([prompt], device=model.device),
         max_new_tokens=40,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
-    rig = make_rig(representative, budget=11)
-    for name in ("cold", "warm"):
-        turn = rig.add(name, prompt, 40)
+    rig = make_rig(model, budget=11)
+    for request in ("cold", "warm"):
+        turn = rig.add(request, prompt, 40)
         rig.run()
         assert turn.outputs == expected
     assert rig.turns["warm"].cached == 36

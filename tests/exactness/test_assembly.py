@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_models import make_model
+from tiny_models import TOLERANCE, make_model
 
 from kvcpu.attention.backend import CpuBackend
 from kvcpu.blocks import AttentionForm, KvShape
 from kvcpu.layers.modules import FusedMlp, FusedNorm, PackedLinear
 from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
 from kvfleet.worker.model.attention.reference import ReferenceBackend
+from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.loader import LoadedModel, adopt_model
+from kvfleet.worker.schedule.step_plan import Slice
 from kvgpu.attention.backend import TritonBackend, TritonStep
 from kvproto.errors import InvalidRequest, OutOfMemory, UnsupportedModel
 
@@ -87,6 +90,35 @@ def test_one_that_computes_something_else_is_refused(loaded: LoadedModel, monkey
     monkeypatch.setattr(TritonStep, "attend", wrong)
     with pytest.raises(UnsupportedModel, match=r"attention over a window differs by .* on cpu"):
         build_runner(loaded, 7, 8, "triton")
+
+
+@pytest.mark.parametrize("name", ["llama", "granite-swa"])
+def test_sinks_are_tried_where_the_model_has_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = TritonStep.attend
+
+    def without(step: TritonStep, layer: int, query: Any, key: Any, value: Any, form: AttentionForm) -> Any:
+        return attend(step, layer, query, key, value, replace(form, sinks=None))
+
+    monkeypatch.setattr(TritonStep, "attend", without)
+    loaded = adopt_model(make_model(name))
+    assert loaded.sinks == (name == "granite-swa")
+    if not loaded.sinks:
+        build_runner(loaded, 7, 8, "triton")
+        return
+    with pytest.raises(UnsupportedModel, match=r"attention over all tokens and sinks differs by .* on cpu"):
+        build_runner(loaded, 7, 8, "triton")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_every_attention_serves_sinks_and_latents(name: str) -> None:
+    batch = RaggedBatch.of([Slice(list(range(20)), 0, range(3), None), Slice([7] * 9, 0, range(3, 5), None)], 8)
+    rows = np.arange(len(batch.ids))
+    runners = [build_runner(adopt_model(make_model(name)), 7, 8, one) for one in ("reference", "cpu", "triton")]
+    with torch.inference_mode():
+        wanted, *found = (runner.logits(batch, rows) for runner in runners)
+    assert [runner._backend.name for runner in runners] == ["reference", "cpu", "triton"]
+    for logits in found:
+        assert (logits - wanted).abs().max() < TOLERANCE
 
 
 def test_a_pool_that_does_not_fit_is_said_so(loaded: LoadedModel) -> None:

@@ -18,11 +18,14 @@ from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.schedule.step_plan import Slice
 
 FORM = AttentionForm(0.2)
+SINKS = 4 * torch.randn(128, generator=torch.Generator().manual_seed(0))  # for as many heads as a scene has
 FORMS = {
     "all": FORM,
     "capped": AttentionForm(0.3, softcap=1.5),
     "window": AttentionForm(0.3, window=37),
     "capped-window": AttentionForm(0.3, window=21, softcap=1.5),
+    "sinks": AttentionForm(0.3, sinks=SINKS),
+    "sinks-window": AttentionForm(0.3, window=37, sinks=SINKS),
 }
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -47,6 +50,7 @@ class Scene:
         block: int = 16,
         stored: str = "fp32",
         sharpness: float = 1.0,
+        latent: int = 0,
     ) -> None:
         dtype = STORED[stored]
         chance = torch.Generator().manual_seed(hash((tuple(parts), heads, kv_heads, dim, block)) % 2**31)
@@ -55,7 +59,8 @@ class Scene:
         total = sum(lengths)
         order = (torch.randperm(total, generator=chance) + 1).tolist()  # block 0 belongs to nobody
         self.tables = [[order.pop() for _ in range(length)] for length in lengths]
-        self.pool = KvPool(KvShape(1, kv_heads, dim, dtype, stored == "int8"), total + 1, block, torch.device("cpu"))
+        shape = KvShape(1, kv_heads, dim, dtype, stored == "int8", latent)
+        self.pool = KvPool(shape, total + 1, block, torch.device("cpu"))
         if stored != "int8":
             self.pool.data.fill_(float("nan"))
         self.query, self.key, self.value = (
@@ -67,11 +72,13 @@ class Scene:
             self.cache(table, torch.randn(2, start, kv_heads, dim, generator=chance).to(dtype))
 
     def cache(self, table: list[int], kv: Tensor) -> None:
-        """Store K and V `[2, tokens, kv_heads, dim]` of a sequence's first tokens."""
+        """Store K and V `[2, tokens, kv_heads, dim]` of a sequence's first tokens; of latents the first of both."""
+        parts = self.pool.shape.parts
+        kv = kv[:parts]
         size, (_, tokens, kv_heads, dim) = self.pool.block_size, kv.shape
         positions = torch.arange(tokens)
         blocks = torch.tensor(table)[positions // size]
-        runs = (blocks * 2 + torch.arange(2)[:, None]) * kv_heads
+        runs = (blocks * parts + torch.arange(parts)[:, None]) * kv_heads
         rows = (runs[..., None] + torch.arange(kv_heads)) * size + (positions % size)[None, :, None]
         self.pool.store(rows.reshape(-1), kv.reshape(-1, dim))
 
@@ -98,7 +105,11 @@ class Scene:
                 scores = form.softcap * torch.tanh(scores / form.softcap)
             own, seen = torch.arange(start, end)[:, None], torch.arange(end)
             hidden = (seen > own) | (seen <= own - (form.window or end + 1))
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if form.sinks is not None:
+                sinks = form.sinks[: len(query), None, None].expand(-1, count, 1)
+                scores = torch.cat([scores, sinks.double()], dim=-1)
+            weights = scores.softmax(dim=-1)[..., :end]
             rows.append((weights @ values.repeat_interleave(group, dim=0)).transpose(0, 1))
             first += count
         return torch.cat(rows)
@@ -115,7 +126,7 @@ class Scene:
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 128, 256])
 def test_head_and_block_sizes(dim: int, stored: str) -> None:
-    for block, form in zip((1, 5, 16, 32, 48), [*FORMS.values(), FORM], strict=True):
+    for block, form in zip((1, 5, 16, 32, 48, 16), FORMS.values(), strict=True):
         Scene(MIXED, dim=dim, block=block, stored=stored).check(replace(form, scaling=dim**-0.5))
 
 
@@ -264,6 +275,16 @@ def test_items_of_several_heads(stored: str, widest: int, monkeypatch: pytest.Mo
                 scene.check(form, 2 if shortest < 100 else 1)
 
 
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(("dim", "latent"), [(32, 16), (44, 24), (64, 40), (576, 512)])
+def test_latents(dim: int, latent: int, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole sequences and parts of them, with heads that divide among items or do not."""
+    monkeypatch.setattr(plan, "SHORTEST_PART", 64)
+    for heads, block, form in zip((1, 6, 16, 20, 128, 3), (1, 5, 16, 32, 16, 48), FORMS.values(), strict=True):
+        scene = Scene(MIXED, heads, 1, dim, block, stored, latent=latent)
+        assert scene.check(replace(form, scaling=form.scaling * (32 / dim) ** 0.5), 2).shape[2] == latent
+
+
 def attend_cut_for(scene: Scene, threads: int, monkeypatch: pytest.MonkeyPatch, form: AttentionForm = FORM) -> Tensor:
     """On two threads, in as many pieces as `threads` would get."""
     with monkeypatch.context() as patch:
@@ -278,8 +299,8 @@ def attend_cut_for(scene: Scene, threads: int, monkeypatch: pytest.MonkeyPatch, 
 def test_a_window_leaves_parts_empty(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts that it does not reach, and those of which it begins in the middle."""
     monkeypatch.setattr(plan, "SHORTEST_PART", 50)
-    for softcap in (None, 2.0):
-        form = AttentionForm(0.3, window=window, softcap=softcap)
+    for softcap, sinks in ((None, None), (2.0, None), (None, SINKS)):
+        form = AttentionForm(0.3, window, softcap, sinks)
         for block in (5, 16, 32):
             scene = Scene([(700, 1), (3, 1), (477, 1)], 4, 2, block=block)
             found = attend_cut_for(scene, 16, monkeypatch, form)

@@ -72,6 +72,10 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], int]] = {
     "gpt2": (lambda: hf.GPT2Config(**_GPT2), 2),
     "gpt2-scaled-by-layer": (lambda: hf.GPT2Config(scale_attn_by_inverse_layer_idx=True, **_GPT2), 2),
     "granite-plain": (lambda: hf.GraniteConfig(attention_multiplier=0.2, **_GROUPED), 2),
+    "granite-swa": (  # with sinks
+        lambda: hf.GraniteSWAConfig(attention_multiplier=0.2, sliding_window=24, layer_types=_TYPES, **_GROUPED),
+        2,
+    ),
     # rotations that know the length that the model was first trained on
     "yarn": (lambda: hf.LlamaConfig(rope_parameters=_YARN | _first_trained_on(32), **_GROUPED), 2),
     "longrope": (lambda: hf.LlamaConfig(rope_parameters=_LONGROPE | _first_trained_on(256), **_GROUPED), 2),
@@ -96,7 +100,11 @@ def _inference() -> Iterator[None]:
 
 
 def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_config(MODELS[name][0](), dtype=dtype).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(MODELS[name][0](), dtype=dtype).eval().requires_grad_(False)
+    for weight, values in model.named_parameters():
+        if weight.endswith("sinks"):
+            values.normal_(1.0, 2.0)
+    return model
 
 
 def fused_layers(model: Any) -> list[FusedLayer]:

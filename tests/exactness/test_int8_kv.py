@@ -164,7 +164,7 @@ def test_a_pool_that_does_not_fit_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral-window", "granite-swa", "youtu"])
 def test_errors_are_small_and_the_same_in_all_backends(name: str, make_rig: Callable[..., Rig]) -> None:
     """With chunks, reuse and decodes. The pools hold what each backend computed, which differs in the last bits."""
     chance = random.Random(1)

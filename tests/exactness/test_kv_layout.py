@@ -36,6 +36,7 @@ def test_the_formula_is_what_a_loaded_model_stores(name: str) -> None:
     layout = layout_of(CONFIGS[name](), CONTEXT)
     assert layout.bytes_per_block(16, "float32") == shape.bytes_per_block(16)
     assert (layout.layers, layout.kv_heads, layout.head_dim) == (shape.layers, shape.kv_heads, shape.head_dim)
+    assert layout.parts == shape.parts == (1 if CONFIGS[name]().to_dict().get("kv_lora_rank") else 2)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe"])

@@ -73,12 +73,12 @@ def uneven() -> Any:
 
 
 def written(folder: Path, config: Any) -> Path:
-    """Biases and norms are no longer what a new model's are."""
+    """Biases and sinks are no longer what a new model's are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 weight.data.normal_(0, 0.3)
         model.save_pretrained(folder)
     return folder
@@ -120,9 +120,10 @@ def scores(runner: TorchRunner) -> list[float]:
         (uneven, {"attention": "cpu"}, TOLERANCE),
         (CONFIGS["qwen2"], {"load_format": "dummy", "attention": "reference"}, TOLERANCE),  # with tied embeddings
         (CONFIGS["qwen3-moe"], {"attention": "triton"}, TOLERANCE),
+        (CONFIGS["granite-swa"], {"attention": "cpu"}, TOLERANCE),
         (CONFIGS["llama-biases"], {"attention": "cpu", "kv_dtype": "int8"}, 0.1),  # a last bit may be another
     ],
-    ids=["uneven", "tied-dummy", "experts", "int8"],
+    ids=["uneven", "tied-dummy", "experts", "sinks", "int8"],
 )
 def test_two_processes_compute_what_one_does(
     config: Callable[[], Any],
@@ -290,6 +291,9 @@ def test_no_rank_outlives_its_leader(tmp_path: Path) -> None:
         ("mistral", 2, "cutting 1 heads of keys and values into 2"),
         ("llama-biases", 4, "cutting 2 heads of keys and values into 4"),
         ("phi3", 2, "a tensor-parallel plan that leaves attention whole"),
+        ("flint", 2, "a tensor-parallel plan that leaves attention whole"),
+        ("deepseek-v2", 2, "tensor parallelism of latent attention"),
+        ("gpt-oss", 2, "a tensor-parallel plan that leaves attention whole"),
         ("cohere", 2, "its tensor-parallel plan over 2 processes"),
     ],
 )

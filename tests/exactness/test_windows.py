@@ -22,7 +22,7 @@ from kvfleet.worker.schedule.step_plan import Slice
 
 BLOCK = 8
 ALL_WINDOWED = ("mistral-window", "starcoder2", "phi3", "mixtral")
-MIXED = ("qwen2-window", "gemma2", "gemma3", "cohere2", "olmo3", "exaone4")
+MIXED = ("qwen2-window", "gemma2", "gemma3", "cohere2", "olmo3", "exaone4", "gpt-oss", "granite-swa")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

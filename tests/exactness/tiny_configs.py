@@ -40,6 +40,17 @@ _MINISTRAL_ROPE: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
     "mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
+_GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_LATENT: dict[str, Any] = _BASE | {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
+}  # fmt: skip
+_DEEPSEEK_ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 _BEHIND_PADDING: dict[str, Any] = _BASE | {
     "vocab_size": VOCAB + 1, "pad_token_id": VOCAB, "max_position_embeddings": VOCAB + 1 + CONTEXT,
 }  # fmt: skip
@@ -113,6 +124,38 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": lambda: hf.Cohere2Config(logit_scale=2.0, sliding_window=WINDOW, layer_types=_MIXED[:2], **_GROUPED),
     "olmo3": lambda: hf.Olmo3Config(sliding_window=WINDOW, layer_types=_MIXED[:2], **_GROUPED),
     "exaone4": lambda: hf.Exaone4Config(sliding_window=WINDOW, layer_types=_MIXED[:2], **_GROUPED),
+    # sinks; layers with and without a window, or without rotation
+    "gpt-oss": lambda: hf.GptOssConfig(
+        num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=WINDOW, layer_types=_MIXED,
+        rope_parameters=_GPT_OSS_ROPE, **_GROUPED | {"num_hidden_layers": 3, "initializer_range": 0.2},
+    ),
+    "granite-swa": lambda: hf.GraniteSWAConfig(
+        sliding_window=WINDOW, layer_types=_MIXED, attention_multiplier=0.1, **_GROUPED | {"num_hidden_layers": 3}
+    ),
+    "flint": lambda: hf.FlintConfig(
+        head_dim=16, sliding_window=WINDOW, layer_types=_MIXED, mlp_only_layers=[0, 1],
+        shared_expert_intermediate_size=48, **_EXPERTS, **_GROUPED | {"num_hidden_layers": 3},
+    ),
+    # latents; keys and values of the same and of different sizes, dense and with experts chosen by group
+    "deepseek-v2": lambda: hf.DeepseekV2Config(
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=48,
+        first_k_dense_replace=1, q_lora_rank=None, **_LATENT,
+    ),
+    "deepseek-v3": lambda: hf.DeepseekV3Config(
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=48, n_group=2,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=24, rope_parameters=_DEEPSEEK_ROPE, **_LATENT,
+    ),
+    "minicpm3": lambda: hf.MiniCPM3Config(q_lora_rank=24, **_LATENT | {"v_head_dim": 16}),
+    "longcat-flash": lambda: hf.LongcatFlashConfig(  # attends twice in a layer
+        n_routed_experts=4, zero_expert_num=2, moe_topk=2, expert_ffn_hidden_size=48, ffn_hidden_size=96, head_dim=8,
+        num_layers=2, q_lora_rank=24,
+        **{key: value for key, value in _LATENT.items() if key not in ("num_hidden_layers", "intermediate_size")},
+    ),
+    "youtu": lambda: hf.YoutuConfig(q_lora_rank=24, **_LATENT),
+    "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=48, q_lora_rank=24,
+        mlp_layer_types=["dense", "sparse"], **_LATENT,
+    ),
     # mixtures of experts
     "mixtral": lambda: hf.MixtralConfig(
         sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, **_GROUPED
@@ -133,5 +176,5 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 # One for each way in which the engine or a backend differs; these run the long tests.
 REPRESENTATIVE = (
     "gpt2", "llama-3-rope-tied", "llama-dynamic-rope", "ministral3", "qwen3", "gemma", "mistral-window", "gemma2",
-    "qwen3-moe",
+    "qwen3-moe", "gpt-oss", "deepseek-v3",
 )  # fmt: skip

@@ -41,17 +41,23 @@ def make_model(name: str) -> Any:
     """A random fp32 model in evaluation mode; the same one each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval().to(DEVICE)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+        for weight, values in model.named_parameters():
+            if weight.endswith("sinks"):  # which a new model may have at zero
+                values.data.normal_(1.0, 2.0)
+        return model.to(DEVICE)
 
 
 @torch.inference_mode()
 def plain_logits(model: Any, ids: Sequence[int], positions: Sequence[int] | None = None) -> Tensor:
-    """What transformers computes for `ids` in one forward pass, `[len, vocab]`; its sdpa knows no soft-capping.
+    """What transformers computes for `ids` in one forward pass, `[len, vocab]`; its sdpa knows no soft-capping and
+    no sinks.
 
     `positions` are its own unless given; the tokens then still attend to one another in order.
     """
     ours = model.config._attn_implementation
-    model.set_attn_implementation("eager" if getattr(model.config, "attn_logit_softcapping", None) else "sdpa")
+    capped = getattr(model.config, "attn_logit_softcapping", None)
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
     given = {} if positions is None else {"position_ids": torch.tensor([list(positions)], device=model.device)}
     logits: Tensor = model(torch.tensor([list(ids)], device=model.device), use_cache=False, **given).logits[0].cpu()
     model.set_attn_implementation(ours)

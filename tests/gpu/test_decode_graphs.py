@@ -8,7 +8,7 @@ from itertools import count, pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteSWAConfig, LlamaConfig, Qwen2Config, YoutuConfig
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
@@ -37,6 +37,15 @@ CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "gemma2-windows": Gemma2Config(**SHAPE, sliding_window=40, query_pre_attn_scalar=16),
+    "youtu-latents": YoutuConfig(
+        **SHAPE | {"num_key_value_heads": 4, "head_dim": 8},
+        q_lora_rank=24,
+        kv_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=20,
+    ),
+    "granite-sinks": GraniteSWAConfig(**SHAPE, sliding_window=40, attention_multiplier=0.25, tie_word_embeddings=False),
 }
 
 
@@ -74,7 +83,7 @@ def filled(runner: TorchRunner) -> TorchRunner:
     """As if its blocks were computed: the same for every runner of a model."""
     chance = torch.Generator().manual_seed(3)
     shape = runner.pool.shape
-    rows = torch.randn(BLOCKS * shape.layers * 2 * shape.kv_heads * SIZE, shape.head_dim, generator=chance)
+    rows = torch.randn(BLOCKS * shape.layers * shape.parts * shape.kv_heads * SIZE, shape.head_dim, generator=chance)
     runner.pool.store(torch.arange(len(rows), device=DEVICE), rows.to(DEVICE))
     return runner
 

@@ -143,6 +143,8 @@ def test_what_it_has_no_kernels_for_is_refused(loaded: LoadedModel, monkeypatch:
     cases = {
         "int8 KV": with_kv_dtype(loaded, "int8", 16),
         "float32": replace(loaded, kv_shape=replace(loaded.kv_shape, dtype=torch.float32)),
+        "no latents": replace(loaded, kv_shape=replace(loaded.kv_shape, latent=8)),
+        "no attention sinks": replace(loaded, sinks=True),
         "heads of 80 numbers": replace(loaded, kv_shape=replace(loaded.kv_shape, head_dim=80)),
     }
     for why, model in cases.items():

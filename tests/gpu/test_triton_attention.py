@@ -14,7 +14,7 @@ from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.schedule.step_plan import Slice
 from kvgpu.attention.backend import TritonBackend
-from kvgpu.attention.plan import SHORTEST_PART
+from kvgpu.attention.plan import SHORTEST_PART, HeadTiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
@@ -36,6 +36,7 @@ class Scene:
         head_dim: int = 32,
         block_size: int = 16,
         quantized: bool = False,
+        latent: int = 0,
     ) -> None:
         self.chance = torch.Generator().manual_seed(head_dim)
         lengths = [-(-(start + count) // block_size) for start, count in parts]
@@ -44,15 +45,15 @@ class Scene:
         for (start, count), length in zip(parts, lengths, strict=True):
             slices.append(Slice([0] * count, start, [taken.pop() for _ in range(length)], None))
         self.batch = RaggedBatch.of(slices, block_size)
-        shape = KvShape(2, kv_heads, head_dim, dtype, quantized)
+        shape = KvShape(2, kv_heads, head_dim, dtype, quantized, latent)
         self.pool = KvPool(shape, sum(lengths), block_size, DEVICE)
-        rows = self.draw(self.pool.data[..., 0].numel() if not quantized else 0, head_dim, dtype=dtype)
-        if quantized:
-            rows = self.draw(sum(lengths) * 2 * 2 * kv_heads * block_size, head_dim, dtype=dtype)
+        rows = self.draw(sum(lengths) * 2 * shape.parts * kv_heads * block_size, head_dim, dtype=dtype)
         self.pool.store(torch.arange(len(rows), device=DEVICE), rows)
         tokens = sum(count for _, count in parts)
         self.query = self.draw(tokens, heads, head_dim, dtype=dtype)
         self.key, self.value = (self.draw(tokens, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+        if latent:
+            self.value = self.key[..., :latent]
 
     def draw(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=self.chance).to(DEVICE, dtype)
@@ -79,8 +80,15 @@ FORM = AttentionForm(0.2)
 @pytest.mark.parametrize("parts", [ALONE, LONG, MIXED], ids=["alone", "long", "mixed"])
 @pytest.mark.parametrize(
     "form",
-    [FORM, AttentionForm(0.2, window=SHORTEST_PART + 3), AttentionForm(0.2, softcap=2.0), AttentionForm(0.2, 20, 2.0)],
-    ids=["all", "window", "capped", "short-window"],
+    [
+        FORM,
+        AttentionForm(0.2, window=SHORTEST_PART + 3),
+        AttentionForm(0.2, softcap=2.0),
+        AttentionForm(0.2, 20, 2.0),
+        AttentionForm(0.2, sinks=torch.tensor([-80.0, 0.0, 5.0, 40.0], device=DEVICE)),
+        AttentionForm(0.2, 20, sinks=torch.tensor([-80.0, 0.0, 5.0, 40.0], device=DEVICE)),
+    ],
+    ids=["all", "window", "capped", "short-window", "sinks", "sinks-short-window"],
 )
 def test_long_sequences_in_parts(parts: list[tuple[int, int]], form: AttentionForm) -> None:
     compare(Scene(parts), form)
@@ -97,6 +105,27 @@ def test_numbers(parts: list[tuple[int, int]], quantized: bool, dtype: torch.dty
 @pytest.mark.parametrize(("heads", "kv_heads"), [(7, 1), (3, 3), (40, 2)], ids=["group-7", "each", "group-20"])
 def test_sizes(heads: int, kv_heads: int, head_dim: int) -> None:
     compare(Scene([(30, 1), (9, 3)], heads=heads, kv_heads=kv_heads, head_dim=head_dim), FORM)
+
+
+@pytest.mark.parametrize("parts", [LONG, MIXED], ids=["long", "mixed"])
+@pytest.mark.parametrize(
+    "form",
+    [FORM, AttentionForm(0.2, 20, 2.0, torch.linspace(-4, 4, 12, device=DEVICE))],
+    ids=["all", "all-at-once"],
+)
+@pytest.mark.parametrize("quantized", [False, True], ids=["own", "int8"])
+def test_latents(parts: list[tuple[int, int]], form: AttentionForm, quantized: bool) -> None:
+    compare(Scene(parts, heads=12, kv_heads=1, head_dim=44, latent=24, quantized=quantized), form)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("heads", "head_dim", "latent"), [(128, 192, 128), (6, 576, 512), (40, 576, 512)])
+def test_many_heads_share_latents_in_several_tiles(heads: int, head_dim: int, latent: int, dtype: torch.dtype) -> None:
+    by = HeadTiles.of(KvShape(1, 1, head_dim, dtype, latent=latent), heads)
+    assert by.count * by.group == heads
+    assert by.count == {128: 1, 6: 1, 40: 2}[heads]
+    scene = Scene([(9, 3), (SHORTEST_PART + 40, 1)], dtype, heads=heads, kv_heads=1, head_dim=head_dim, latent=latent)
+    compare(scene, AttentionForm(0.05, sinks=torch.linspace(-4, 4, heads, device=DEVICE)))
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 64])

@@ -31,16 +31,19 @@ SPREAD = 4  # heads that share K and V from which on so much is computed that re
     DIRECT,  # 1: the pool's rows are what the kernels compute with
     PAIRS,  # 1: bfloat16 is multiplied as such, in pairs
     HEADS, KV_HEADS, HEAD_DIM,
+    PARTS,  # 2: K and V; 1: keys alone, whose first numbers are the values
+    VALUE_DIM,
     GROUP,  # heads per kv head
     PADDED,  # head_dim, up to the next multiple of LANES
     LAYER,
     WINDOW,  # 0: none
     FLOATS,  # address of scaling and soft cap (0: none)
+    SINKS,  # address of a float for each head, or 0
     QUERY, QUERY_TOKEN, QUERY_HEAD,
     QUERY_KIND,  # of query, key, value and result alike
     KEY, KEY_TOKEN, KEY_HEAD, VALUE, VALUE_TOKEN, VALUE_HEAD, OUT,
     FIELDS,
-) = range(47)  # fmt: skip
+) = range(50)  # fmt: skip
 
 # Columns of the item table.
 DECODE, PREFILL = 0, 1

@@ -64,6 +64,10 @@ class CpuBackend:
         return [(one, self.address) for one in (self.store, self.attend, self.combine)]
 
 
+def address_of(sinks: Tensor | None) -> int:
+    return 0 if sinks is None else sinks.data_ptr()
+
+
 @dataclass(eq=False, slots=True)
 class CpuStep:
     """See `AttentionStep`. Keeps the step's tables alive; the call block points into them."""
@@ -80,7 +84,7 @@ class CpuStep:
             query, key, value = query.to(kept), key.to(kept), value.to(kept)
         if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = query.new_empty(*query.shape[:2], self.pool.shape.value_dim)
         self.lay_out(layer, query, key, value, out, form)
         backend = self.backend
         storing = 1 if query.shape[0] <= SERIAL_TOKENS else backend.threads
@@ -100,6 +104,7 @@ class CpuStep:
         block[c.LAYER] = layer
         block[c.WINDOW] = form.window or 0
         backend.floats[0], backend.floats[1] = form.scaling, form.softcap or 0.0
+        block[c.SINKS] = address_of(form.sinks)
         of_query = query.data_ptr(), *query.stride()[:2], STORED[query.dtype]
         of_key, of_value = (key.data_ptr(), *key.stride()[:2]), (value.data_ptr(), *value.stride()[:2])
         block[c.QUERY : c.OUT + 1] = *of_query, *of_key, *of_value, out.data_ptr()
@@ -130,5 +135,6 @@ class CpuStep:
         block[c.PAIRS] = backend.pairs and halves and dim % (2 * LANES) == 0 and size % LANES == 0
         block[c.HEADS], block[c.KV_HEADS], block[c.GROUP] = heads, shape.kv_heads, group
         block[c.HEAD_DIM], block[c.PADDED] = dim, padded
+        block[c.PARTS], block[c.VALUE_DIM] = shape.parts, shape.value_dim
         self._heads = heads
         self._items = items

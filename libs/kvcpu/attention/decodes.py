@@ -53,6 +53,8 @@ def decode(p, item, scratch):
     scores = queries + 4 * rows * padded
     buffer = scores + 4 * rows * DECODE_CHUNK
     softmax.clear_rows(record, rows, padded)
+    if p[c.SINKS] and read_int(item + 8 * c.ITEM_LOW) == 0:  # in one part of a sequence
+        softmax.take_sinks(p, head, rows, rows, record)
     softmax.take_rows(p, flat, head, rows, rows, queries)
 
     for at in range(low // LANES * LANES, high, DECODE_CHUNK):

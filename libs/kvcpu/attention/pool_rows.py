@@ -19,9 +19,9 @@ def block_index(token, p):
 
 @njit(nogil=True, error_model="numpy")
 def run_of(p, table, head, token, value):
-    """Address of the run (K or V of one block, layer and head) that `token` lies in."""
+    """Address of the run (K or V of one block, layer and head) that `token` lies in; latents are both."""
     block = read_int(table + 8 * block_index(token, p))
-    row = (block * p[c.LAYERS] + p[c.LAYER]) * 2 + value
+    row = (block * p[c.LAYERS] + p[c.LAYER]) * p[c.PARTS] + (value if p[c.PARTS] == 2 else 0)
     return p[c.POOL] + (row * p[c.KV_HEADS] + head) * p[c.RUN_BYTES]
 
 
@@ -107,11 +107,12 @@ def store_tokens(p, first, last, scratch):
     size, dim, kind, item = p[c.BLOCK_SIZE], p[c.HEAD_DIM], p[c.KV_KIND], ITEM_BYTES[p[c.QUERY_KIND]]
     for token in range(first, last):
         slot = read_int(p[c.SLOTS] + 8 * token)
-        runs = ((slot // size) * p[c.LAYERS] + p[c.LAYER]) * 2
+        runs = ((slot // size) * p[c.LAYERS] + p[c.LAYER]) * p[c.PARTS]
         for head in range(p[c.KV_HEADS]):
             key = p[c.KEY] + (token * p[c.KEY_TOKEN] + head * p[c.KEY_HEAD]) * item
             value = p[c.VALUE] + (token * p[c.VALUE_TOKEN] + head * p[c.VALUE_HEAD]) * item
             run = p[c.POOL] + (runs * p[c.KV_HEADS] + head) * p[c.RUN_BYTES]
             _store_row(kind, key, p[c.QUERY_KIND], run, slot % size, size, dim, scratch)
-            run += p[c.KV_HEADS] * p[c.RUN_BYTES]
-            _store_row(kind, value, p[c.QUERY_KIND], run, slot % size, size, dim, scratch)
+            if p[c.PARTS] == 2:
+                run += p[c.KV_HEADS] * p[c.RUN_BYTES]
+                _store_row(kind, value, p[c.QUERY_KIND], run, slot % size, size, dim, scratch)

@@ -47,6 +47,8 @@ def prefill(p, item, scratch):
     keys = scores + whole * LINE
     values = keys + size * padded * PREFILL_CHUNK
     softmax.clear_rows(scratch, rows, padded)
+    if p[c.SINKS]:
+        softmax.take_sinks(p, head, group, rows, scratch)
     if pairs:
         row_fill(queries, whole * padded // 2, np.float32(0.0))
     softmax.take_rows(p, flat, head, group, rows, queries)

@@ -43,6 +43,14 @@ def clear_rows(record, rows, padded):
 
 
 @njit(nogil=True, error_model="numpy")
+def take_sinks(p, head, width, rows, record):
+    """Sinks as the scores that are folded first, which have no values; rows as in `query_of`."""
+    for row in range(rows):
+        write_float(record + 4 * row, read_float(p[c.SINKS] + 4 * (head * p[c.GROUP] + row % width)))
+        write_float(totals_of(record, rows) + 4 * row, ONE)
+
+
+@njit(nogil=True, error_model="numpy")
 def fold(scores, count, hidden, seen, factor, cap, top, total, out, size, halves):
     """Online softmax: a row's new `count` scores, times `factor` and capped, become weights; the sums so far are scaled
     to match. The first `hidden` scores and those from `seen` on have no weight. With `halves`, weights become bfloat16,
@@ -95,8 +103,8 @@ def take_rows(p, flat, head, width, rows, queries):
 
 @njit(nogil=True, error_model="numpy")
 def write_rows(p, flat, head, width, rows, out, totals):
-    """Accumulators, divided by their sums, to the layer's result `[T, heads, head_dim]`; rows as in `query_of`."""
-    dim = p[c.HEAD_DIM]
+    """Accumulators, divided by their sums, to the layer's result `[T, heads, value_dim]`; rows as in `query_of`."""
+    dim = p[c.VALUE_DIM]
     size = ITEM_BYTES[p[c.QUERY_KIND]] * dim
     for row in range(rows):
         target = p[c.OUT] + ((flat + row // width) * p[c.HEADS] + head * p[c.GROUP] + row % width) * size

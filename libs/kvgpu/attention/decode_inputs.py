@@ -16,7 +16,7 @@ import torch
 
 from kvcpu.blocks import Batch, Pool
 from kvgpu.attention.backend import TablesOnDevice, TritonBackend, TritonStep, partial_results
-from kvgpu.attention.plan import ITEM_FIELDS, MERGE_FIELDS, PARTIAL, cut, most_parts, rows_of
+from kvgpu.attention.plan import ITEM_FIELDS, MERGE_FIELDS, PARTIAL, HeadTiles, cut, most_parts, rows_of
 
 
 class DecodeInputs:
@@ -25,14 +25,14 @@ class DecodeInputs:
 
     def __init__(self, backend: TritonBackend, pool: Pool, heads: int, most: int, blocks: int) -> None:
         self._backend, self._pool, self._heads = backend, pool, heads
-        device, kv_heads = backend.device, pool.shape.kv_heads
-        self._group = heads // kv_heads
+        device = backend.device
+        self._by = HeadTiles.of(pool.shape, heads)
         parts = self._parts(most)
         self._ends = list(accumulate([2 * most, 2 * most, most, parts * ITEM_FIELDS, most * MERGE_FIELDS, blocks]))
         host = torch.zeros(self._ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
         self._host, self._device = host, torch.zeros_like(host, device=device)
-        self._tile_rows = rows_of(False, self._group)
-        self._partials = partial_results(pool.shape, parts, self._tile_rows, device)
+        self._tile_rows = rows_of(False, self._by.group)
+        self._partials = partial_results(self._by, parts, self._tile_rows, device)
         ids, positions, *_ = self._split(self._device)
         self.ids, self.positions = ids.view(torch.int64), positions.view(torch.int64)
         self.rows = torch.arange(most, device=device)
@@ -50,7 +50,7 @@ class DecodeInputs:
 
     def fill(self, batch: Batch, size: int, first_position: int) -> None:
         """With `batch`, in which each of at most `size` sequences runs on one token."""
-        tiles = cut(batch, self._pool.shape.kv_heads, self._group, self._backend.multiprocessors)
+        tiles = cut(batch, self._by.count, self._by.group, self._backend.multiprocessors)
         count = len(batch.ids)
         ids, positions, slots, items, merges, tables = self._split(self._host.numpy())
         ids, positions = ids.view(np.int64), positions.view(np.int64)
@@ -68,7 +68,7 @@ class DecodeInputs:
         self._device[:used].copy_(self._host[:used], non_blocking=True)
 
     def _parts(self, size: int) -> int:
-        return most_parts(size, self._pool.shape.kv_heads, self._backend.multiprocessors)
+        return most_parts(size, self._by.count, self._backend.multiprocessors)
 
     def _split(self, whole: Any) -> list[Any]:
         return [whole[begin:end] for begin, end in zip([0, *self._ends], self._ends, strict=False)]

@@ -21,8 +21,12 @@ WORKSPACE_BYTES = 394 * 2**20  # partial results of a long sequence in parts: wh
 ALL_TOKENS = -1  # in place of a window
 
 
-def refusal(shape: KvShape) -> str:
+def refusal(shape: KvShape, *, sinks: bool) -> str:
     """Why FlashInfer cannot attend over such a pool, or ""."""
+    if sinks:
+        return "its paged kernels take no attention sinks"
+    if shape.latent:
+        return "its paged kernels take no latents"
     if shape.quantized:
         return "it has no int8 KV cache"
     if shape.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""Kernels of attention over `KvPool`'s layout, `[blocks, layers, 2, kv_heads, block_size, head_dim]`.
+"""Kernels of attention over `KvPool`'s layout, `[blocks, layers, parts, kv_heads, block_size, head_dim]`.
 
 Offsets into the pool count its numbers; int8 runs end in fp32 scales, one for each slot. Sums and weights are fp32,
 products of fp32 are exact (no TF32).
@@ -22,17 +22,17 @@ def store(
     key, value, slots, data, scales,
     key_token, key_head, value_token, value_head,  # strides
     layer, block_step, run, kv_heads,
-    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUANTIZED: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One token's K and V of one head. `slots` `[T]`: block * block_size + offset; a token with -1 is not stored.
-    Programs: `[T, kv_heads]`."""
+    """One token's K and V of one head, or its latent. `slots` `[T]`: block * block_size + offset; a token with -1 is
+    not stored. Programs: `[T, kv_heads]`."""
     token, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
     at = slot // BLOCK * block_step + layer + head * run
     offset = slot % BLOCK
     numbers = tl.arange(0, PADDED)
     inside = (numbers < DIM) & (slot >= 0)
-    for which in tl.static_range(2):
+    for which in tl.static_range(PARTS):
         if which == 0:
             row = tl.load(key + token * key_token + head * key_head + numbers, mask=inside, other=0.0)
         else:
@@ -53,18 +53,22 @@ def store(
 
 @triton.jit
 def attend(
-    out, query, data, scales, items, tables, sums, tops,
+    out, query, data, scales, items, tables, sums, tops, sinks,
     scaling, softcap, window,
     query_token, query_head, out_token,  # strides; heads of `out` follow one another
     layer, block_step, run, kv_heads,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WIDENED: tl.constexpr,
 ):  # fmt: skip
-    """One item of `plan.Tiles`, one kv head. `window` 0: all tokens. Partial results: `sums` `[partials, kv_heads,
-    ROWS, PADDED]`, and `tops` `[partials, kv_heads, 2, ROWS]`, the largest score and the sum of weights of each row.
-    `WIDENED`: products of fp32, for the interpreter, which has none of bf16. Programs: `[items, kv_heads]`."""
+    """One item of `plan.Tiles`, one of `plan.HeadTiles`. `window` 0: all tokens. Partial results: `sums` `[partials,
+    tiles of heads, ROWS, PADDED]`, and `tops` `[partials, tiles of heads, 2, ROWS]`, the largest score and the sum of
+    weights of each row. A key has `TAIL` numbers more than a value; without a part of their own, values are keys.
+    `SINKS`: there is one for each head, which the first part of a tile takes as a score without a value. `WIDENED`:
+    products of fp32, for the interpreter, which has none of bf16. Programs: `[items, tiles of heads]`."""
     item = items + tl.program_id(0) * ITEM_FIELDS
-    kv_head = tl.program_id(1)
+    heads_tile = tl.program_id(1)
+    kv_head = heads_tile // SHARE
     table = tables + tl.load(item)
     start = tl.load(item + 1)
     token = tl.load(item + 2)
@@ -78,7 +82,7 @@ def attend(
     row = tl.arange(0, ROWS)
     numbers = tl.arange(0, PADDED)
     of_token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    head = heads_tile * GROUP + row % GROUP
     is_row = of_token < count
     is_number = numbers < DIM
     position = start + of_token
@@ -87,9 +91,19 @@ def attend(
     asked = tl.load(query + from_query[:, None] + numbers[None, :], mask=inside, other=0.0)
     if WIDENED:
         asked = asked.to(tl.float32)
+    if TAIL > 0:
+        tail = tl.arange(0, TAIL_PADDED)
+        of_tail = from_query[:, None] + DIM + tail[None, :]
+        asked_tail = tl.load(query + of_tail, mask=is_row[:, None] & (tail < TAIL)[None, :], other=0.0)
+        if WIDENED:
+            asked_tail = asked_tail.to(tl.float32)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        first_part = tl.load(item + 4) == 0
+        top = tl.where(first_part, tl.load(sinks + head) * LOG2E, top)
+        weight = tl.where(first_part, 1.0, weight)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     begin = low // KEYS * KEYS
     for first in range(begin, high, KEYS):
@@ -98,21 +112,33 @@ def attend(
         block = tl.load(table + place // BLOCK, mask=held, other=0).to(tl.int64)
         slot = place % BLOCK
         at = block * block_step + layer + kv_head * run
-        of_key = (at + slot * DIM)[:, None] + numbers[None, :]
-        of_value = of_key + kv_heads * run
+        of_key = (at + slot * (DIM + TAIL))[:, None] + numbers[None, :]
         there = held[:, None] & is_number[None, :]
         keys = tl.load(data + of_key, mask=there, other=0.0)
-        values = tl.load(data + of_value, mask=there, other=0.0)
         if QUANTIZED:
-            scale = (at + BLOCK * DIM) // 4 + slot
-            keys = keys.to(tl.float32) * tl.load(scales + scale, mask=held, other=0.0)[:, None]
-            values = (
-                values.to(tl.float32) * tl.load(scales + scale + kv_heads * run // 4, mask=held, other=0.0)[:, None]
-            )
-            keys, values = keys.to(query.dtype.element_ty), values.to(query.dtype.element_ty)
+            of_scale = (at + BLOCK * (DIM + TAIL)) // 4 + slot
+            scale = tl.load(scales + of_scale, mask=held, other=0.0)[:, None]
+            keys = (keys.to(tl.float32) * scale).to(query.dtype.element_ty)
+        if PARTS == 1:
+            values = keys
+        else:
+            values = tl.load(data + of_key + kv_heads * run, mask=there, other=0.0)
+            if QUANTIZED:
+                of_scale += kv_heads * run // 4
+                values = values.to(tl.float32) * tl.load(scales + of_scale, mask=held, other=0.0)[:, None]
+                values = values.to(query.dtype.element_ty)
         if WIDENED:
             keys = keys.to(tl.float32)
-        score = tl.dot(asked, tl.trans(keys), input_precision="ieee") * scaling
+        score = tl.dot(asked, tl.trans(keys), input_precision="ieee")
+        if TAIL > 0:
+            of_rest = (at + slot * (DIM + TAIL) + DIM)[:, None] + tail[None, :]
+            rest = tl.load(data + of_rest, mask=held[:, None] & (tail < TAIL)[None, :], other=0.0)
+            if QUANTIZED:
+                rest = (rest.to(tl.float32) * scale).to(query.dtype.element_ty)
+            if WIDENED:
+                rest = rest.to(tl.float32)
+            score += tl.dot(asked_tail, tl.trans(rest), input_precision="ieee")
+        score *= scaling
         if CAPPED:
             bent = tl.exp2(tl.abs(score) * (-2.0 * LOG2E) / softcap)  # tanh of an absolute value
             bent = (1.0 - bent) / (1.0 + bent) * softcap
@@ -137,7 +163,7 @@ def attend(
         to_out = (token + of_token).to(tl.int64) * out_token + head * DIM
         tl.store(out + to_out[:, None] + numbers[None, :], done.to(out.dtype.element_ty), mask=inside)
     else:
-        mine = partial.to(tl.int64) * kv_heads + kv_head
+        mine = partial.to(tl.int64) * tl.num_programs(1) + heads_tile
         tl.store(sums + (mine * ROWS + row)[:, None] * PADDED + numbers[None, :], total)
         tl.store(tops + mine * 2 * ROWS + row, top)
         tl.store(tops + (mine * 2 + 1) * ROWS + row, weight)
@@ -145,12 +171,12 @@ def attend(
 
 @triton.jit
 def combine(
-    out, merges, sums, tops, out_token, kv_heads,
+    out, merges, sums, tops, out_token, tiles,
     ROWS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """What the parts of a tile give together, for one kv head. Programs: `[merges, kv_heads]`."""
+    """What the parts of a tile give together, for one of `tiles` of heads. Programs: `[merges, tiles]`."""
     merge = merges + tl.program_id(0) * MERGE_FIELDS
-    kv_head = tl.program_id(1)
+    heads_tile = tl.program_id(1)
     token = tl.load(merge)
     count = tl.load(merge + 1)
     first = tl.load(merge + 2).to(tl.int64)
@@ -161,7 +187,7 @@ def combine(
     weight = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     for part in range(parts):
-        mine = (first + part) * kv_heads + kv_head
+        mine = (first + part) * tiles + heads_tile
         its_top = tl.load(tops + mine * 2 * ROWS + row)
         its_weight = tl.load(tops + (mine * 2 + 1) * ROWS + row)
         its_total = tl.load(sums + (mine * ROWS + row)[:, None] * PADDED + numbers[None, :])
@@ -173,6 +199,6 @@ def combine(
         top = higher
     of_token = row // GROUP
     inside = (of_token < count)[:, None] & (numbers < DIM)[None, :]
-    to_out = (token + of_token).to(tl.int64) * out_token + (kv_head * GROUP + row % GROUP) * DIM
+    to_out = (token + of_token).to(tl.int64) * out_token + (heads_tile * GROUP + row % GROUP) * DIM
     done = total / tl.where(weight > 0, weight, 1.0)[:, None]
     tl.store(out + to_out[:, None] + numbers[None, :], done.to(out.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
 """Cuts a step's attention into tiles that programs of a GPU can take. Pure, once per step for all layers.
 
-A tile is some tokens of one sequence, with all query heads that share a kv head: rows of one matrix product. Prefill
-chunks and decodes are tiles alike. Where tiles are fewer than the device has room for, long ones are cut along their
-keys, and what the parts give is combined afterwards.
+A tile is some tokens of one sequence, with all query heads that share a kv head, or some of them where they are many:
+rows of one matrix product. Prefill chunks and decodes are tiles alike. Where tiles are fewer than the device has room
+for, long ones are cut along their keys, and what the parts give is combined afterwards.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcpu.blocks import Batch
+from kvcpu.blocks import Batch, KvShape
 
 Table = NDArray[np.int32]
 
 LEAST_ROWS = 16  # of a matrix product
 PREFILL_ROWS = 64
+TILE_NUMBERS = 16_384  # of a tile's results, which are in a multiprocessor's registers
 SHORTEST_PART = 256  # keys of a part
 WAVES = 4  # programs for each multiprocessor that a cut aims at
 
@@ -41,9 +42,34 @@ class Tiles:
     partials: int
 
 
-def rows_of(several: bool, group: int) -> int:
+@dataclass(frozen=True, slots=True)
+class HeadTiles:
+    """How the heads of one token are put into tiles: `count` of them, of `group` query heads each. `share` tiles that
+    follow one another read the same kv head."""
+
+    count: int
+    group: int
+    share: int
+    padded: int  # numbers of a value, up to a power of two, and those that a key has more
+    tail_padded: int
+    prefill_rows: int
+
+    @classmethod
+    def of(cls, shape: KvShape, heads: int) -> HeadTiles:
+        padded, tail = (max(16, _power(size)) for size in (shape.value_dim, shape.head_dim - shape.value_dim))
+        most, group = max(LEAST_ROWS, TILE_NUMBERS // padded), heads // shape.kv_heads
+        share = next(by for by in range(1, group + 1) if group % by == 0 and _power(group // by) <= most)
+        return cls(shape.kv_heads * share, group // share, share, padded, tail, min(PREFILL_ROWS, most))
+
+
+def _power(number: int) -> int:
+    """Of two, from `number` on."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def rows_of(several: bool, group: int, prefill_rows: int = PREFILL_ROWS) -> int:
     """Of a tile; `several`: some sequence runs on more than one token."""
-    return max(PREFILL_ROWS if several else LEAST_ROWS, 1 << (group - 1).bit_length())
+    return max(prefill_rows if several else LEAST_ROWS, _power(group))
 
 
 def most_parts(sequences: int, kv_heads: int, multiprocessors: int) -> int:
@@ -51,9 +77,9 @@ def most_parts(sequences: int, kv_heads: int, multiprocessors: int) -> int:
     return sequences + WAVES * multiprocessors // kv_heads
 
 
-def cut(batch: Batch, kv_heads: int, group: int, multiprocessors: int) -> Tiles:
-    """`group` query heads share a kv head."""
-    rows = rows_of(bool((batch.counts > 1).any()), group)
+def cut(batch: Batch, kv_heads: int, group: int, multiprocessors: int, prefill_rows: int = PREFILL_ROWS) -> Tiles:
+    """`group` query heads share a kv head, or a part of one: see `HeadTiles`."""
+    rows = rows_of(bool((batch.counts > 1).any()), group, prefill_rows)
     tokens = rows // group
     tiles = -(-batch.counts // tokens)
     owner = np.repeat(np.arange(len(batch.counts)), tiles)

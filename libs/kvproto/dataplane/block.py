@@ -29,11 +29,14 @@ class BlockCodec(StrEnum):
     INT8 = "int8"  # symmetric, one fp32 scale per (token, head)
 
 
-def kv_format(layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: str, ranks: int = 1) -> bytes:
+def kv_format(
+    layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: str, ranks: int = 1, latent: int = 0
+) -> bytes:
     """16 bytes, equal for blocks of one layout; `dtype` is the pool's: float32, bfloat16, int8... With several `ranks`
-    a block is as many parts, one after the other, each of `kv_heads / ranks` heads."""
-    sharded = [ranks] if ranks > 1 else []
-    packed: bytes = msgpack.packb([LAYOUT_VERSION, layers, kv_heads, head_dim, block_size, dtype, *sharded])
+    a block is as many parts, one after the other, each of `kv_heads / ranks` heads. `latent`: a block has keys alone,
+    and so many of their numbers are the values."""
+    more = [ranks, latent] if latent else [ranks] if ranks > 1 else []
+    packed: bytes = msgpack.packb([LAYOUT_VERSION, layers, kv_heads, head_dim, block_size, dtype, *more])
     return hashlib.blake2b(packed, digest_size=HASH_BYTES).digest()
 
 

@@ -146,7 +146,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path, progress: LoadProgress
     shape = loaded.kv_shape
     if blocks * shape.bytes_per_block(settings.block_size) > free_bytes(loaded.device):
         raise OutOfMemory(f"{blocks} KV blocks need more than the {readable(free_bytes(loaded.device))} that are free")
-    layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, loaded.context_length, loaded.window)
+    layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, loaded.context_length, loaded.window, shape.parts)
     kv_dtype = "int8" if shape.quantized else str(shape.dtype).removeprefix("torch.")
     for line in size_lines(layout, settings.block_size, kv_dtype, blocks):
         log.info(line)

@@ -1,7 +1,8 @@
 """The tensor that holds K and V of all blocks: its layout, its size, and its blocks as bytes.
 
-Block-major, `[blocks, layers, 2, kv_heads, block_size, head_dim]`: one block is one contiguous piece, so moving it is
-one memcpy, one checksum, one socket write. A *run* is K or V of one (block, layer, head). Adapter.
+Block-major, `[blocks, layers, parts, kv_heads, block_size, head_dim]`: one block is one contiguous piece, so moving it
+is one memcpy, one checksum, one socket write. The parts are K and V, or latents alone. A *run* is one part of one
+(block, layer, head). Adapter.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class KvPool:
         self.device = device
         self.run_bytes, self.block_bytes = shape.bytes_per_run(block_size), shape.bytes_per_block(block_size)
         inner = (self.run_bytes,) if shape.quantized else (block_size, shape.head_dim)
-        size = (num_blocks, shape.layers, 2, shape.kv_heads, *inner)
+        size = (num_blocks, shape.layers, shape.parts, shape.kv_heads, *inner)
         dtype = torch.int8 if shape.quantized else shape.dtype
         try:
             if device.type == "cpu":  # pages that the system zeroes when they are first touched: gigabytes cost nothing
@@ -93,7 +94,7 @@ class KvPool:
 
     def spread(self, block: int, other: int) -> tuple[float, float]:
         """Largest difference between two blocks' numbers, and the largest number."""
-        count = self.shape.layers * 2 * self.shape.kv_heads
+        count = self.shape.layers * self.shape.parts * self.shape.kv_heads
         rows = torch.arange(count, device=self.device)
         one, two = (self.gather(rows + at * count).float() for at in (block, other))
         return float((one - two).abs().max()), float(torch.maximum(one.abs().max(), two.abs().max()))
@@ -105,14 +106,16 @@ class KvPool:
                 self.data[target].copy_(self.data[source])
 
     def read(self, blocks: Sequence[int], tokens: int, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V `[tokens, kv_heads, head_dim]` of one layer, copied to the host, in the model's own dtype."""
+        """K and V `[tokens, kv_heads, head_dim]` of one layer, copied to the host, in the model's own dtype; latents
+        and their values."""
         shape = self.shape
         table = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        both = torch.arange(2 * shape.kv_heads, device=self.device)
-        rows = ((table * shape.layers + layer) * 2 * shape.kv_heads)[:, None] + both
-        runs = self.gather(rows.reshape(-1)).view(len(blocks), 2, shape.kv_heads, self.block_size, shape.head_dim)
+        of_layer = torch.arange(shape.parts * shape.kv_heads, device=self.device)
+        rows = ((table * shape.layers + layer) * len(of_layer))[:, None] + of_layer
+        sizes = len(blocks), shape.parts, shape.kv_heads, self.block_size, shape.head_dim
+        runs = self.gather(rows.reshape(-1)).view(sizes)
         kv = runs.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens].cpu()
-        return kv[0].contiguous(), kv[1].contiguous()
+        return kv[0].contiguous(), kv[-1, ..., : shape.value_dim].contiguous()
 
 
 def free_bytes(device: torch.device) -> int:
@@ -147,8 +150,9 @@ class PoolMemory(BlockMemory):
         shape = pool.shape
         name = "int8" if shape.quantized else DTYPES[shape.dtype]
         self.block_bytes = pool.block_bytes
-        self.kv_format = kv_format(shape.layers, shape.kv_heads, shape.head_dim, pool.block_size, name)
-        self.rows = (shape.layers * 2 * shape.kv_heads * pool.block_size, shape.head_dim, name)
+        sizes = shape.layers, shape.kv_heads, shape.head_dim
+        self.kv_format = kv_format(*sizes, pool.block_size, name, latent=shape.latent)
+        self.rows = (shape.layers * shape.parts * shape.kv_heads * pool.block_size, shape.head_dim, name)
         self._bytes = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
         self._array: Any = self._bytes.numpy() if pool.device.type == "cpu" else None
 

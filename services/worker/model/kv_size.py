@@ -2,7 +2,8 @@
 
     bytes of a token = layers * 2 * kv_heads * (head_dim * bytes of a number + bytes of a scale)
 
-Only int8 has scales, one for each token and head. A block holds `block_size` tokens for all layers. Where every layer
+Latent attention stores one latent for all heads in their place: without the 2, and with one head. Only int8 has scales,
+one for each token and head. A block holds `block_size` tokens for all layers. Where every layer
 has a sliding window, a sequence holds no more blocks than its widest window touches.
 """
 
@@ -25,10 +26,11 @@ class KvLayout:
     head_dim: int
     context_length: int
     window: int | None = None  # of the layer that sees furthest; None: the whole context
+    parts: int = 2  # K and V, or latents alone
 
     def bytes_per_token(self, kv_dtype: str) -> int:
         row = self.head_dim * NUMBER_BYTES[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)
-        return self.layers * 2 * self.kv_heads * row
+        return self.layers * self.parts * self.kv_heads * row
 
     def bytes_per_block(self, block_size: int, kv_dtype: str) -> int:
         return block_size * self.bytes_per_token(kv_dtype)
@@ -88,7 +90,8 @@ def formula(layout: KvLayout, kv_dtype: str) -> str:
     row = f"{layout.head_dim} x {NUMBER_BYTES[kv_dtype]}"
     if kv_dtype in SCALE_BYTES:
         row = f"({row} + {SCALE_BYTES[kv_dtype]})"
-    return f"{layout.layers} layers x 2 x {layout.kv_heads} heads x {row} bytes"
+    each = "1 latent" if layout.parts == 1 else f"2 x {layout.kv_heads} heads"
+    return f"{layout.layers} layers x {each} x {row} bytes"
 
 
 def columns(auto: str, asked: Sequence[str] = ()) -> list[str]:

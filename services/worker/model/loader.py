@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvcpu.blocks import KvShape
 from kvfleet.worker.model.attention.interface import attach
+from kvfleet.worker.model.attention.latent import keep_latents
 from kvfleet.worker.model.load_progress import LoadProgress, numbers_in
 from kvfleet.worker.model.parallel.sharding import RankPart, shard
 from kvfleet.worker.model.probe import probe
@@ -40,6 +41,7 @@ class LoadedModel:
     device: torch.device
     window: int | None = None  # see ModelRunner.window
     first_position: int = 0  # of a sequence's first token, as the model counts
+    sinks: bool = False  # some layer's attention has them
     ranks: int = 1  # processes that share the model; `kv_shape` is one's
 
 
@@ -94,6 +96,7 @@ def adopt_model(
     model.eval().requires_grad_(False)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # a training loss over all tokens of the batch
+    keep_latents(model)
     attention = probe(model, served)
     served = min(served, (own_context(config) or served) - attention.first_position)
     attach(model)
@@ -107,6 +110,7 @@ def adopt_model(
         device=model.get_input_embeddings().weight.device,
         window=attention.window,
         first_position=attention.first_position,
+        sinks=attention.sinks,
     )
 
 

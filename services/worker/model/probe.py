@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from kvcpu.blocks import KvShape
+from kvfleet.worker.model.attention.latent import keep_latents, latent_heads, over_latents
 from kvfleet.worker.model.kv_size import KvLayout
 from kvfleet.worker.model.support import name_of, own_attention, refusal
 from kvproto.errors import UnsupportedModel
@@ -35,15 +36,14 @@ TOKENS = (1, 2)  # the first that is not padding is used: padding has a zero emb
 
 # Keywords of features that the backends lack.
 FEATURES = {
-    "s_aux": "attention with sinks (learned scores that take part in the softmax beside those of tokens)",
     "position_bias": "position bias",
     "attention_chunk_size": "chunked attention",
     "indices": "sparse attention",
 }
 # What backends compute, and what changes nothing for them, as positions are in queries and keys already.
 KNOWN = {
-    "sliding_window", "softcap", "is_causal", "scaling", "dropout", "position_ids", "cache_position", "use_cache",
-    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "sliding_window", "softcap", "s_aux", "is_causal", "scaling", "dropout", "position_ids", "cache_position",
+    "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
 }  # fmt: skip
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key) -> whether the query sees the key
@@ -54,6 +54,7 @@ class Attention:
     kv_shape: KvShape
     window: int | None  # of the layer that sees furthest; None: the whole context
     first_position: int  # of a sequence's first token, as the model counts
+    sinks: bool  # in some layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class _Call:
     key: Tensor
     value: Tensor
     window: int | None
+    sinks: bool
+    latent: int  # numbers of the key that are the value; 0: values are others
 
 
 @dataclass(eq=False, slots=True)
@@ -87,8 +90,12 @@ class _Notes:
                 raise UnsupportedModel(FEATURES.get(keyword, f"attention with {keyword!r}"))
         if keywords.get("is_causal") is False or not getattr(module, "is_causal", True):
             raise UnsupportedModel("attention that is not causal")
-        if value.shape != key.shape:
+        latent = 0 if latent_heads(module) is None else value.shape[3]
+        if value.shape != key.shape and not latent:
             raise UnsupportedModel("storing keys and values of several shapes")
+        sinks: Tensor | None = keywords.get("s_aux")
+        if sinks is not None and sinks.shape != query.shape[1:2]:
+            raise UnsupportedModel("attention with sinks that are not one for each head")
         window = _within(keywords.get("sliding_window"), self.context_length)
         if attention_mask is not None:
             function = next((one for noted, one in self.masks if noted is attention_mask), None)
@@ -98,8 +105,8 @@ class _Notes:
             if masked != window:
                 windows = f"{masked} tokens by its mask and of {window} by its layer"
                 raise UnsupportedModel(f"attention with a window of {windows}")
-        self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window))
-        return torch.zeros_like(query).transpose(1, 2), None
+        self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window, sinks is not None, latent))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def probe(model: Any, context_length: int) -> Attention:
@@ -111,7 +118,8 @@ def probe(model: Any, context_length: int) -> Attention:
         first = _first_position(model)
     except UnsupportedModel as error:
         raise refusal(model.config, error.message) from error
-    return Attention(shape, furthest([call.window for call in calls], context_length), first)
+    window = furthest([call.window for call in calls], context_length)
+    return Attention(shape, window, first, any(call.sinks for call in calls))
 
 
 def _attention_calls(model: Any, context_length: int) -> list[_Call]:
@@ -162,7 +170,7 @@ def _same(rows: Tensor, others: Tensor) -> bool:
 
 def _run(model: Any, name: str, notes: _Notes, positions: list[int] | None, wanted: list[int]) -> Tensor:
     """One forward pass of three tokens in which `notes` stands for attention; logits `[wanted, vocab]`."""
-    AttentionInterface.register(name, notes.attend)
+    AttentionInterface.register(name, over_latents(notes.attend))
     try:
         model.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
@@ -225,10 +233,11 @@ def _one_shape(calls: list[_Call], layers: int) -> KvShape:
         raise UnsupportedModel(f"attention that a layer calls several times ({calls[0].kind}, in {_named(several)})")
     if len(often) != layers:
         raise UnsupportedModel(f"attention in {len(often)} layers where the configuration has {layers}")
-    key = calls[0].key
-    if any(call.key.shape != key.shape or call.value.dtype != call.key.dtype for call in calls):
+    key, latent = calls[0].key, calls[0].latent
+    alike = (call.key.shape == key.shape and call.latent == latent for call in calls)
+    if not all(alike) or any(call.value.dtype != call.key.dtype for call in calls):
         raise UnsupportedModel("storing keys and values of several shapes")
-    return KvShape(layers, key.shape[1], key.shape[3], key.dtype)
+    return KvShape(layers, key.shape[1], key.shape[3], key.dtype, latent=latent)
 
 
 def layout_of(config: Any, context_length: int) -> KvLayout:
@@ -237,14 +246,14 @@ def layout_of(config: Any, context_length: int) -> KvLayout:
         model, calls = _meta_calls(config)
     except (RuntimeError, NotImplementedError):  # there are no numbers on the meta device
         return from_fields(config, context_length)
-    shapes = {(heads, head_dim) for heads, head_dim, _ in calls.values()}
+    shapes = {shape for shape, _ in calls.values()}
     if len(calls) != config.num_hidden_layers:
         raise refusal(config, own_attention(model))
     if len(shapes) != 1:
         raise refusal(config, "storing keys and values of several shapes")
-    ((heads, head_dim),) = shapes
-    window = furthest([window for _, _, window in calls.values()], context_length)
-    return KvLayout(len(calls), heads, head_dim, context_length, window)
+    ((heads, head_dim, parts),) = shapes
+    window = furthest([window for _, window in calls.values()], context_length)
+    return KvLayout(len(calls), heads, head_dim, context_length, window, parts)
 
 
 def from_fields(config: Any, context_length: int) -> KvLayout:
@@ -256,25 +265,33 @@ def from_fields(config: Any, context_length: int) -> KvLayout:
         window = None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    reach = furthest(windows, context_length)
+    if latent := getattr(config, "kv_lora_rank", None):
+        return KvLayout(layers, 1, latent + config.qk_rope_head_dim, context_length, reach, parts=1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KvLayout(layers, kv_heads, head_dim, context_length, furthest(windows, context_length))
+    return KvLayout(layers, kv_heads, head_dim, context_length, reach)
 
 
-def _meta_calls(config: Any) -> tuple[Any, dict[int, tuple[int, int, int | None]]]:
-    """The model on the meta device; layer -> heads and head size of its keys, and its window."""
-    calls: dict[int, tuple[int, int, int | None]] = {}
+def _meta_calls(config: Any) -> tuple[Any, dict[int, tuple[tuple[int, int, int], int | None]]]:
+    """The model on the meta device; layer -> heads and head size of its keys, how many parts are stored, and its
+    window."""
+    calls: dict[int, tuple[tuple[int, int, int], int | None]] = {}
 
     def note(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **keywords: Any
     ) -> tuple[Tensor, None]:
-        calls[module.layer_idx] = key.shape[1], key.shape[3], keywords.get("sliding_window")
+        parts = 2 if latent_heads(module) is None else 1
+        if parts == 2 and key.shape != value.shape:
+            raise refusal(config, "storing keys and values of several shapes")
+        calls[module.layer_idx] = (key.shape[1], key.shape[3], parts), keywords.get("sliding_window")
         return torch.empty((1, META_TOKENS, query.shape[1], value.shape[3]), dtype=query.dtype, device="meta"), None
 
-    AttentionInterface.register(META_NAME, note)
+    AttentionInterface.register(META_NAME, over_latents(note))
     with torch.device("meta"), torch.inference_mode():
         try:
             own = copy.deepcopy(config)  # the model writes into it
             model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, trust_remote_code=False)
+            keep_latents(model)
             model.set_attn_implementation(META_NAME)
         except (ValueError, AttributeError) as error:
             why = str(error).splitlines()[0]

@@ -83,8 +83,6 @@ def _unsupported_architecture(config: Any) -> Obstacle | None:
         return Obstacle(f"a model with layers of type {min(layers - ATTENTION)}")
     if kind in ALIBI_MODELS or getattr(config, "alibi", False):
         return Obstacle("ALiBi position bias")
-    if getattr(config, "kv_lora_rank", None):
-        return Obstacle("multi-head latent attention")
     if getattr(config, "reorder_and_upcast_attn", False):
         instead = "without it in config.json, which changes rounding alone, the model is served"
         return Obstacle("reorder_and_upcast_attn", instead)

@@ -10,7 +10,7 @@ import torch
 
 from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.attention.reference import ReferenceBackend
-from kvfleet.worker.model.attention.trial import differs
+from kvfleet.worker.model.attention.trial import differs, forms_of
 from kvfleet.worker.model.loader import LoadedModel
 from kvfleet.worker.model.support import name_of
 from kvproto.errors import InvalidRequest, UnsupportedModel
@@ -42,7 +42,7 @@ def _flashinfer(loaded: LoadedModel) -> AttentionBackend:
     """Raises InvalidRequest if it is not installed, or has no kernels for the model."""
     from kvgpu.attention.flashinfer_backend import FlashInferBackend, refusal
 
-    why = refusal(loaded.kv_shape)
+    why = refusal(loaded.kv_shape, sinks=loaded.sinks)
     if why:
         raise InvalidRequest(
             f"the flashinfer attention cannot serve {name_of(loaded.config)}: {why}", field="attention"
@@ -63,7 +63,8 @@ def backend_for(attention: Attention, loaded: LoadedModel, block_size: int) -> A
     backend = _triton(loaded.device) if chosen == "triton" else _flashinfer(loaded)
     softcap = getattr(loaded.config, "attn_logit_softcapping", None)
     try:
-        why = differs(backend, loaded.kv_shape, heads_of(loaded), block_size, loaded.device, softcap)
+        forms = forms_of(softcap, heads_of(loaded) if loaded.sinks else 0, loaded.device)
+        why = differs(backend, loaded.kv_shape, heads_of(loaded), block_size, loaded.device, forms)
     except Exception as error:
         log.warning("the %s attention does not run on %s", backend.name, loaded.device, exc_info=True)
         why = f"attention does not run ({type(error).__name__})"

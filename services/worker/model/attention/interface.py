@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from kvcpu.blocks import AttentionForm
+from kvfleet.worker.model.attention.latent import over_latents
 from kvfleet.worker.model.base import Abort
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.kv_pool import KvPool
@@ -28,7 +29,8 @@ class AttentionStep(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         """Store `key`, `value` `[T, kv_heads, head_dim]` of the step's tokens, then attend with `query` and return
         `[T, heads, head_dim]`: each token sees its own sequence up to itself. Consecutive heads share a kv head
-        (grouped-query attention). The tensors may be strided views."""
+        (grouped-query attention). The tensors may be strided views. A pool of latents stores `key` alone; `value` is
+        its first numbers, and so is what is returned."""
 
 
 class AttentionBackend(Protocol):
@@ -75,6 +77,7 @@ def current_step() -> AttentionStep:
     return step
 
 
+@over_latents
 def paged_attention(
     module: Any,
     query: Tensor,
@@ -88,6 +91,8 @@ def paged_attention(
     """From `query` `[1, heads, T, head_dim]`, `key` and `value` `[1, kv_heads, T, head_dim]` of a flat ragged batch to
     `[1, T, heads, head_dim]`. `probe` checked at load which keywords the model passes."""
     scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-    form = AttentionForm(scaling, keywords.get("sliding_window"), keywords.get("softcap"))
+    sinks: Tensor | None = keywords.get("s_aux")
+    sinks = None if sinks is None else sinks.float().contiguous()
+    form = AttentionForm(scaling, keywords.get("sliding_window"), keywords.get("softcap"), sinks)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     return current_step().attend(module.layer_idx, q, k, v, form).unsqueeze(0), None

@@ -61,35 +61,40 @@ class ReferenceStep:
 
     def __init__(self, batch: RaggedBatch, pool: KvPool) -> None:
         self._pool = pool
-        self._layer_runs = 2 * pool.shape.kv_heads
+        self._layer_runs = pool.shape.parts * pool.shape.kv_heads
         shape, size, slots = pool.shape, pool.block_size, batch.slots[:, None, None]
-        runs = (slots // size * shape.layers * 2 + np.arange(2)[:, None]) * shape.kv_heads + np.arange(shape.kv_heads)
-        self._write = self.move((runs * size + slots % size).reshape(-1))  # of `KvPool.store`, [T, 2, kv_head]
+        parts, heads = np.arange(shape.parts)[:, None], np.arange(shape.kv_heads)
+        runs = (slots // size * shape.layers * shape.parts + parts) * shape.kv_heads + heads
+        self._write = self.move((runs * size + slots % size).reshape(-1))  # of `KvPool.store`, [T, part, kv_head]
         self._slices = list(zip(batch.first.tolist(), batch.slices, strict=True))
         self._longest = max((part.end for part in batch.slices), default=0)
         self._parts: dict[int | None, list[_Chunk | _Decodes]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        size = self._pool.block_size
-        rows = torch.stack((key, value), dim=1).reshape(-1, key.shape[-1])
-        self._pool.store(self._write + layer * self._layer_runs * size, rows)
-        out = torch.empty_like(query)
+        size, shape = self._pool.block_size, self._pool.shape
+        rows = key if shape.latent else torch.stack((key, value), dim=1)
+        self._pool.store(self._write + layer * self._layer_runs * size, rows.reshape(-1, key.shape[-1]))
+        out = query.new_empty(*query.shape[:2], shape.value_dim)
         for part in self._parts_within(form.window):
             part.attend(self, layer, query, out, form)
         return out
 
     def gather(self, rows: Tensor, layer: int, sequences: int) -> Tensor:
-        """K and V `[2, sequences, kv_heads, tokens, head_dim]` of the runs in `rows`, copied."""
+        """The parts `[parts, sequences, kv_heads, tokens, head_dim]` of the runs in `rows`, copied."""
         shape = self._pool.shape
         runs = self._pool.gather(rows + layer * self._layer_runs)
-        return runs.view(2, sequences, shape.kv_heads, -1, shape.head_dim)
+        return runs.view(shape.parts, sequences, shape.kv_heads, -1, shape.head_dim)
+
+    def key_and_value(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """`[..., head_dim]` each, of `[parts, ..., head_dim]`."""
+        return parts[0], parts[-1, ..., : self._pool.shape.value_dim]
 
     def run_rows(self, tables: Sequence[Sequence[int]]) -> Tensor:
-        """Rows of `KvPool.gather` in layer 0 for equally long block tables, ordered [2, sequence, kv_head, block]."""
+        """Rows of `KvPool.gather` in layer 0 for equally long block tables, by [part, sequence, kv_head, block]."""
         shape = self._pool.shape
         table = np.array(tables, dtype=np.int64)[:, None, :]
-        kv = np.arange(2).reshape(2, 1, 1, 1)
-        rows = (table * shape.layers * 2 + kv) * shape.kv_heads + np.arange(shape.kv_heads)[:, None]
+        parts = np.arange(shape.parts).reshape(-1, 1, 1, 1)
+        rows = (table * shape.layers * shape.parts + parts) * shape.kv_heads + np.arange(shape.kv_heads)[:, None]
         return self.move(rows.reshape(-1))
 
     def move(self, array: Ints) -> Tensor:
@@ -138,18 +143,20 @@ class _Chunk:
             self._mask &= keys > queries - window
 
     def attend(self, step: ReferenceStep, layer: int, query: Tensor, out: Tensor, form: AttentionForm) -> None:
-        kv = step.gather(self._rows, layer, 1)[:, 0, :, self._slots]  # [2, kv_heads, tokens, head_dim]
-        heads, kv_heads = query.shape[1], kv.shape[1]
+        key, value = step.key_and_value(step.gather(self._rows, layer, 1)[:, 0, :, self._slots])
+        heads, kv_heads = query.shape[1], len(key)  # of which each has `[tokens, head_dim]`
         chunk = query[self._tokens].transpose(0, 1)
         grouped = chunk.reshape(kv_heads, heads // kv_heads, *chunk.shape[1:])
-        if form.softcap is None:
-            keys, values = kv.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1)
+        if form.softcap is None and form.sinks is None:
+            keys, values = (one.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for one in (key, value))
             mask = None if self._causal else self._mask
             done = scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=mask, is_causal=self._causal, scale=form.scaling
             )
         else:  # one KV head at a time, to bound the scores
-            done = torch.stack([_capped(g, k, v, self._mask, form) for g, k, v in zip(grouped, *kv, strict=True)])
+            sinks = [None] * kv_heads if form.sinks is None else form.sinks.view(kv_heads, -1, 1, 1)
+            each = zip(grouped, key, value, sinks, strict=True)
+            done = torch.stack([_written_out(g, k, v, self._mask, form, own) for g, k, v, own in each])
         out[self._tokens] = done.flatten(0, 1).transpose(0, 1)
 
 
@@ -175,20 +182,27 @@ class _Decodes:
         if self._mask is not None:
             sequences, slots = self._masked
             kv.permute(1, 3, 0, 2, 4)[sequences, slots] = 0
-        kv_heads = kv.shape[2]
+        key, value = step.key_and_value(kv)
+        kv_heads = key.shape[1]
         grouped = query[self._tokens].view(count, kv_heads, -1, query.shape[-1])
-        if form.softcap is None:
-            done = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=self._mask, scale=form.scaling)
+        if form.softcap is None and form.sinks is None:
+            done = scaled_dot_product_attention(grouped, key, value, attn_mask=self._mask, scale=form.scaling)
         else:
-            done = _capped(grouped, kv[0], kv[1], self._mask, form)
+            sinks = None if form.sinks is None else form.sinks.view(kv_heads, -1, 1)
+            done = _written_out(grouped, key, value, self._mask, form, sinks)
         out[self._tokens] = done.flatten(1, 2)
 
 
-def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
-    """Soft-capped attention, which scaled_dot_product_attention lacks. Scores and weights are fp32."""
-    assert form.softcap is not None
-    scores = query.float() @ keys.float().transpose(-2, -1)
-    scores = scores.mul_(form.scaling / form.softcap).tanh_().mul_(form.softcap)
+def _written_out(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, form: AttentionForm, sinks: Tensor | None
+) -> Tensor:
+    """What scaled_dot_product_attention lacks: soft-capped scores, and sinks, as `[..., heads, 1]` or
+    `[heads, 1, 1]`. Scores and weights are fp32."""
+    scores = (query.float() @ keys.float().transpose(-2, -1)).mul_(form.scaling)
+    if form.softcap is not None:
+        scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
     if mask is not None:
         scores.masked_fill_(~mask, -torch.inf)
-    return (scores.softmax(dim=-1) @ values.float()).to(values.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return (scores.softmax(dim=-1)[..., : keys.shape[-2]] @ values.float()).to(values.dtype)

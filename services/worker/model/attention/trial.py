@@ -20,13 +20,27 @@ WINDOW = 50
 EXACT, ROUNDED = 1e-4, 3e-2  # differences, as shares of the largest number: of fp32, of numbers with fewer bits
 
 
-def differs(
-    backend: AttentionBackend, shape: KvShape, heads: int, block_size: int, device: torch.device, softcap: float | None
-) -> str:
-    """What the backend computes otherwise, or ""."""
+def forms_of(softcap: float | None, sinks: int, device: torch.device) -> dict[str, AttentionForm]:
+    """What to try, by what an error calls it. `sinks`: how many heads have one."""
     forms = {"all tokens": AttentionForm(0.1), "a window": AttentionForm(0.1, WINDOW)}
     if softcap:
         forms["soft-capped scores"] = AttentionForm(0.1, softcap=softcap)
+    if sinks:
+        each = torch.linspace(-2, 4, sinks, device=device)
+        forms["all tokens and sinks"] = AttentionForm(0.1, sinks=each)
+        forms["a window and sinks"] = AttentionForm(0.1, WINDOW, sinks=each)
+    return forms
+
+
+def differs(
+    backend: AttentionBackend,
+    shape: KvShape,
+    heads: int,
+    block_size: int,
+    device: torch.device,
+    forms: dict[str, AttentionForm],
+) -> str:
+    """What the backend computes otherwise, or ""."""
     most = ROUNDED if shape.quantized or shape.dtype is not torch.float32 else EXACT
     one_layer = replace(shape, layers=1)
     for parts in BATCHES:
@@ -56,7 +70,7 @@ def _attended(
 
     lengths = [-(-(start + count) // block_size) for start, count in parts]
     pool = KvPool(shape, sum(lengths), block_size, device)
-    rows = draw(2 * shape.kv_heads * sum(lengths) * block_size, shape.head_dim)
+    rows = draw(shape.parts * shape.kv_heads * sum(lengths) * block_size, shape.head_dim)
     pool.store(torch.arange(len(rows), device=device), rows)
     free = iter(reversed(range(sum(lengths))))
     slices = [
@@ -67,4 +81,5 @@ def _attended(
     tokens = len(batch.ids)
     key, value = (draw(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
     step = backend.prepare(batch, pool)
+    value = key[..., : shape.latent] if shape.latent else value
     return step.attend(0, draw(tokens, heads, shape.head_dim), key, value, form).float()

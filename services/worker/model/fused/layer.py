@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcpu.attention import attention_call as a
-from kvcpu.attention.backend import CpuBackend, CpuStep
+from kvcpu.attention.backend import CpuBackend, CpuStep, address_of
 from kvcpu.blocks import AttentionForm, Ints
 from kvcpu.layers import layer_call as c
 from kvcpu.layers.modules import FusedMlp, FusedNorm, PackedLinear, Rotary
@@ -218,6 +218,7 @@ class LayerChain:
         forms = [one.parts.form for one in layers]
         self._floats = np.array([[form.scaling, form.softcap or 0.0] for form in forms], dtype=np.float32)
         self._windows = np.array([form.window or 0 for form in forms])
+        self._sinks = np.array([address_of(form.sinks) for form in forms])
         self._indices = np.array([one.parts.layer for one in layers])
         self._attention_at = self._attention.ctypes.data + self._attention.strides[0] * np.arange(count)
         self._floats_at = self._floats.ctypes.data + self._floats.strides[0] * np.arange(count)
@@ -247,6 +248,7 @@ class LayerChain:
         attention[:] = step.backend.block
         attention[:, a.SELF], attention[:, a.FLOATS] = self._attention_at, self._floats_at
         attention[:, a.LAYER], attention[:, a.WINDOW] = self._indices, self._windows
+        attention[:, a.SINKS] = self._sinks
         count, blocks = len(self._layers), self._blocks
         results = torch.empty((count, *x.shape), dtype=x.dtype)
         outputs = results.data_ptr() + x.nbytes * np.arange(count)

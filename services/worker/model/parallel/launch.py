@@ -52,12 +52,15 @@ def _check_devices(plan: RankPlan) -> None:
 def _check_model(plan: RankPlan) -> None:
     config = read_config(plan.folder)
     context = supported_context(config)
+    layout = layout_of(config, context)
+    if layout.parts == 1:
+        raise refusal(config, "tensor parallelism of latent attention", UNCUT)
     styles = _tp_plan(config)
     if not styles:
         raise refusal(config, "tensor parallelism without a plan of transformers (`tp_plan`)", UNCUT)
     if unknown := unknown_styles(styles):
         raise refusal(config, f"a tensor-parallel plan with {', '.join(unknown)}", UNCUT)
-    heads = layout_of(config, context).kv_heads
+    heads = layout.kv_heads
     if heads % plan.ranks:
         raise refusal(config, f"cutting {heads} heads of keys and values into {plan.ranks} equal parts", UNCUT)
 
@@ -73,7 +76,7 @@ def _tp_plan(config: Any) -> dict[str, str]:
 
 def _tell(plan: RankPlan, loaded: LoadedModel, blocks: int) -> None:
     shape = loaded.kv_shape
-    layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, loaded.context_length, loaded.window)
+    layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, loaded.context_length, loaded.window, shape.parts)
     kv_dtype = "int8" if shape.quantized else str(shape.dtype).removeprefix("torch.")
     for line in size_lines(layout, plan.block_size, kv_dtype, blocks):
         log.info("of each of %d ranks: %s", plan.ranks, line)

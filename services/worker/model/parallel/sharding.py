@@ -25,7 +25,8 @@ from torch.nn import functional
 
 Forward = Callable[..., Any]
 UNCUT = "`--tensor-parallel-size 1` serves it where it fits on one card"
-WHOLE = {"replicated_with_grad_allreduce", "replicate"}  # styles of weights that every rank has
+# Styles of weights that every rank has; `local_params` is of a module whose weights have styles of their own.
+WHOLE = {"replicated_with_grad_allreduce", "replicate", "local_params"}
 
 
 @dataclass(frozen=True, slots=True)
