@@ -1,16 +1,20 @@
-"""Beam search equals transformers' `generate(num_beams=...)`: the algorithm by itself, and the engine that runs it."""
+"""Beam search equals transformers' `generate(num_beams=...)`: the rules by themselves, and the engine that runs it."""
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tiny_configs import VOCAB
-from tiny_models import make_model, plain_logits
+from tiny_models import ROOT, Rig, make_model, plain_logits
 
-from kvproto.messages import Beams, EarlyStopping, FinishReason, Sampling
+from kvfleet.worker.port.outputs import SequenceFailed
+from kvfleet.worker.port.sequence_spec import SequenceSpec
+from kvproto.messages import Beams, ChoiceFinished, EarlyStopping, FinishReason, Sampling, Tokens
 from kvsampling.beam_search import BeamSearch
 from kvsampling.candidates import find_candidates
 from kvsampling.draw import Candidates, Draw
@@ -108,3 +112,71 @@ def test_changes_are_of_log_probabilities(sampling: dict[str, Any], changes: dic
     theirs = generated(model, prompt, beams, 10, eos, 4, **changes)
     assert_same(ours, theirs)
     assert ours != run_alone(model, prompt, BeamSearch(beams, 10, frozenset(eos)), Sampling(10, beams=beams), eos)
+
+
+def ask(rig: Rig, name: str, prompt: list[int], max_tokens: int, beams: Beams, n: int, **sampling: Any) -> None:
+    asked = Sampling(max_tokens, n=n, beams=beams, **sampling)
+    for choice in range(n):
+        rig.engine.add(SequenceSpec(name, 0, tuple(prompt), asked, ROOT, choice=choice))
+
+
+def run(rig: Rig) -> dict[str, list[list[int]]]:
+    """The tokens of each request's choices."""
+    found: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    ended = set()
+    while rig.engine.has_work:
+        for output in rig.engine.step().outputs:
+            assert not isinstance(output, SequenceFailed), output.error
+            if isinstance(output, Tokens):
+                found[output.request][output.choice] += output.ids
+            elif isinstance(output, ChoiceFinished):
+                assert len(found[output.request][output.choice]) == output.output_tokens
+                ended.add((output.request, output.choice))
+        rig.engine.check_integrity()
+    assert ended == {(name, choice) for name, choices in found.items() for choice in choices}
+    assert rig.pool.used == 0
+    return {name: [choices[at] for at in sorted(choices)] for name, choices in found.items()}
+
+
+@pytest.mark.parametrize("early", EarlyStopping)
+@pytest.mark.parametrize(("width", "n", "penalty"), [(2, 1, 1.0), (4, 4, 0.6), (5, 3, 2.0), (5, 5, -1.0)])
+def test_the_engine_finds_what_generate_finds(
+    make_rig: Callable[..., Rig], width: int, n: int, penalty: float, early: EarlyStopping
+) -> None:
+    """Cold and warm, with and without stop tokens, blocks smaller than what is generated."""
+    model, beams = make_model("llama"), Beams(width, penalty, early)
+    rig = make_rig(model, block_size=4, blocks=200, budget=9)
+    for seed, length in enumerate((1, 12, 23)):
+        prompt = prompt_of(seed, length)
+        for eos in ([], stop_tokens(model, prompt, width)):
+            expected = [ids for ids, _ in generated(model, prompt, beams, 11, eos, n)]
+            for name in ("cold", "warm"):
+                ask(rig, name, prompt, 11, beams, n, stop_ids=tuple(eos), ignore_eos=True)
+                assert run(rig) == {name: expected}
+
+
+def test_every_representative(representative: Any, make_rig: Callable[..., Rig]) -> None:
+    """Windows, experts and positions that are learnt."""
+    beams, prompt = Beams(4), prompt_of(5, 30)
+    expected = [ids for ids, _ in generated(representative, prompt, beams, 24, [], 4)]
+    rig = make_rig(representative, block_size=8)
+    ask(rig, "r", prompt, 24, beams, 4)
+    assert run(rig) == {"r": expected}
+
+
+def test_company_chunks_and_preemption_change_nothing(make_rig: Callable[..., Rig]) -> None:
+    model, beams = make_model("llama"), Beams(3)
+    rig = make_rig(model, block_size=4, blocks=36, budget=10, slots=10)
+    expected = {}
+    for at in range(6):
+        prompt = prompt_of(at % 4, 8 + 3 * at)
+        if at % 3 == 2:
+            rig.engine.add(SequenceSpec(f"r{at}", 0, tuple(prompt), Sampling(40, temperature=0.0), ROOT))
+            plain = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                                   max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)  # fmt: skip
+            expected[f"r{at}"] = [plain[0, len(prompt) :].tolist()]
+            continue
+        ask(rig, f"r{at}", prompt, 22, beams, 2)
+        expected[f"r{at}"] = [ids for ids, _ in generated(model, prompt, beams, 22, [], 2)]
+    assert run(rig) == expected
+    assert rig.scheduler.preemptions > 0
