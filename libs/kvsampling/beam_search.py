@@ -19,10 +19,10 @@ from kvproto.messages import Beams, EarlyStopping, FinishReason, TokenLogprobs
 from kvsampling.draw import Candidates
 
 
-class Watch(Protocol):
+class TextWatch(Protocol):
     """A beam's text, as far as stop strings need it."""
 
-    def after(self, token: int) -> Watch:
+    def after(self, token: int) -> TextWatch:
         """One of the same beam with a token more."""
         ...
 
@@ -38,7 +38,7 @@ class Beam:
     score: float = 0.0
     logprobs: TokenLogprobs | None = None
     before: Beam | None = None
-    watch: Watch | None = None
+    watch: TextWatch | None = None
 
     def path(self) -> list[Beam]:
         """Of each token, the first one's first."""
@@ -79,7 +79,7 @@ class BeamSearch:
     asked: Beams
     max_tokens: int
     stop_ids: frozenset[int]
-    watch: Watch | None = None
+    watch: TextWatch | None = None
     running: list[Beam] = field(init=False)
     finished: list[Hypothesis] = field(init=False)  # the best `width`, best first
     length: int = field(init=False)  # tokens of each running beam

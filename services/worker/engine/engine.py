@@ -264,8 +264,7 @@ class Engine:
             self._finish(sequence, reason)
 
     def _search(self, lead: Sequence, candidates: Candidates) -> None:
-        assert lead.beams is not None
-        if not lead.beams.take(lead, candidates, self.scheduler.tables):
+        if not self.scheduler.beams.take(lead, candidates):
             return
         try:
             for choice, released, reason in answer_all(lead):

@@ -11,9 +11,8 @@ from kvfleet.worker.port.acceptance import check_spec, stop_ids_of, text_of, wat
 from kvfleet.worker.port.capacity import Attempt
 from kvfleet.worker.port.sequence_spec import Key, SequenceSpec, SequenceTrace
 from kvfleet.worker.port.tenant_costs import TenantCosts
-from kvfleet.worker.schedule.beam_group import BeamGroup
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Sequence, SequenceState
+from kvfleet.worker.schedule.sequence import BeamGroup, Sequence, SequenceState
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.errors import InvalidRequest, OutOfMemory

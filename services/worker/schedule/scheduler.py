@@ -16,9 +16,9 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
-from kvfleet.worker.schedule.beam_group import BeamGroup
+from kvfleet.worker.schedule.beam_tables import BeamTables
 from kvfleet.worker.schedule.block_tables import BlockTables
-from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
+from kvfleet.worker.schedule.sequence import BeamGroup, Sequence, SequenceState, level_of
 from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
 from kvfleet.worker.schedule.step_plan import Scoring, Slice, StepPlan
 from kvfleet.worker.schedule.tenant_shares import TenantShares
@@ -49,6 +49,7 @@ class Scheduler:
         self.slots = slots
         self.preemptions = 0
         self.tables = BlockTables(pool, window)
+        self.beams = BeamTables(self.tables)
         self.pacer = StepPacer(token_budget, itl_target_s)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # sorted by rank
@@ -174,10 +175,10 @@ class Scheduler:
         """All of them, or none."""
         if lead.state is not SequenceState.RUNNING:
             return
-        missing = beams.missing(self.pool.block_size)
+        missing = self.beams.missing(lead)
         if not self._make_room(plan, lead, lambda: self.pool.available >= missing):
             return
-        plan.copies += beams.branch(lead, self.tables)
+        plan.copies += self.beams.branch(lead)
         for beam in beams.running:
             plan.slices.append(Slice(beam.ids[beam.computed :], beam.computed, beam.blocks, _draw(beam)))
             plan.sequences.append(beam)
@@ -298,7 +299,7 @@ class Scheduler:
             del self.running[at]
             self.rows -= sequence.width
         if sequence.beams is not None:
-            sequence.beams.restart(self.tables)
+            self.beams.restart(sequence)
         self.tables.let_go(sequence, keep_tail=keep_tail)
 
     def _fail_for_memory(self, plan: StepPlan, sequence: Sequence) -> None:

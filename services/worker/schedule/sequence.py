@@ -30,7 +30,8 @@ from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
 from kvproto.messages import FinishReason, StopToken, Tier
 
 if TYPE_CHECKING:
-    from kvfleet.worker.schedule.beam_group import BeamGroup
+    from kvsampling.beam_search import BeamSearch
+    from kvsampling.draw import Candidates
     from kvsampling.grammar import Matcher
 
 AGE_S = 20.0  # of waiting are worth a level of priority
@@ -208,6 +209,22 @@ class Sequence:
         """Tokens of the `block_index`-th block that have KV."""
         start = block_index * block_size
         return self.ids[start : min(start + block_size, self.computed)]
+
+
+@dataclass(eq=False, slots=True)
+class BeamGroup:
+    """The beams of one search, as sequences with blocks of their own; none before the prompt is computed."""
+
+    search: BeamSearch
+    running: list[Sequence] = field(default_factory=list)
+    branches: list[tuple[Sequence, int]] = field(
+        default_factory=list
+    )  # the next ones: which they continue, their token
+    found: list[Candidates] = field(default_factory=list)  # in this step, of the first beams
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.running or self.branches)
 
 
 def level_of(priority: int, waited: float) -> int:
