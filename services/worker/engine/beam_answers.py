@@ -6,15 +6,18 @@ while it told it, only the rest is: a search finds the same wherever it runs.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from kvfleet.worker.schedule.sequence import Sequence
-from kvfleet.worker.text.text_stream import Released
 from kvproto.codec import floored
 from kvproto.errors import EngineFailure, InvalidRequest
-from kvproto.messages import FinishReason, StopToken, TokenLogprobs
+from kvproto.messages import FinishReason, StopToken, Tokens
 from kvsampling.beam_search import Hypothesis
 
+TOKENS_PER_FRAME = 128  # with log probabilities of up to 128 alternatives each
 
-def answer_all(lead: Sequence) -> list[tuple[Sequence, Released, FinishReason]]:
+
+def answer_all(lead: Sequence) -> list[tuple[Sequence, list[Tokens], FinishReason]]:
     """By choice. Raises InvalidRequest if fewer were found than are wanted, EngineFailure."""
     assert lead.beams is not None
     found, choices = lead.beams.search.finished, sorted(lead.siblings, key=lambda one: one.spec.choice)
@@ -23,27 +26,24 @@ def answer_all(lead: Sequence) -> list[tuple[Sequence, Released, FinishReason]]:
     return [(choice, *_answer(choice, found[choice.spec.choice])) for choice in choices]
 
 
-def _answer(choice: Sequence, found: Hypothesis) -> tuple[Released, FinishReason]:
+def _answer(choice: Sequence, found: Hypothesis) -> tuple[list[Tokens], FinishReason]:
     output, told, text = found.output, choice.told, choice.text
     if tuple(beam.token for beam in output[: len(told)]) != told:
         raise EngineFailure("beam search found something else than the attempt before, which was told in part")
     choice.num_outputs = len(output)
+    choice.account.generated_tokens += len(output) - len(told)
     if choice.beams is None:
         choice.cached_tokens = choice.num_prompt  # the first one's
-    choice.account.generated_tokens += len(output) - len(told)
-    ids: list[int] = []
-    pieces: list[str] = []
-    logprobs: list[TokenLogprobs] = []
-    try:
-        for beam in output[len(told) :]:
-            released = text.push(beam.token, beam.logprobs)
-            ids += released.ids
-            pieces += released.text
-            logprobs += released.logprobs
-        last = text.finish()
-    except Exception as error:  # a tokenizer's bug is that request's alone
-        raise EngineFailure(f"the tokens could not be made text: {error}") from error
     if found.by_token and found.last.logprobs is not None:
         choice.stop_token = StopToken(found.last.token, floored(found.last.logprobs))
-    released = Released(tuple(ids), tuple(pieces), tuple(logprobs)).then(last)
-    return released, FinishReason.STOP if text.stop else found.reason
+    try:
+        released = [text.push(beam.token, beam.logprobs) for beam in output[len(told) :]]
+        released.append(text.finish())
+    except Exception as error:  # a tokenizer's bug is that request's alone
+        raise EngineFailure(f"the tokens could not be made text: {error}") from error
+    ids, pieces, logprobs = (tuple(chain.from_iterable(parts)) for parts in zip(*released, strict=True))
+    tokens = []
+    for at in range(0, len(ids), TOKENS_PER_FRAME):
+        part = slice(at, at + TOKENS_PER_FRAME)
+        tokens.append(Tokens(*choice.key, len(told) + at, ids[part], pieces[part], logprobs[part]))
+    return tokens, FinishReason.STOP if text.stop else found.reason

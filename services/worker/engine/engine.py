@@ -267,11 +267,10 @@ class Engine:
         if not self.scheduler.beams.take(lead, candidates):
             return
         try:
-            for choice, released, reason in answer_all(lead):
+            for choice, tokens, reason in answer_all(lead):
                 if not choice.started:
                     self._start(choice, self._clock())
-                if released.ids:
-                    self._outputs.append(Tokens(*choice.key, len(choice.told), *released))
+                self._outputs += tokens
                 self._finish(choice, reason)
         except KvfleetError as error:
             self._fail(lead, error)

@@ -7,8 +7,18 @@
 A beam with several next beams is forked: they share its full blocks, all but one have a copy of the partial one. A beam
 with none lets go of its blocks. So there are the tokens in which beams agree once, and the others once for each.
 
+One owner: the lead is a sequence like others, and the only one that the queue, the running list and tenants' shares
+know. It counts as `width` sequences. So there is never a part of a search that waits for blocks which another part of
+one holds. Which beams go on is `kvsampling.beam_search`'s to say, once all of a step's candidates are there.
+
+No block of a beam is listed in the index, only those of the prompt are: a beam that is dropped, or found and not
+returned, is told to nobody, so that nobody could name its blocks when a session is to be erased.
+
 A search that lets go of its blocks, as it is preempted or paused, begins again from its prompt. So does one that moves
-to another worker: nothing of it was told, and it finds the same.
+to another worker, drained or killed: nothing of it was told before its end, and it finds the same. Of a choice that was
+told in part when the worker died, only the rest is told (`engine.beam_answers`).
+
+The further choices of a request follow the first: they have text and an end of their own, and nothing in the scheduler.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ class SearchingSchedule(Schedule):
         prompt = [*chance.choice(self.stems)[: chance.randint(1, 20)], chance.randrange(3)]
         found = expected_beams(prompt, sampling, vocab_size=5, stop_ids=stop_ids, window=self.window)
         deadline = self.clock.now + chance.choice([0.03, 0.3, 30.0]) if chance.random() < 0.2 else None
-        resumed = chance.random() < 0.3
+        resumed, priority, tenant = chance.random() < 0.3, chance.choice([0, 0, 1, 3]), chance.choice("abc")
         for choice in range(sampling.n):
             told = tuple(beam.token for beam in found[choice].output)
             done = told[: chance.randint(0, len(told))] if resumed else ()
             asked = spec(
                 name, prompt, sampling=sampling, choice=choice, output_ids=done, attempt=int(resumed),
-                priority=0, deadline=deadline,
+                priority=priority, deadline=deadline, tenant=tenant,
             )  # fmt: skip
             try:
                 self.engine.add(asked)

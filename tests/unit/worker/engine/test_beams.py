@@ -10,7 +10,7 @@ from engine_rig import Clock, Transcript, expected_beams, expected_tokens, make_
 
 from kvfleet.worker.engine.engine import Engine
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, InvalidRequest, KvfleetError, OutOfMemory
-from kvproto.messages import Beams, FinishReason, Grammar, GrammarForm, Overflow, Sampling
+from kvproto.messages import Beams, FinishReason, Grammar, GrammarForm, Overflow, Sampling, Tokens
 
 PROMPT = tuple(range(100, 121))
 
@@ -90,6 +90,18 @@ def test_others_run_beside_it() -> None:
     assert transcript.tokens["plain", 0] == expected_tokens(PROMPT[:7], plain)
     assert told(transcript, sampling) == outputs(sampling)
     assert told(transcript, sampling, "late") == outputs(sampling, PROMPT[3:])
+
+
+def test_long_answers_are_told_in_pieces_that_fit_a_message() -> None:
+    engine, sampling, most = make_engine(blocks=400, block_size=8), ask(300, width=2, logprobs=3), 0
+    add(engine, sampling)
+    transcript = Transcript(by_choice=True)
+    while engine.has_work:
+        result = engine.step()
+        transcript.take(result)
+        most = max([most, *(len(one.ids) for one in result.outputs if isinstance(one, Tokens))])
+    assert [len(ids) for ids in told(transcript, sampling)] == [300, 300]
+    assert most == 128
 
 
 def test_stop_tokens_and_log_probabilities() -> None:
