@@ -14,7 +14,15 @@ from kvproto.subjects import Subjects
 from tests.support.fake_fleet import FakeFleet
 from tests.support.waiting import LIMIT_S
 
-ASKED = {"model": "demo", "prompt": "x", "max_tokens": 30, "n": 2, "use_beam_search": True, "best_of": 3}
+ASKED = {
+    "model": "demo",
+    "prompt": "x",
+    "max_tokens": 30,
+    "ignore_eos": True,
+    "n": 2,
+    "use_beam_search": True,
+    "best_of": 3,
+}
 PACE = 60.0  # tokens in a second: a search takes 1.5
 
 
