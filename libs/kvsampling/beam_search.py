@@ -90,7 +90,11 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """How many are considered at a time, so many of each beam at most."""
+        """How many of each beam are needed: the best `width` that do not end are among them, whatever stops."""
+        return min(self._considered, 2 * self.asked.width + len(self.stop_ids))
+
+    @property
+    def _considered(self) -> int:
         return max(2, 1 + len(self.stop_ids)) * self.asked.width
 
     def restart(self) -> None:
@@ -111,7 +115,9 @@ class BeamSearch:
         beams: list[Beam] = []
         ended: list[Hypothesis] = []
         beside: list[Hypothesis] = []  # that ended behind the best
-        for rank, (score, parent, at) in enumerate(best[: self.candidates]):
+        for rank, (score, parent, at) in enumerate(best[: self._considered]):
+            if rank >= width <= len(beams):
+                break
             token, before = found[parent].tokens[at], self.running[parent]
             watch = before.watch.after(token) if before.watch is not None else None
             beam = Beam(token, score, found[parent].logprobs_of(at), before, watch)
