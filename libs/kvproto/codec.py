@@ -92,6 +92,8 @@ def version_of_offer(worker: m.WorkerRecord, request: m.GenerateRequest) -> int:
         raise Unavailable(f"worker {worker.id} follows no grammars", field=said.grammar.said)
     if (said.prompt_logprobs is not None or not said.max_tokens) and not worker.scores:
         raise Unavailable(f"worker {worker.id} scores no prompts", field="prompt_logprobs")
+    if said.beams is not None and not worker.beams:
+        raise Unavailable(f"worker {worker.id} searches no beams", field="use_beam_search")
     return common_version(worker.versions)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvproto.errors import KvfleetError
@@ -32,6 +32,7 @@ class Draw:
     output_ids: Items[int] = ()
     banned: Items[int] = ()
     matcher: Matcher | None = None  # follows `output_ids`
+    candidates: int = 0  # the most probable tokens, so many, instead of one: for beam search
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,22 @@ class Scored:
     logprobs: TokenLogprobs
 
 
-Drawn = int | Scored | KvfleetError | None  # a token, why this sequence cannot have one, or: nothing was to be drawn
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The most probable tokens, best first. `scores` are log probabilities, changed as the request asks; `logprobs` the
+    model's own, where those are asked for, beside the `top` of all tokens."""
+
+    tokens: tuple[int, ...]
+    scores: tuple[float, ...]
+    logprobs: tuple[float, ...] = ()
+    top: TokenLogprobs | None = None
+
+    def logprobs_of(self, at: int) -> TokenLogprobs | None:
+        return None if self.top is None else replace(self.top, logprob=self.logprobs[at])
+
+
+# A token or candidates, why this sequence cannot have one, or: nothing was to be drawn.
+Drawn = int | Scored | Candidates | KvfleetError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +64,7 @@ class ScoredPrompt:
     """Scores of a prompt's tokens, and what was drawn after them."""
 
     logprobs: tuple[TokenLogprobs, ...]
-    drawn: int | Scored | None
+    drawn: int | Scored | Candidates | None
 
 
 Ran = Drawn | ScoredPrompt  # what came of one sequence's part of a step

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import Sampling, TokenLogprobs
 from kvsampling import portable
+from kvsampling.candidates import find_candidates
 from kvsampling.changes import LogitChanges, apply, wants_changes
 from kvsampling.draw import ALL_BANNED, NOT_FINITE, Draw, Drawn, Scored
 from kvsampling.portable import DrawSettings, is_greedy, logprobs_of
@@ -60,7 +61,7 @@ def begin(logits: Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:
     if not draws:
         return list
     try:
-        drawing = _begin(logits, draws)
+        drawing = _begin_both(logits, draws) if any(draw.candidates for draw in draws) else _begin(logits, draws)
     except Exception as error:  # noqa: BLE001 - logged, or given as that row's
         failure = error
         return lambda: _each_alone(logits, draws, failure)
@@ -135,6 +136,22 @@ def _kernels_agree(device: torch.device) -> bool:
     if not agree:
         log.warning("the kernels that draw on %s draw or score otherwise: tensor operations do, slower", device)
     return agree
+
+
+def _begin_both(logits: Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:
+    """Some rows get candidates, the others a token each."""
+    beams = [row for row, draw in enumerate(draws) if draw.candidates]
+    others = [row for row, draw in enumerate(draws) if not draw.candidates]
+    drawn: list[Drawn] = [None] * len(draws)
+    drawing = _begin(_rows(logits, others), [draws[row] for row in others]) if others else list
+    for rows, some in _parts(beams, draws):
+        _put(drawn, rows, find_candidates(_rows(logits, rows), some))
+
+    def result() -> list[Drawn]:
+        _put(drawn, others, drawing())
+        return drawn
+
+    return result
 
 
 def _begin(logits: Tensor, draws: Sequence[Draw]) -> Callable[[], list[Drawn]]:

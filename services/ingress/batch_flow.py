@@ -106,7 +106,7 @@ class BatchFlow:
     ) -> Iterator[list[Run]]:
         """Each prompt counts as a request, and each of its choices. Raises as `Admission.admit` does."""
         caller, admission = calls[0].caller, self.parts.admission
-        choices, requests = calls[0].ask.sampling.n * len(calls), len(calls)
+        choices, requests = calls[0].ask.sampling.at_once * len(calls), len(calls)
         admission.admit(caller, now(), choices=choices, requests=requests)
         runs: list[Run] = []
         try:

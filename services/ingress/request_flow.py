@@ -295,7 +295,7 @@ class RequestFlow:
         whichever readers are left; a parked one that goes on is not charged again."""
         caller = call.caller
         repeat, returns = repeat_state(found)
-        choices = call.ask.sampling.n
+        choices = call.ask.sampling.at_once
         self.parts.admission.admit(caller, now(), choices=choices, repeat=repeat, returns=returns)
         run = found
         if run is None:

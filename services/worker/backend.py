@@ -103,4 +103,5 @@ def worker_record(
         grammars=find_spec("llguidance") is not None,
         chats=True,
         scores=True,
+        beams=settings.engine == "own",
     )

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvproto.messages import Chat, Grammar, GrammarForm, ProducerRequest, Sampling
+from kvproto.messages import Beams, Chat, Grammar, GrammarForm, ProducerRequest, Sampling
 from tests.chaos.history import Transport
 from tests.chaos.layout import FAKE, REAL, TENANTS
 
@@ -140,6 +140,8 @@ class Case:
         body: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.sampling}
         if (grammar := body.pop("grammar", None)) is not None:
             body["structured_outputs"] = {grammar.form.removeprefix("json_").replace("schema", "json"): grammar.text}
+        if (beams := body.pop("beams", None)) is not None:
+            body |= {"use_beam_search": True, "best_of": beams.width}
         if self.priority:
             body["priority"] = self.priority
         if self.transport is Transport.GENERATE:
@@ -184,6 +186,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"grammar": Grammar(GrammarForm.JSON_SCHEMA, json.dumps(_GUEST)), "temperature": 1.0, "seed": 7},
     {"grammar": Grammar(GrammarForm.REGEX, "([a-z]{1,9} ){4,40}[.]"), "n": 2, "temperature": 0.9, "seed": 8},
 )
+_SEARCH: dict[str, Any] = {"n": 2, "beams": Beams(4)}  # of the fake model, whose ties break alike everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ def catalogue(seed: int, wanted: Wanted) -> tuple[Case, ...]:
     prefixes = [_ids(chance, length) for length in (64, 256, 512)]  # that prompts share
     out = []
     for model, count in ((REAL, wanted.real), (FAKE, wanted.fake)):
-        ways = [*_WAYS]
+        ways = [*_WAYS] if model == REAL else [*_WAYS, _SEARCH]
         transports: list[Transport] = []
         for at in range(count):
             if not transports:
@@ -215,7 +218,7 @@ def catalogue(seed: int, wanted: Wanted) -> tuple[Case, ...]:
                 way = {name: way[name] for name in IN_BACKGROUND & way.keys()}
             if way.get("n", 1) > 1 and transport is Transport.GENERATE:
                 way = {key: value for key, value in way.items() if key != "n"}
-            if transport is Transport.CHAT and not way.keys() & {"stop", "grammar"}:
+            if transport is Transport.CHAT and not way.keys() & {"stop", "grammar", "beams"}:
                 way = {**way, "tool_choice": "required" if at % 2 else "auto"}
             sampling = {"temperature": 0.0, "ignore_eos": "stop" not in way, **way}
             if transport is Transport.BACKGROUND:

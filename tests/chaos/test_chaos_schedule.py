@@ -84,7 +84,7 @@ def test_the_catalogue() -> None:
     for model in (REAL, FAKE):
         assert {case.transport for case in cases if case.model == model} == set(Transport), "all transports"
     asked = [case.sampling for case in cases]
-    for field in ("n", "stop", "logprobs", "frequency_penalty", "repetition_penalty", "seed", "top_k"):
+    for field in ("n", "stop", "beams", "logprobs", "frequency_penalty", "repetition_penalty", "seed", "top_k"):
         assert any(field in sampling for sampling in asked), field
     prefixes = Counter(case.ids[:64] for case in cases if len(case.ids) > 100)
     assert max(prefixes.values()) > 1, "some share a prefix"

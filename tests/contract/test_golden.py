@@ -158,6 +158,12 @@ MESSAGES: dict[str, Any] = {
     ),
     "producer_request_of_scores": m.ProducerRequest(prompt="x", prompt_logprobs=0),
     "resend_request_of_scores": m.ResendRequest(**KEY, from_index=0, inbox="_ing.i1.b", scored=17),
+    "worker_record_of_beams": replace(RECORD, beams=True),
+    "generate_request_of_beams": m.GenerateRequest(
+        **KEY, model="m", inbox="_ing.i1.b", prompt_ids=(1, 2),
+        sampling=m.Sampling(8, n=2, beams=m.Beams(4, -0.5, m.EarlyStopping.NEVER)),
+    ),
+    "producer_request_of_beams": m.ProducerRequest(prompt="x", n=2, beams=m.Beams(2)),
     "worker_record_loading": replace(RECORD, loading=m.Loading("loading weights", 3_221_225_472, 16_060_522_496, 7)),
     "worker_record_engine": replace(RECORD, engine="vllm", engine_pid=4712),
     "heartbeat_restore_rates": replace(

@@ -23,6 +23,9 @@ class IdStream(DetokenizerStream):
     def __init__(self) -> None:
         self.pending = False
 
+    def fork(self) -> IdStream:
+        return self
+
     def push(self, token: int) -> str:
         return f"{token} "
 

@@ -74,6 +74,7 @@ class WorkerRecord:
     grammars: bool = False  # it follows `Sampling.grammar`, which others would ignore
     chats: bool = False  # it renders `GenerateRequest.chat`, which others would not find
     scores: bool = False  # it follows `Sampling.prompt_logprobs`, and may generate nothing
+    beams: bool = False  # it follows `Sampling.beams`, which others would ignore
     loading: Loading | None = None  # while `state` is `starting`
 
     @property

@@ -9,6 +9,7 @@ from kvproto.messages.chats import Chat
 from kvproto.messages.vocabulary import (
     Addresses,
     Count,
+    EarlyStopping,
     Encoding,
     FinishReason,
     FormatType,
@@ -53,6 +54,16 @@ class ResponseFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Beams:
+    """Beam search instead of draws: the `n` best of `width` beams, as transformers' `generate` finds them. A sequence's
+    score is the sum of its tokens' log probabilities over its length to the power of `length_penalty`."""
+
+    width: Annotated[int, Range(1, 128)]
+    length_penalty: Annotated[float, Range(-10.0, 10.0)] = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.FALSE
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters. A token's random number depends on (seed, choice, generated index) alone.
 
@@ -89,6 +100,12 @@ class Sampling:
     grammar: Grammar | None = None
     skip_special_tokens: bool = True  # else they are part of the text, spelled out
     prompt_logprobs: Annotated[int, Range(0, 128)] | None = None  # alternatives, as in `logprobs`
+    beams: Beams | None = None
+
+    @property
+    def at_once(self) -> int:
+        """How many sequences it runs."""
+        return self.n if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +245,7 @@ class ProducerRequest:
     reasoning_effort: Any = None
     chat_template_kwargs: Any = None
     prompt_logprobs: Annotated[int, Range(0, 128)] | None = None
+    beams: Beams | None = None
 
 
 @dataclass(frozen=True, slots=True)

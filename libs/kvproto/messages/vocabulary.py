@@ -94,6 +94,14 @@ class Overflow(StrEnum):
     SLIDING = "sliding"  # whenever the context is full, its older half is dropped
 
 
+class EarlyStopping(StrEnum):
+    """When a beam search ends that has as many finished sequences as beams; named as in transformers."""
+
+    FALSE = "false"  # once no beam can better the worst of them by ending at its present length
+    TRUE = "true"  # at once
+    NEVER = "never"  # once no beam can better it at any length
+
+
 class GrammarForm(StrEnum):
     """How a grammar's text says what the output may be."""
 

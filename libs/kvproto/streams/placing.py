@@ -116,7 +116,7 @@ class Placer:
             session=generation.session,
             attempt=stream.attempts,
             excluded=tuple(trials.excluded),
-            max_tokens=generation.sampling.max_tokens * generation.sampling.n,
+            max_tokens=generation.sampling.max_tokens * generation.sampling.at_once,
             policy=policy,
             worker=worker,
             priority=generation.priority,

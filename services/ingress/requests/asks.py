@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
-from kvproto.messages import Bundle, Grammar, Overflow, Sampling
+from kvproto.messages import Beams, Bundle, Grammar, Overflow, Sampling
 from kvservice.fields import Flag, Made, Number, Whole
 
 MAX_TOKENS_LIMIT = 16_777_216  # where no context bounds them
@@ -51,8 +51,8 @@ Biases = Made(
 
 @dataclass(frozen=True, slots=True)
 class SamplingAsk:
-    """None: the model's default. `logprobs` None: the caller wants none; each route reads them, `prompt_logprobs` and a
-    `grammar` in its own way."""
+    """None: the model's default. `logprobs` None: the caller wants none; each route reads them, `prompt_logprobs`, a
+    `grammar` and `beams` in its own way."""
 
     max_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -76,9 +76,15 @@ class SamplingAsk:
     logprobs: SkipJsonSchema[int | None] = None
     prompt_logprobs: SkipJsonSchema[int | None] = None
     grammar: SkipJsonSchema[Grammar | None] = None
+    beams: SkipJsonSchema[Beams | None] = None
     min_tokens: Annotated[int, Whole(0, ANY_COUNT)] = 0
     overflow: Annotated[Overflow, Field(alias="context_overflow")] = Overflow.ERROR
     skip_special_tokens: Flag = True
+
+    @property
+    def at_once(self) -> int:
+        """How many sequences it runs."""
+        return self.n if self.beams is None else self.beams.width
 
 
 def check_tokens(ask: SamplingAsk, vocab_size: int) -> None:

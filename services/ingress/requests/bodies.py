@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, StrictInt, Tag
 
 from kvchat.conversation import Conversation
-from kvfleet.ingress.requests.asks import ANY_COUNT, ANYWHERE, MAX_CHOICES, Count, PlacementAsk, SamplingAsk
+from kvfleet.ingress.requests.asks import ANY_COUNT, ANYWHERE, Count, PlacementAsk, SamplingAsk
+from kvfleet.ingress.requests.beams import NO_BEAMS, BeamAsk
 from kvfleet.ingress.requests.grammars import GrammarAsk
 from kvproto.errors import InvalidRequest
 from kvproto.messages import Overflow
@@ -59,6 +60,7 @@ class _OpenAiAsk:
     model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
     sampling: SamplingAsk
     grammars: GrammarAsk
+    beams: BeamAsk = NO_BEAMS
     stream: Flag = False
     stream_options: StreamOptions | None = None
     placement: PlacementAsk = ANYWHERE
@@ -93,7 +95,6 @@ class CompletionAsk(_OpenAiAsk):
     max_tokens: Annotated[int, Whole(0, ANY_COUNT)] | None = None
     echo: Flag = False
     logprobs: Annotated[int, Whole(0, MAX_COMPLETION_LOGPROBS)] | None = None
-    best_of: Annotated[int, Whole(1, MAX_CHOICES)] | None = None
 
     @property
     def echoed_logprobs(self) -> int | None:
@@ -106,8 +107,7 @@ _OTHERS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("user", "safety_identifier", "metadata", "store", "prompt_cache_key")),
     # of vLLM's servers
     "spaces_between_special_tokens": (True,),
-    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
-    "length_penalty": (1.0,),
+    "include_stop_str_in_output": (False,),
     "bad_words": ([],),
     **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens"), _NEVER),
 }
@@ -117,7 +117,6 @@ CHAT = BodyForm(
         **_OTHERS,
         **dict.fromkeys(("functions", "documents"), ([],)),
         "function_call": ("none", "auto"),
-        "best_of": (1,),
         "modalities": (["text"],),
         **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), _NEVER),
         # of vLLM's servers
@@ -139,25 +138,25 @@ def read_chat(body: Body) -> ChatAsk:
         sampling = replace(sampling, logprobs=ask.top_logprobs)
     if ask.max_completion_tokens is not None:
         sampling = replace(sampling, max_tokens=ask.max_completion_tokens, max_tokens_field="max_completion_tokens")
-    return replace(ask, sampling=sampling)
+    return replace(ask, sampling=ask.beams.bind(sampling))
 
 
 def read_completion(body: Body) -> CompletionAsk:
     """Raises InvalidRequest naming the field."""
     ask = COMPLETION.read(body)
-    n, prompts = ask.sampling.n, len(ask.prompts)
-    if n * prompts > MAX_BATCH_CHOICES:
-        raise InvalidRequest(
-            f"at most {MAX_BATCH_CHOICES} choices of all prompts, got {n} of {prompts} each", field="n"
-        )
     if ask.max_tokens == 0 and not ask.echo:
         raise InvalidRequest("must be at least 1 unless echo is true, got 0", field="max_tokens")
-    if ask.best_of not in (None, 1, n):
-        raise InvalidRequest(f"only n, {n}, is supported by this server, got {ask.best_of}", field="best_of")
+    if ask.beams.use_beam_search and ask.echoed_logprobs is not None:
+        raise InvalidRequest("not available with use_beam_search and logprobs", field="echo")
     asked = [one for one in (ask.prompt_logprobs, ask.echoed_logprobs) if one is not None]
     sampling = _scoring(ask.sampling, max(asked, default=None))
     grammar = ask.grammars.grammar
-    return replace(ask, sampling=replace(sampling, max_tokens=ask.max_tokens, logprobs=ask.logprobs, grammar=grammar))
+    sampling = replace(sampling, max_tokens=ask.max_tokens, logprobs=ask.logprobs, grammar=grammar)
+    sampling, prompts = ask.beams.bind(sampling), len(ask.prompts)
+    if sampling.at_once * prompts > MAX_BATCH_CHOICES:
+        why = f"at most {MAX_BATCH_CHOICES} choices or beams of all prompts, got {sampling.at_once} of {prompts} each"
+        raise InvalidRequest(why, field="n")
+    return replace(ask, sampling=sampling)
 
 
 def _scoring(sampling: SamplingAsk, alternatives: int | None) -> SamplingAsk:
@@ -185,6 +184,7 @@ class GenerateAsk:
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
     sampling: SamplingAsk
     grammars: GrammarAsk
+    beams: BeamAsk = NO_BEAMS
     seq_id: SeqId | None = None
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None
     model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARS)] | None = None  # comes before `model`
@@ -209,4 +209,4 @@ def read_generate(body: Body) -> GenerateAsk:
         logprobs=ask.logprobs,
         grammar=ask.grammars.grammar,
     )
-    return replace(ask, model=ask.model_name or ask.model or None, sampling=sampling)
+    return replace(ask, model=ask.model_name or ask.model or None, sampling=ask.beams.bind(sampling))

@@ -119,7 +119,7 @@ def question_of(
         session=body.session,
         attempt=attempt,
         excluded=excluded,
-        max_tokens=body.sampling.max_tokens * body.sampling.n,
+        max_tokens=body.sampling.max_tokens * body.sampling.at_once,
         priority=body.priority,
         max_wait_s=max_wait_s,
         reusable=None if body.sampling.prompt_logprobs is None else max(body.scored, 1) - 1,

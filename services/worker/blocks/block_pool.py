@@ -22,6 +22,7 @@ Five rules keep it simple:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,8 +78,8 @@ class BlockPool:
         return sum(1 for block in blocks if not self._refs[block])
 
     def held_once(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` would become available if a holder of them let go."""
-        return sum(1 for block in blocks if block >= 0 and self._refs[block] == 1)
+        """How many of `blocks` would become available if their holder let go; one that comes twice has it twice."""
+        return sum(1 for block, times in Counter(blocks).items() if block >= 0 and self._refs[block] == times)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

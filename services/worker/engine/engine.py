@@ -18,6 +18,7 @@ from collections.abc import Sequence as Items
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.pool_integrity import PoolAudit
+from kvfleet.worker.engine.beam_answers import answer_all
 from kvfleet.worker.engine.engine_load import load_of
 from kvfleet.worker.engine.kv_holdings import KvHoldings
 from kvfleet.worker.engine.live_sequences import LiveSequences, TracedDraws
@@ -49,7 +50,7 @@ from kvproto.messages import (
     TokenLogprobs,
     Tokens,
 )
-from kvsampling.draw import Ran, ScoredPrompt
+from kvsampling.draw import Candidates, Ran, ScoredPrompt
 from kvsampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
@@ -96,8 +97,9 @@ class Engine:
         """The sequence ends in exactly one terminal output. Raises what `LiveSequences.accept` does."""
         now = self._clock()
         sequence = self.sequences.accept(spec, now)
-        self.scheduler.enqueue(sequence)
-        if (reason := sequence.end) is not None:  # the earlier attempt had all of it
+        if sequence.state is SequenceState.WAITING:
+            self.scheduler.enqueue(sequence)
+        if sequence.beams is None and (reason := sequence.end) is not None:  # the earlier attempt had all of it
             self._start(sequence, now)
             self._finish(sequence, reason)
 
@@ -189,8 +191,7 @@ class Engine:
         if plan.failed:
             self._tell_text()
         for sequence, error in plan.failed:
-            if self.sequences.has(sequence):
-                self._fail(sequence, error)
+            self._fail(sequence, error)
         for sequence in plan.started:
             self._start(sequence, now)
         self._commit(plan, self._run(plan))
@@ -217,9 +218,11 @@ class Engine:
             abort.end()
             self._tell_text()
         for at in reversed(range(len(ran))):
-            if isinstance(error := ran[at], OutOfMemory) and not plan.sequences[at].has_ended:
+            whole = plan.sequences[at].lead or plan.sequences[at]
+            if isinstance(error := ran[at], OutOfMemory) and not whole.has_ended:
                 del ran[at]
-                self._fail(plan.drop(at), error)
+                plan.drop(at)
+                self._fail(whole, error)
         return ran
 
     def _commit(self, plan: StepPlan, ran: list[Ran]) -> None:
@@ -228,10 +231,11 @@ class Engine:
         size = self.pool.block_size
         windowed = self.scheduler.tables.window is not None
         for sequence, part, came in zip(plan.sequences, plan.slices, ran, strict=True):
-            if sequence.has_ended:  # by the text of the step before
+            whole = sequence.lead or sequence
+            if whole.has_ended:  # by the text of the step before, or by another beam
                 continue
             if isinstance(came, KvfleetError):
-                self._fail(sequence, came, keep_tail=False)
+                self._fail(whole, came, keep_tail=False)
                 continue
             token = came.drawn if isinstance(came, ScoredPrompt) else came
             count = len(part.ids)
@@ -245,7 +249,9 @@ class Engine:
                 self.tiers.offloader.offer(sequence, self._times.prefill_tokens_per_s)
             if isinstance(came, ScoredPrompt):
                 self._score(sequence, came.logprobs)
-            if isinstance(token, int):
+            if isinstance(token, Candidates):
+                self._search(whole, token)
+            elif isinstance(token, int):
                 self._advance(sequence, token, None)
             elif token is not None:
                 self._advance(sequence, token.token, token.logprobs)
@@ -256,6 +262,18 @@ class Engine:
         sequence.scored += len(logprobs)
         if (reason := sequence.end) is not None:  # nothing is to be generated
             self._finish(sequence, reason)
+
+    def _search(self, lead: Sequence, candidates: Candidates) -> None:
+        if not self.scheduler.beams.take(lead, candidates):
+            return
+        try:
+            for choice, tokens, reason in answer_all(lead):
+                if not choice.started:
+                    self._start(choice, self._clock())
+                self._outputs += tokens
+                self._finish(choice, reason)
+        except KvfleetError as error:
+            self._fail(lead, error)
 
     def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         stopped = token in sequence.stop_ids
@@ -325,7 +343,12 @@ class Engine:
     def _fail(
         self, sequence: Sequence, error: KvfleetError, *, keep_tail: bool = True, told: int | None = None
     ) -> None:
-        """`told`: how many tokens its reader has, if fewer than have left."""
+        """`told`: how many tokens its reader has, if fewer than have left. Choices of a beam search fail together."""
+        if not self.sequences.has(sequence):
+            return
+        if sequence.beams is not None:
+            for other in [one for one in sequence.siblings if one.state is SequenceState.FOLLOWING]:
+                self._fail(other, error)
         self._leave(sequence, keep_tail=keep_tail)
         told = min(told, sequence.text.next_index) if told is not None else sequence.text.next_index
         known = max(len(sequence.spec.prompt_ids) + told - sequence.start, 0)
@@ -367,7 +390,7 @@ class Engine:
 
     def audit(self) -> None:
         """Check some blocks of device and host, others each time. Raises AssertionError."""
-        self._audit.look([*(sequence.blocks for sequence in self.scheduler.running), *self.tiers.held()])
+        self._audit.look([*(one.blocks for one in self.scheduler.holders()), *self.tiers.held()])
         self.tiers.audit()
 
     def check_integrity(self) -> None:

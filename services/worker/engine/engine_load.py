@@ -13,7 +13,7 @@ def load_of(scheduler: Scheduler, tiers: Tiers, counters: EngineCounters, now: f
     pool, queued, accounts = scheduler.pool, scheduler.queued(), counters.costs.accounts.values()
     return Load(
         waiting=len(scheduler.waiting) + tiers.restorer.waiting,
-        running=len(scheduler.running),
+        running=scheduler.rows,
         slots=scheduler.slots,
         blocks_used=pool.used,
         blocks_cached=pool.cached,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 
 from kvfleet.worker.model.base import ModelRunner
-from kvfleet.worker.port.acceptance import check_spec, stop_ids_of, text_of
+from kvfleet.worker.port.acceptance import check_spec, stop_ids_of, text_of, watch_of
 from kvfleet.worker.port.capacity import Attempt
 from kvfleet.worker.port.sequence_spec import Key, SequenceSpec, SequenceTrace
 from kvfleet.worker.port.tenant_costs import TenantCosts
 from kvfleet.worker.schedule.scheduler import Scheduler
-from kvfleet.worker.schedule.sequence import Sequence, SequenceState
+from kvfleet.worker.schedule.sequence import BeamGroup, Sequence, SequenceState
 from kvfleet.worker.text.context_window import ContextWindow
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.errors import InvalidRequest, OutOfMemory
+from kvsampling.beam_search import BeamSearch
 from kvsampling.grammar import Grammars, Matcher
+
+_ELSEWHERE = (SequenceState.RESTORING, SequenceState.PAUSED, SequenceState.FOLLOWING)
 
 
 @dataclass(eq=False)
@@ -44,20 +47,38 @@ class LiveSequences:
         window = ContextWindow.of(prompt, sampling.max_tokens, self.runner.context_length, sampling.overflow)
         total = prompt + len(spec.output_ids)
         needed = self.scheduler.tables.at_once(total - window.start(total))
+        if sampling.beams is not None:
+            needed += sampling.at_once  # a tail of each
+            if sampling.at_once > self.scheduler.slots:
+                why = f"this worker runs at most {self.scheduler.slots} beams, got {sampling.at_once}"
+                raise InvalidRequest(why, field="best_of")
         if needed > blocks:
             raise OutOfMemory(f"{needed} blocks are needed, this worker has {blocks}")
         if siblings and siblings[0].spec.prompt_ids != spec.prompt_ids:
             raise InvalidRequest("all choices of an attempt must have the same prompt", field="prompt_ids")
+        stop_ids, text = stop_ids_of(spec, self.runner.eos_ids), text_of(spec, self.detokenizer)
+        told: tuple[int, ...] = ()
+        beams, state = None, SequenceState.WAITING
+        if sampling.beams is not None:  # it begins with the prompt, whatever was told of what it will find
+            told, spec = spec.output_ids, replace(spec, output_ids=(), text_sent=0)
+            if any(sibling.beams is not None for sibling in siblings):
+                state = SequenceState.FOLLOWING
+            else:
+                watch = watch_of(spec, self.detokenizer)
+                beams = BeamGroup(BeamSearch(sampling.beams, window.max_tokens, stop_ids, watch))
         sequence = Sequence(
             spec,
             self.runner.block_size,
             (next(self._arrivals), now),
             window=window,
-            stop_ids=stop_ids_of(spec, self.runner.eos_ids),
-            text=text_of(spec, self.detokenizer),
+            stop_ids=stop_ids,
+            text=text,
             siblings=siblings,
             account=self.costs.of(spec.tenant),
             matcher=None if sampling.grammar is None else Matcher(self.grammars, sampling.grammar),
+            beams=beams,
+            told=told,
+            state=state,
         )
         if spec.trace is not None:
             spec.trace.enqueued = now
@@ -91,7 +112,7 @@ class LiveSequences:
 
     def check_integrity(self) -> None:
         queued = {s.key for s in (*self.scheduler.waiting, *self.scheduler.running)}
-        elsewhere = {s.key for s in self if s.state in (SequenceState.RESTORING, SequenceState.PAUSED)}
+        elsewhere = {s.key for s in self if s.state in _ELSEWHERE}
         assert queued | elsewhere == {s.key for s in self}
         assert all(s in s.siblings and self._choices[s.key[:2]] is s.siblings for s in self)
 
@@ -116,7 +137,7 @@ class TracedDraws:
     def note(self, now: float) -> None:
         undrawn, self.undrawn = self.undrawn, []
         for sequence, trace in undrawn:
-            if sequence.num_outputs > len(sequence.spec.output_ids):
+            if sequence.drawn > len(sequence.spec.output_ids):
                 trace.prefilled, trace.steps_before = now, self.steps
             elif not sequence.has_ended:
                 self.undrawn.append((sequence, trace))

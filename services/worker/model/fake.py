@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
@@ -22,7 +23,7 @@ from kvfleet.worker.model.base import Abort, BlockMemory, StepAborted, host_memo
 from kvfleet.worker.schedule.step_plan import Scoring, Slice
 from kvproto.dataplane.block import kv_format
 from kvproto.messages import TokenLogprobs
-from kvsampling.draw import Draw, Ran, Scored, ScoredPrompt
+from kvsampling.draw import Candidates, Draw, Ran, Scored, ScoredPrompt
 
 _MASK = 2**64 - 1
 _TOKEN, _POSITION, _INDEX = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -159,11 +160,13 @@ class FakeRunner:
             scored.append(replace(logprobs, rank=(token - favourite) % self.vocab_size + 1))
         return tuple(scored)
 
-    def _token(self, part: Slice, draw: Draw) -> int | Scored:
+    def _token(self, part: Slice, draw: Draw) -> int | Scored | Candidates:
         """Hashes what was seen with what the draw depends on."""
         seen = self._seen(part, part.end)
         sampling = draw.sampling
         token = favourite = self._hashed(seen)
+        if draw.candidates:
+            return self._candidates(favourite, draw)
         if sampling.temperature > 0:
             token = self._hashed(seen ^ ((sampling.seed or 0) * _TOKEN + draw.choice * _POSITION + draw.index * _INDEX))
         if draw.matcher is not None:
@@ -171,6 +174,19 @@ class FakeRunner:
         elif draw.banned or sampling.logit_bias:
             token = self._allowed(token, draw)
         return token if sampling.logprobs is None else self._scored(token, favourite, sampling.logprobs)
+
+    def _candidates(self, favourite: int, draw: Draw) -> Candidates:
+        sampling, bias = draw.sampling, draw.sampling.logit_bias
+        ranked = ((favourite + rank) % self.vocab_size for rank in range(self.vocab_size))
+        plain = islice((one for one in ranked if one not in draw.banned and one not in bias), draw.candidates)
+        tokens = [*plain, *(one for one in bias if one not in draw.banned)]
+        scores = {one: self._logprob(one, favourite) + bias.get(one, 0.0) for one in tokens}
+        best = tuple(sorted(tokens, key=lambda one: -scores[one])[: draw.candidates])
+        found = Candidates(best, tuple(map(scores.__getitem__, best)))
+        if sampling.logprobs is None:
+            return found
+        own = tuple(self._logprob(one, favourite) for one in best)
+        return replace(found, logprobs=own, top=self._scored(favourite, favourite, sampling.logprobs).logprobs)
 
     def _hashed(self, seen: int) -> int:
         mixed = (seen & _MASK ^ (seen & _MASK) >> 31) * _TOKEN & _MASK

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.text.detokenizer import Detokenizer
-from kvfleet.worker.text.text_stream import StopStrings, TextStream
+from kvfleet.worker.text.text_stream import StopStrings, StopWatch, TextStream
 from kvproto.errors import EngineFailure, InvalidRequest
 from kvproto.messages import Overflow
 
@@ -33,6 +33,13 @@ def text_of(spec: SequenceSpec, detokenizer: Detokenizer) -> TextStream:
     return text
 
 
+def watch_of(spec: SequenceSpec, detokenizer: Detokenizer) -> StopWatch | None:
+    """Of the beams' texts, for stop strings; None without any."""
+    stops = StopStrings(spec.sampling.stop)
+    spelling = detokenizer if spec.sampling.skip_special_tokens else detokenizer.whole
+    return StopWatch(spelling.stream(spec.prompt_ids), stops) if stops.longest else None
+
+
 def check_spec(spec: SequenceSpec, vocab_size: int) -> None:
     """Raises InvalidRequest. `context_window` checks lengths. NaN fails every comparison, so each says what holds."""
     sampling = spec.sampling
@@ -45,6 +52,17 @@ def check_spec(spec: SequenceSpec, vocab_size: int) -> None:
         raise InvalidRequest("must be at least 0", field="max_tokens")
     if sampling.prompt_logprobs is not None and sampling.overflow in (Overflow.TRUNCATE_LEFT, Overflow.SLIDING):
         raise InvalidRequest("a prompt is scored as a whole, or not at all", field="context_overflow")
+    if (beams := sampling.beams) is not None:
+        if beams.width < sampling.n:
+            raise InvalidRequest(f"{sampling.n} choices of {beams.width} beams", field="best_of")
+        if not sampling.max_tokens:
+            raise InvalidRequest("must be at least 1 for beam search", field="max_tokens")
+        if sampling.grammar is not None:
+            raise InvalidRequest("beam search follows no grammar", field=sampling.grammar.said)
+        if sampling.prompt_logprobs is not None:
+            raise InvalidRequest("beam search scores no prompt", field="prompt_logprobs")
+        if sampling.overflow is Overflow.SLIDING:
+            raise InvalidRequest("beams cannot slide", field="context_overflow")
     if not sampling.temperature >= 0:
         raise InvalidRequest("must be at least 0", field="temperature")
     if not 0 <= sampling.top_p <= 1:

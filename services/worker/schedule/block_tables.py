@@ -52,6 +52,8 @@ class BlockTables:
         """Whether it can run beside `others`, each of which may soon need a block, with `given` blocks more."""
         held = match.blocks[self._first_reached(match.tokens) :]
         needed = max(1, self.at_once(len(sequence.ids)) - len(held))
+        if sequence.beams is not None:
+            needed += sequence.width  # a tail of each
         return needed + others <= self.pool.available + given - self.pool.idle_among(held)
 
     def hold(self, sequence: Sequence, match: Match) -> list[tuple[int, int]]:
@@ -78,6 +80,16 @@ class BlockTables:
         sequence.blocks += self.pool.allocate(taken)
         return min(tokens, room + taken * self._size)
 
+    def fork(self, sequence: Sequence) -> tuple[Sequence, list[tuple[int, int]]]:
+        """A beam that shares the full blocks and has the partial one as a copy, to be made first."""
+        beam, full = sequence.fork(), sequence.computed // self._size
+        self.pool.acquire(sequence.blocks[sequence.passed : full])
+        beam.blocks = sequence.blocks[:full]
+        if not sequence.computed % self._size:
+            return beam, []
+        beam.blocks += self.pool.allocate(1)
+        return beam, [(sequence.blocks[full], beam.blocks[full])]
+
     def advance(self, sequence: Sequence, end: int) -> None:
         """KV of all tokens before `end` is there: list full blocks, release those out of reach."""
         sequence.computed = end
@@ -96,6 +108,7 @@ class BlockTables:
     def let_go(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         size = self._size
         last = sequence.computed // size
+        keep_tail = keep_tail and bool(sequence.blocks)
         if keep_tail and sequence.computed % size and sequence.filled == last and self._is_findable(sequence, last):
             ids = sequence.block_ids(last, size)
             block, hashes = sequence.blocks[last], sequence.hashes
@@ -123,7 +136,7 @@ class BlockTables:
             assert sequence.filled == sequence.computed // size
             assert len(sequence.blocks) * size >= sequence.computed
             assert len(sequence.hashes) == len(sequence.ids) // size
-            assert sequence.computed < len(sequence.ids)
+            assert sequence.computed < len(sequence.ids) or (sequence.lead or sequence).beams is not None
             assert sequence.blocks[: sequence.passed] == [-1] * sequence.passed
             assert -1 not in sequence.blocks[sequence.passed :]
             assert sequence.passed == min(self._first_reached(sequence.computed), len(sequence.blocks))

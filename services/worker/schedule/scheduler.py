@@ -16,8 +16,9 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.schedule.beam_tables import BeamTables
 from kvfleet.worker.schedule.block_tables import BlockTables
-from kvfleet.worker.schedule.sequence import Sequence, SequenceState, level_of
+from kvfleet.worker.schedule.sequence import BeamGroup, Sequence, SequenceState, level_of
 from kvfleet.worker.schedule.step_pacer import Allowance, StepPacer
 from kvfleet.worker.schedule.step_plan import Scoring, Slice, StepPlan
 from kvfleet.worker.schedule.tenant_shares import TenantShares
@@ -48,9 +49,11 @@ class Scheduler:
         self.slots = slots
         self.preemptions = 0
         self.tables = BlockTables(pool, window)
+        self.beams = BeamTables(self.tables)
         self.pacer = StepPacer(token_budget, itl_target_s)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # sorted by rank
+        self.rows = 0  # sequences that they run: beams count
         # Set by the tiers below. `claims`: whether a sequence waits for blocks from there, leaving so many to others.
         self.claims: Callable[[Sequence, Match, int], bool] = lambda sequence, match, spare: False
         self.on_preempt: Callable[[Sequence], None] = lambda sequence: None
@@ -87,6 +90,11 @@ class Scheduler:
         ]
         return waiting + [(s, s.remaining if s.remaining > 1 else 0) for s in self.running]
 
+    def holders(self) -> list[Sequence]:
+        """Those with block tables: running sequences, and the beams of a search instead of their lead."""
+        every = (beam for one in self.running for beam in (one, *(one.beams.running if one.beams is not None else ())))
+        return [one for one in every if one.blocks]
+
     def _found(self, sequence: Sequence) -> int:
         return self.pool.index.depth(sequence.hashes) if sequence.is_scored else 0
 
@@ -97,7 +105,7 @@ class Scheduler:
         if self.waiting:
             self._push_out(now)
         begun = self._plan_decodes(plan)
-        if begun or (self.waiting and len(self.running) < self.slots):
+        if begun or (self.waiting and self.rows < self.slots):
             self._plan_prompts(plan, begun, now)
         return plan
 
@@ -110,7 +118,7 @@ class Scheduler:
             if deadline > now:
                 self._next_deadline = min(self._next_deadline, deadline)
                 continue
-            where = "in the queue" if not sequence.started else f"after {sequence.num_outputs} tokens"
+            where = "in the queue" if not sequence.started else f"after {sequence.drawn} tokens"
             took = now - sequence.enqueued
             self._fail(plan, sequence, DeadlineExceeded(f"deadline passed {took:.3f} s after arrival, {where}"))
 
@@ -127,16 +135,15 @@ class Scheduler:
         if first.is_scored and PromptLeaders(begun, self.pool.block_size).find(first, match) is not None:
             return
         victims: list[Sequence] = []
-        given = 0
+        given, rows = 0, self.rows
         candidates = (s for s in reversed(self.running) if _may_push_out(first, s, now))
-        while len(self.running) - len(victims) >= self.slots or not self.tables.fits(
-            first, match, len(self.running) - len(victims), given
-        ):
+        while rows + first.width > self.slots or not self.tables.fits(first, match, rows, given):
             victim = next(candidates, None)
             if victim is None:
                 return  # not even all of them would be enough
             victims.append(victim)
-            given += self.pool.held_once(victim.blocks)
+            rows -= victim.width
+            given += self.pool.held_once(victim.held)
         for victim in victims:
             self._preempt(victim)
 
@@ -146,6 +153,9 @@ class Scheduler:
         slices, sequences = plan.slices, plan.sequences
         begun = []
         for sequence in tuple(self.running):
+            if sequence.beams is not None and sequence.beams.has_begun:
+                self._plan_beams(plan, sequence, sequence.beams)
+                continue
             computed = sequence.computed
             full = computed == len(sequence.blocks) * size
             if sequence.state is not SequenceState.RUNNING or (full and not self._grow(plan, sequence)):
@@ -161,12 +171,30 @@ class Scheduler:
         plan.decodes = len(slices)
         return begun
 
+    def _plan_beams(self, plan: StepPlan, lead: Sequence, beams: BeamGroup) -> None:
+        """All of them, or none."""
+        if lead.state is not SequenceState.RUNNING:
+            return
+        missing = self.beams.missing(lead)
+        if not self._make_room(plan, lead, lambda: self.pool.available >= missing):
+            return
+        plan.copies += self.beams.branch(lead)
+        for beam in beams.running:
+            plan.slices.append(Slice(beam.ids[beam.computed :], beam.computed, beam.blocks, _draw(beam)))
+            plan.sequences.append(beam)
+        if (computed := beams.running[0].computed) >= lead.charged:
+            lead.charged = computed + 1
+            lead.share.served += len(beams.running)
+
     def _grow(self, plan: StepPlan, sequence: Sequence) -> bool:
+        return self._make_room(plan, sequence, lambda: bool(self.tables.extend(sequence, 1)))
+
+    def _make_room(self, plan: StepPlan, sequence: Sequence, fits: Callable[[], bool]) -> bool:
         """Make room for the next token by preempting worse-ranked sequences, in the end itself."""
-        while not self.tables.extend(sequence, 1):
+        while not fits():
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
-                if self.pool.used == sum(block >= 0 for block in sequence.blocks):
+                if self.pool.used == len({block for block in sequence.held if block >= 0}):
                     self._fail_for_memory(plan, sequence)
                 return False  # else blocks are being copied, and free soon
             self._preempt(victim)
@@ -176,14 +204,14 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, begun: list[Sequence], now: float) -> None:
         allowance = self.pacer.allowance(plan.decodes)
-        waiting = self.waiting.groups() if len(self.running) < self.slots else []
+        waiting = self.waiting.groups() if self.rows < self.slots else []
         order = ServiceOrder(begun, waiting, now)
         leaders = PromptLeaders(begun, self.pool.block_size)
         unplanned = {id(sequence) for sequence in begun}
         while allowance.grant(0) and (sequence := order.pop()) is not None:
             served: Sequence | None = sequence
             if sequence.state is SequenceState.WAITING:
-                if len(self.running) >= self.slots:
+                if self.rows + sequence.width > self.slots:
                     order.drop_waiting()
                     continue
                 if self.tables.at_once(len(sequence.ids)) > self.pool.num_blocks:
@@ -207,9 +235,9 @@ class Scheduler:
         reuses = sequence.is_scored  # else it computes its prompt whatever others have of it
         if reuses and (leader := leaders.find(sequence, match)) is not None:
             return leader
-        if not self.tables.fits(sequence, match, len(self.running)):
+        if not self.tables.fits(sequence, match, self.rows):
             return None
-        claimed = reuses and self.tables.window is None and self.claims(sequence, match, len(self.running))
+        claimed = reuses and self.tables.window is None and self.claims(sequence, match, self.rows)
         self.waiting.remove(sequence)
         if claimed:
             sequence.state = SequenceState.RESTORING
@@ -217,6 +245,7 @@ class Scheduler:
         plan.copies += self.tables.hold(sequence, match)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_rank)
+        self.rows += sequence.width
         leaders.add(sequence)
         if not sequence.started:
             sequence.started = True
@@ -228,7 +257,7 @@ class Scheduler:
         start = sequence.computed
         remaining = len(sequence.ids) - start
         wanted = max(1, allowance.grant(start, remaining))
-        count = self.tables.extend(sequence, wanted, spare=len(self.running) - 1)
+        count = self.tables.extend(sequence, wanted, spare=self.rows - sequence.width)
         if not count:
             return
         draw = _draw(sequence) if count == remaining and sequence.window.max_tokens else None
@@ -268,11 +297,16 @@ class Scheduler:
             at = bisect_left(self.running, sequence.rank, key=_rank)
             assert self.running[at] is sequence
             del self.running[at]
+            self.rows -= sequence.width
+        if sequence.beams is not None:
+            self.beams.restart(sequence)
         self.tables.let_go(sequence, keep_tail=keep_tail)
 
     def _fail_for_memory(self, plan: StepPlan, sequence: Sequence) -> None:
         tokens, blocks = len(sequence.ids), self.tables.at_once(len(sequence.ids))
         why = f"{tokens} tokens need {blocks} blocks, this worker has {self.pool.num_blocks}"
+        if sequence.beams is not None:
+            why = f"{sequence.width} beams of {sequence.drawn} tokens need more than {self.pool.num_blocks} blocks"
         self._fail(plan, sequence, OutOfMemory(why))
 
     def check_integrity(self, others: Items[Items[int]] = ()) -> None:
@@ -280,15 +314,17 @@ class Scheduler:
         assert all(sequence.state is SequenceState.RUNNING for sequence in self.running)
         assert [s.rank for s in self.running] == sorted(s.rank for s in self.running)
         assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
-        assert len(self.running) <= self.slots
-        self.tables.check_integrity(self.running, others)
+        assert self.rows == sum(sequence.width for sequence in self.running) <= self.slots
+        self.tables.check_integrity(self.holders(), others)
 
 
 def _draw(sequence: Sequence) -> Draw:
     spec, index = sequence.spec, sequence.num_outputs
     banned = sequence.banned if index < spec.sampling.min_tokens else ()
     prompt, outputs = sequence.prompt_seen or (), sequence.outputs or ()
-    return Draw(spec.sampling, spec.choice, index, prompt, outputs, banned, sequence.matcher)
+    group = (sequence.lead or sequence).beams
+    candidates = 0 if group is None else group.search.candidates
+    return Draw(spec.sampling, spec.choice, index, prompt, outputs, banned, sequence.matcher, candidates)
 
 
 def _scoring(sequence: Sequence) -> Scoring:

@@ -7,12 +7,15 @@ waiting ──admit──▶ running ──▶ finished
    ▲ ▲                │ │
    │ └───preempt──────┘ │
    └──resume── paused ◀─┘ pause (from waiting and restoring too)
+
+following ──the beam search that the first choice runs has ended──▶ finished
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
+from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -27,6 +30,8 @@ from kvproto.block_hash import ForkedRoot, Root, chain, child, parent_of
 from kvproto.messages import FinishReason, StopToken, Tier
 
 if TYPE_CHECKING:
+    from kvsampling.beam_search import BeamSearch
+    from kvsampling.draw import Candidates
     from kvsampling.grammar import Matcher
 
 AGE_S = 20.0  # of waiting are worth a level of priority
@@ -37,6 +42,7 @@ class SequenceState(Enum):
     RESTORING = auto()
     RUNNING = auto()
     PAUSED = auto()
+    FOLLOWING = auto()  # a further choice of a beam search, which the first one runs
     FINISHED = auto()
 
 
@@ -57,6 +63,9 @@ class Sequence:
     siblings: list[Sequence]  # all live choices of this attempt, this one too
     account: TenantAccount
     matcher: Matcher | None = None  # of a grammar
+    beams: BeamGroup | None = None  # it is the first choice of a beam search; its own tokens are the prompt's alone
+    told: tuple[int, ...] = ()  # tokens of a beam search's choice that an earlier attempt has told
+    lead: Sequence | None = None  # this is a beam of that one
     arrival: int = field(init=False)
     enqueued: float = field(init=False)
     share: TenantShare = field(init=False)  # while it waits or runs
@@ -117,11 +126,29 @@ class Sequence:
     @property
     def is_fresh(self) -> bool:
         """It waits, and nothing of it was ever sent."""
-        return self.state is SequenceState.WAITING and not self.started and not self.spec.output_ids
+        waits = self.state in (SequenceState.WAITING, SequenceState.FOLLOWING)
+        return waits and not (self.started or self.spec.output_ids or self.told)
 
     @property
     def has_ended(self) -> bool:
         return self.state is SequenceState.FINISHED
+
+    @property
+    def width(self) -> int:
+        """How many sequences run for it at once."""
+        return 1 if self.beams is None else self.beams.search.asked.width
+
+    @property
+    def held(self) -> list[int]:
+        """Its blocks; those that several of its beams hold as often."""
+        if self.beams is None:
+            return self.blocks
+        return self.blocks + [block for beam in self.beams.running for block in beam.blocks]
+
+    @property
+    def drawn(self) -> int:
+        """Tokens after the prompt, those of earlier attempts too; of each beam."""
+        return self.num_outputs if self.beams is None else self.beams.search.length
 
     @property
     def is_scored(self) -> bool:
@@ -162,6 +189,15 @@ class Sequence:
         self.hashes = chain(self.root, self.ids, block_size)
         self.charged = 0
 
+    def fork(self) -> Sequence:
+        """A beam of the same tokens, without blocks. No block of a beam is listed: what is never told has no name by
+        which it could be erased."""
+        beam = copy(self)
+        beam.ids, beam.hashes, beam.blocks = self.ids.copy(), self.hashes.copy(), []
+        beam.outputs = None if self.outputs is None else self.outputs[:]
+        beam.lead, beam.beams, beam.private = self.lead or self, None, True
+        return beam
+
     def agrees_with(self, sibling: Sequence) -> int:
         """How many leading tokens it shares with another choice of its attempt."""
         if self.start != sibling.start:
@@ -173,6 +209,22 @@ class Sequence:
         """Tokens of the `block_index`-th block that have KV."""
         start = block_index * block_size
         return self.ids[start : min(start + block_size, self.computed)]
+
+
+@dataclass(eq=False, slots=True)
+class BeamGroup:
+    """The beams of one search, as sequences with blocks of their own; none before the prompt is computed."""
+
+    search: BeamSearch
+    running: list[Sequence] = field(default_factory=list)
+    branches: list[tuple[Sequence, int]] = field(
+        default_factory=list
+    )  # the next ones: which they continue, their token
+    found: list[Candidates] = field(default_factory=list)  # in this step, of the first beams
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.running or self.branches)
 
 
 def level_of(priority: int, waited: float) -> int:

@@ -8,6 +8,7 @@ once it does not end within a character.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 
 from tokenizers import Tokenizer
@@ -55,6 +56,12 @@ class DetokenizerStream:
             self._window, self._settled = [], ""
         self._unsettled = 0
         self.pending = False
+
+    def fork(self) -> DetokenizerStream:
+        """One that goes on from here by itself."""
+        other = copy(self)
+        other._window = self._window.copy()
+        return other
 
     def push(self, token: int) -> str:
         if token in self._detokenizer.special:

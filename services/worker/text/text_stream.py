@@ -51,6 +51,22 @@ class StopStrings:
         return 0
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class StopWatch:
+    """Whether a beam's text has a stop string. `tail`: the end of the text that one may begin in."""
+
+    decoder: DetokenizerStream
+    stops: StopStrings
+    tail: str = ""
+    stopped: bool = False
+
+    def after(self, token: int) -> StopWatch:
+        decoder = self.decoder.fork()
+        text = self.tail + decoder.push(token)
+        watched = self.stops.longest - 1
+        return StopWatch(decoder, self.stops, text[-watched:] if watched else "", self.stops.find(text)[0] >= 0)
+
+
 @dataclass(eq=False, slots=True)
 class TextStream:
     """`stop`: the stop string that was found, the text ends before it."""

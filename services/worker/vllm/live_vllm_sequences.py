@@ -61,6 +61,8 @@ class LiveVllmSequences:
             raise InvalidRequest("this attempt is running already", field="request")
         check_spec(spec, self.model.vocab_size)
         sampling = spec.sampling
+        if sampling.beams is not None:
+            raise InvalidRequest("vLLM's workers search no beams", field="use_beam_search")
         window = ContextWindow.of(prompt, sampling.max_tokens, self.model.context_length, sampling.overflow)
         total = prompt + len(spec.output_ids)
         if (needed := -(-(total - window.start(total)) // size)) > self.model.blocks:

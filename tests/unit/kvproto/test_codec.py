@@ -421,6 +421,15 @@ def test_the_scores_of_a_prompt_are_asked_of_workers_that_know_them() -> None:
     assert codec.version_of_offer(record, m.GenerateRequest("r", 0, "m", m.Sampling(1), "_i")) == 1
 
 
+def test_beams_are_asked_of_workers_that_search_them() -> None:
+    record = m.WorkerRecord("w", "e", "l", m.State.READY, "m", "a", "h", 1, (1, 1))
+    asked = m.GenerateRequest("r", 0, "m", m.Sampling(1, beams=m.Beams(2)), "_i")
+    with pytest.raises(Unavailable) as caught:
+        codec.version_of_offer(record, asked)
+    assert (caught.value.field, caught.value.retryable) == ("use_beam_search", True)
+    assert codec.version_of_offer(dataclasses.replace(record, beams=True), asked) == 1
+
+
 def test_one_choice_is_written_as_it_always_was() -> None:
     """A worker of an earlier version reads it."""
     request = m.GenerateRequest("r", 1, "m", m.Sampling(5), "_ing.i.r", (1, 2), output_ids=(7,), text_sent=3)

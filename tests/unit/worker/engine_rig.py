@@ -17,7 +17,8 @@ from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvproto.errors import KvfleetError
 from kvproto.messages import ChoiceFinished, FinishReason, Overflow, Sampling, TokenLogprobs, Tokens
-from kvsampling.draw import Draw
+from kvsampling.beam_search import BeamSearch, Hypothesis
+from kvsampling.draw import Candidates, Draw
 from tests.support.id_detokenizer import IdDetokenizer
 
 ROOT = b"tenant root 16 b"
@@ -110,6 +111,32 @@ def expected_tokens(
         seen.append(token)
         outputs.append(token)
     return outputs
+
+
+def expected_beams(
+    prompt: Sequence[int],
+    sampling: Sampling,
+    vocab_size: int = 1000,
+    *,
+    stop_ids: Sequence[int] = (),
+    window: int | None = None,
+) -> list[Hypothesis]:
+    """What a beam search finds on the fake runner: each beam computed alone, all tokens at once each time."""
+    assert sampling.beams is not None
+    shape = {"num_blocks": 256, "block_size": 8, "vocab_size": vocab_size}
+    runner = WindowedRunner(window=window, **shape) if window else FakeRunner(**shape)  # type: ignore[arg-type]
+    search = BeamSearch(sampling.beams, sampling.max_tokens, frozenset(stop_ids))
+    while not search.over:
+        found = []
+        for beam in search.running:
+            outputs = [one.token for one in beam.path()]
+            banned = tuple(stop_ids) if len(outputs) < sampling.min_tokens else ()
+            draw = Draw(sampling, 0, len(outputs), banned=banned, candidates=search.candidates)
+            (one,) = runner.run([Slice([*prompt, *outputs], 0, range(256), draw)])
+            assert isinstance(one, Candidates)
+            found.append(one)
+        search.take(found)
+    return search.finished
 
 
 class Transcript:

@@ -78,6 +78,7 @@ def test_a_body_is_read_if_and_only_if_its_description_allows_it(
     value = data.draw(WEIRD)
     body = {**good, name: value}
     together = {"worker": ("policy", None), "top_logprobs": ("logprobs", True), "stream_options": ("stream", True)}
+    together |= dict.fromkeys(("best_of", "length_penalty", "early_stopping"), ("use_beam_search", True))
     if name in together:
         other, its = together[name]
         body[other] = its
@@ -85,8 +86,6 @@ def test_a_body_is_read_if_and_only_if_its_description_allows_it(
         body["echo"] = True
     if name == "policy" and value == "direct":
         body["worker"] = "w"
-    if name == "best_of" and form is COMPLETION and type(value) is int and 1 <= value <= 128:
-        body["n"] = value
     allowed = jsonschema_rs.is_valid({**form.schema, "components": {"schemas": form.components}}, body)
     if allowed:
         read(body)
