@@ -237,7 +237,7 @@ window.fetch = async (url, how) => {
 def browser(tmp_path: Path) -> Iterator[Browser]:
     binary = find_chromium()
     if binary is None:
-        pytest.skip("no chromium here: apt-get install chromium")
+        pytest.skip("no chromium here: scripts/browser_install")
     browser = Browser(binary, tmp_path)
     yield browser
     browser.close()
