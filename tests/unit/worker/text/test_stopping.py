@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet.worker.text import text_stream
-from kvfleet.worker.text.text_stream import NOTHING, StopStrings, TextStream
+from kvfleet.worker.text.text_stream import NOTHING, StopStrings, StopWatch, TextStream
 
 
 class Spelling:
@@ -28,6 +28,11 @@ class Spelling:
 
     def flush(self) -> str:
         return "\ufffd" if self.pending else ""
+
+    def fork(self) -> Spelling:
+        other = Spelling()
+        other.pending = self.pending
+        return other
 
 
 def stream(*stops: str) -> TextStream:
@@ -145,3 +150,18 @@ def test_an_id_is_held_while_its_character_is_incomplete() -> None:
     text.push(0)
     assert text.finish() == ((0,), ("\ufffd",), ())
     assert text.finish() == NOTHING
+
+
+@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
+@relaxed
+def test_a_beams_watch_stops_where_its_text_does(word: str, stops: list[str]) -> None:
+    """And beams that part watch each for itself."""
+    text, watch = stream(*stops), StopWatch(Spelling(), StopStrings(stops))  # type: ignore[arg-type]
+    for token in map(ord, word):
+        other = watch.after(ord("a"))
+        text.push(token)
+        before, watch = watch, watch.after(token)
+        assert watch.stopped == bool(text.stop)
+        assert before.after(ord("a")).stopped == other.stopped
+        if watch.stopped:
+            break

@@ -9,8 +9,8 @@ import torch
 
 from kvfleet.worker.vllm.foreign_blocks import salt_of_root
 from kvproto.block_hash import chain
-from kvproto.errors import Cancelled, Overloaded
-from kvproto.messages import FinishReason, Sampling
+from kvproto.errors import Cancelled, InvalidRequest, Overloaded
+from kvproto.messages import Beams, FinishReason, Sampling
 from kvsampling.draw import Draw
 from kvsampling.sampler import sample
 from tests.engines.rigs import greedy, key_of, sampled, whole
@@ -163,6 +163,16 @@ async def test_one_whose_first_choice_fails_goes_on_without_it(starts: Starts) -
     rig.engine.cancel("blocker", 0)
     await rig.until(key_of(choices[1]))
     assert rig.stream(key_of(choices[1])).ids == drawn_here(rig, choices[1].prompt_ids, choices[1].sampling, 1)
+
+
+async def test_beams_are_refused(rig: VllmRig) -> None:
+    """Placement and clients ask none of it; whoever asks a worker itself is told."""
+    beams = rig.spec("r", rig.prompt(20), greedy(6, beams=Beams(2)))
+    rig.submit(beams)
+    await rig.until(key_of(beams))
+    error = rig.stream(key_of(beams)).error
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "use_beam_search"
 
 
 async def test_what_is_preempted_goes_on_as_if_nothing_had_been(starts: Starts) -> None:
