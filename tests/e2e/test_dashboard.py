@@ -22,6 +22,21 @@ NO_ANSWER = "window.fetch = () => new Promise(() => {});"
 # Whether the form for a key can be seen, and in it the button that forgets one.
 KEY_FORM = "['key', 'key-forget'].map((id) => document.getElementById(id).checkVisibility())"
 # One attempt of one request: of two replicas, and of one of them twice; then again, to see that no row is another's.
+STARTING = """
+(async () => {
+  const { WorkersTable } = await import(new URL('/dashboard/workers.js', location.href));
+  const table = document.createElement('table');
+  table.createTBody();
+  const loading = [['loading weights', 30, 40], ['importing torch', 0, 0]].map(
+    ([doing, weight_bytes, total_bytes]) => ({ doing, weight_bytes, total_bytes, kernels: 0 }));
+  const started = [['starting', loading[0]], ['starting', loading[1]], ['starting', null], ['dead', loading[1]]];
+  const workers = Object.fromEntries(started.map(([state, loading], at) => [
+    `w${at}`, { state, loading, model: 'demo', engine: 'own', host: 'h', load: {} }]));
+  const rates = { hitRate: () => null, tokensPerSecond: () => null };
+  new WorkersTable(table, document.createElement('p')).fill(workers, rates);
+  return [...table.tBodies[0].rows].map((row) => row.querySelector('[data-column=state]').textContent);
+})()
+"""
 DECIDED_TWICE = """
 (async () => {
   const { Ledger } = await import(new URL('/dashboard/ledger.js', location.href));
@@ -324,6 +339,16 @@ async def test_an_attempt_that_two_replicas_decided_is_two_rows(browser: Browser
 
     rows = await asyncio.to_thread(look)
     assert rows == ["w0", "w1", "w2", "w3"]
+
+
+async def test_a_starting_worker_tells_what_it_does(browser: Browser, fleet: PageFleet) -> None:
+    served = await fleet.serve()
+
+    def look() -> Any:
+        browser.open(f"{served.url}/")
+        return browser.run(STARTING)
+
+    assert await asyncio.to_thread(look) == ["loading weights 75.0%", "importing torch", "starting", "dead"]
 
 
 async def test_the_policy_holds(browser: Browser, fleet: PageFleet) -> None:

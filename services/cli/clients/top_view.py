@@ -145,7 +145,7 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
 def _doing(worker: Mapping[str, Any]) -> str:
     """Its state, or what it does while it starts."""
     loading = worker.get("loading")
-    if loading is None:
+    if loading is None or worker["state"] != "starting":
         return str(worker["state"])
     total = loading["total_bytes"]
     return str(loading["doing"]) + (f" {loading['weight_bytes'] / total:.0%}" if total else "")

@@ -13,6 +13,12 @@ const WORKER_COLUMNS = [
 const BLOCKS = 7;
 const DRAIN = 11;
 
+/** Its state, or what it does while it starts. */
+function doing({ state, loading }) {
+  if (!loading || state !== 'starting') return state;
+  return loading.total_bytes ? `${loading.doing} ${share(loading.weight_bytes / loading.total_bytes)}` : loading.doing;
+}
+
 class WorkerRow extends Row {
   constructor(onDrain) {
     super(WORKER_COLUMNS);
@@ -41,7 +47,7 @@ class WorkerRow extends Row {
     this.drain.disabled = dead || state === 'draining';
     this.drain.setAttribute('aria-label', `Drain ${id}`);
     this.node.dataset.state = state;
-    this.fill([id, state, worker.model, worker.engine, worker.host, ...now]);
+    this.fill([id, doing(worker), worker.model, worker.engine, worker.host, ...now]);
     setText(this.blocks, dead ? NONE : `${count(load.blocks_used)} / ${count(load.blocks_total)}`);
     this.cells[BLOCKS].title = dead ? '' : `${count(load.blocks_used)} in use, ${count(load.blocks_cached)} cached`;
     const part = (blocks) => (dead || !load.blocks_total ? '0' : `${(100 * blocks) / load.blocks_total}%`);
