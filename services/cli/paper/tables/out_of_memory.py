@@ -13,7 +13,7 @@ from kvfleet.cli.paper.paper_run import PaperBench
 from kvfleet.cli.paper.paper_table import Criterion, FleetSpec, PaperTable, all_of
 from kvproto.errors import OutOfMemory
 
-BLOCKS, BLOCK = 40, 16  # 640 tokens
+BLOCKS, BLOCK = 40, 16  # 640 tokens in each worker
 FITTING, LARGE, GROWING = 8, 3, 1  # requests of each kind
 
 
@@ -73,5 +73,5 @@ def judge(rows: Sequence[ContainmentRow]) -> list[Criterion]:
 
 TABLE = PaperTable(
     "oom", f"what does not fit into {BLOCKS * BLOCK} tokens of memory fails alone", "the article on stateful inference",
-    measure, judge, FleetSpec(("--workers=1", f"--blocks={BLOCKS}", "--vaults=0")),
+    measure, judge, FleetSpec(("--workers=2", f"--blocks={BLOCKS}", "--vaults=0")),
 )  # fmt: skip
