@@ -33,7 +33,7 @@ def generated(
     """What transformers finds: tokens up to a stop token, and the score."""
     found = model.generate(
         torch.tensor([prompt], device=model.device),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=model.device),
         max_new_tokens=max_tokens,
         do_sample=False,
         num_beams=beams.width,
@@ -155,6 +155,18 @@ def test_the_engine_finds_what_generate_finds(
                 assert run(rig) == {name: expected}
 
 
+def test_each_beam_has_penalties_of_its_own(make_rig: Callable[..., Rig]) -> None:
+    model, beams, prompt = make_model("llama"), Beams(4), prompt_of(11, 9)
+    eos = stop_tokens(model, prompt, 4)
+    changed = {"repetition_penalty": 1.7, "min_new_tokens": 6}
+    expected = [ids for ids, _ in generated(model, prompt, beams, 14, eos, 4, **changed)]
+    rig = make_rig(model, block_size=4)
+    sampling = {"repetition_penalty": 1.7, "min_tokens": 6, "stop_ids": tuple(eos), "ignore_eos": True}
+    ask(rig, "r", prompt, 14, beams, 4, **sampling)
+    assert run(rig) == {"r": expected}
+    assert expected != [ids for ids, _ in generated(model, prompt, beams, 14, eos, 4)]
+
+
 def test_every_representative(representative: Any, make_rig: Callable[..., Rig]) -> None:
     """Windows, experts and positions that are learnt."""
     beams, prompt = Beams(4), prompt_of(5, 30)
@@ -172,8 +184,9 @@ def test_company_chunks_and_preemption_change_nothing(make_rig: Callable[..., Ri
         prompt = prompt_of(at % 4, 8 + 3 * at)
         if at % 3 == 2:
             rig.engine.add(SequenceSpec(f"r{at}", 0, tuple(prompt), Sampling(40, temperature=0.0), ROOT))
-            plain = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                                   max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)  # fmt: skip
+            ids = torch.tensor([prompt], device=model.device)
+            plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False,
+                                   eos_token_id=None, pad_token_id=0)  # fmt: skip
             expected[f"r{at}"] = [plain[0, len(prompt) :].tolist()]
             continue
         ask(rig, f"r{at}", prompt, 22, beams, 2)

@@ -77,6 +77,7 @@ async def test_a_fleet_that_searches_no_beams_says_so(served: Served, worker: Sc
     answer = await served.http.post("/v1/completions", json=ASKED)
     assert answer.status_code == 503
     assert "searches no beams" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "use_beam_search"
     assert worker.requests == []
     plain = {key: value for key, value in ASKED.items() if key not in ("use_beam_search", "best_of")}
     assert (await served.http.post("/v1/completions", json=plain)).status_code == 200
