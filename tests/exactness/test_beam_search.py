@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_configs import VOCAB
-from tiny_models import ROOT, Rig, make_model, plain_logits
+from tiny_models import ROOT, TOLERANCE, Rig, make_model, plain_logits
 
 from kvfleet.worker.port.outputs import SequenceFailed
 from kvfleet.worker.port.sequence_spec import SequenceSpec
@@ -153,6 +153,20 @@ def test_the_engine_finds_what_generate_finds(
             for name in ("cold", "warm"):
                 ask(rig, name, prompt, 11, beams, n, stop_ids=tuple(eos), ignore_eos=True)
                 assert run(rig) == {name: expected}
+
+
+def test_the_next_turn_reuses_the_answer(make_rig: Callable[..., Rig]) -> None:
+    """What the best beam left, exact as if it had been computed for this."""
+    model, beams, prompt = make_model("llama"), Beams(4), prompt_of(11, 9)
+    rig = make_rig(model, block_size=4)
+    ask(rig, "r", prompt, 21, beams, 1)
+    (best,) = run(rig)["r"]
+    rig.runner.noted.clear()
+    turn = rig.add("turn", [*prompt, *best, 5, 6, 7], 12)
+    rig.run()
+    assert turn.cached == 28
+    assert rig.differences()["turn"] < TOLERANCE
+    rig.check_greedy()
 
 
 def test_each_beam_has_penalties_of_its_own(make_rig: Callable[..., Rig]) -> None:

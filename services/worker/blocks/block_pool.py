@@ -175,14 +175,20 @@ class BlockPool:
             self._refs[block] = 0
             self._free.append(block)
             return twin
+        self.store(block, root, hashes, at, ids, lossy=lossy)
+        return block
+
+    def store(
+        self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
+    ) -> None:
+        """List a held block, of a content that is not cached; it may have several holders."""
         content = Content.of(root, hashes, at, ids, full=True, lossy=lossy)
         self.index.add(block, content)
-        self.digest ^= digest_term(block_hash)
+        self.digest ^= digest_term(hashes[at])
         if self._stored and self._stored[-1][1][-1] == content.parent:
-            self._stored[-1][1].append(block_hash)
+            self._stored[-1][1].append(hashes[at])
         else:
-            self._stored.append((content.parent, [block_hash]))
-        return block
+            self._stored.append((content.parent, [hashes[at]]))
 
     def keep_tail(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False

@@ -218,11 +218,9 @@ class Engine:
             abort.end()
             self._tell_text()
         for at in reversed(range(len(ran))):
-            whole = plan.sequences[at].lead or plan.sequences[at]
-            if isinstance(error := ran[at], OutOfMemory) and not whole.has_ended:
+            if isinstance(error := ran[at], OutOfMemory) and not plan.sequences[at].has_ended:
                 del ran[at]
-                plan.drop(at)
-                self._fail(whole, error)
+                self._fail(plan.drop(at).whole, error)
         return ran
 
     def _commit(self, plan: StepPlan, ran: list[Ran]) -> None:
@@ -231,11 +229,10 @@ class Engine:
         size = self.pool.block_size
         windowed = self.scheduler.tables.window is not None
         for sequence, part, came in zip(plan.sequences, plan.slices, ran, strict=True):
-            whole = sequence.lead or sequence
-            if whole.has_ended:  # by the text of the step before, or by another beam
+            if sequence.has_ended:  # by the text of the step before, or by another beam
                 continue
             if isinstance(came, KvfleetError):
-                self._fail(whole, came, keep_tail=False)
+                self._fail(sequence.whole, came, keep_tail=False)
                 continue
             token = came.drawn if isinstance(came, ScoredPrompt) else came
             count = len(part.ids)
@@ -250,7 +247,7 @@ class Engine:
             if isinstance(came, ScoredPrompt):
                 self._score(sequence, came.logprobs)
             if isinstance(token, Candidates):
-                self._search(whole, token)
+                self._search(sequence.whole, token)
             elif isinstance(token, int):
                 self._advance(sequence, token, None)
             elif token is not None:
@@ -267,7 +264,9 @@ class Engine:
         if not self.scheduler.beams.take(lead, candidates):
             return
         try:
-            for choice, tokens, reason in answer_all(lead):
+            answers = answer_all(lead)
+            self.scheduler.beams.publish(lead)
+            for choice, tokens, reason in answers:
                 if not choice.started:
                     self._start(choice, self._clock())
                 self._outputs += tokens

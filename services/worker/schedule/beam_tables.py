@@ -11,8 +11,9 @@ One owner: the lead is a sequence like others, and the only one that the queue, 
 know. It counts as `width` sequences. So there is never a part of a search that waits for blocks which another part of
 one holds. Which beams go on is `kvsampling.beam_search`'s to say, once all of a step's candidates are there.
 
-No block of a beam is listed in the index, only those of the prompt are: a beam that is dropped, or found and not
-returned, is told to nobody, so that nobody could name its blocks when a session is to be erased.
+No block of a beam is listed in the index before the end: one that is dropped, or found and not returned, is told to
+nobody, so that nobody could name its blocks when a session is to be erased. At the end those are listed that the last
+beams still have of what is told.
 
 A search that lets go of its blocks, as it is preempted or paused, begins again from its prompt. So does one that moves
 to another worker, drained or killed: nothing of it was told before its end, and it finds the same. Of a choice that was
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvfleet.worker.blocks.content_index import common_prefix
 from kvfleet.worker.schedule.block_tables import BlockTables
 from kvfleet.worker.schedule.sequence import BeamGroup, Sequence
 from kvsampling.draw import Candidates
@@ -80,6 +82,15 @@ class BeamTables:
             beam.append(token, self.tables.pool.block_size)
             self.tables.extend(beam, 1)
         return copies
+
+    def publish(self, lead: Sequence) -> None:
+        """List what the beams at the end have of the found sequences that are told, for the next turn of one."""
+        if self.tables.window is not None:
+            return
+        for found in _group(lead).search.finished[: lead.spec.sampling.n]:
+            ids = [*lead.ids, *(beam.token for beam in found.output)]
+            agreed, beam = max(((common_prefix(one.ids, ids), one) for one in _present(lead)), key=lambda two: two[0])
+            self.tables.publish(beam, agreed)
 
     def restart(self, lead: Sequence) -> None:
         """Without any beam."""

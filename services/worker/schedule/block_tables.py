@@ -105,6 +105,19 @@ class BlockTables:
             sequence.blocks[sequence.passed : reached] = [-1] * (reached - sequence.passed)
             sequence.passed = reached
 
+    def publish(self, beam: Sequence, tokens: int) -> None:
+        """List the full blocks of a beam's first tokens, if all before them are listed; it lets go of them next."""
+        size = self._size
+        for at in range(min(tokens, beam.computed) // size):
+            block_hash, ids = beam.hashes[at], beam.block_ids(at, size)
+            if self.pool.index.find(block_hash) is None:
+                if at and not self.pool.index.lists(beam.hashes[at - 1]):
+                    return
+                self.pool.store(beam.blocks[at], beam.root, beam.hashes, at, ids, lossy=beam.lossy)
+            beam.lossy = beam.lossy or self.pool.is_lossy(block_hash)
+            if beam.lossy and beam.spec.exact:
+                return
+
     def let_go(self, sequence: Sequence, *, keep_tail: bool = True) -> None:
         size = self._size
         last = sequence.computed // size
@@ -136,7 +149,7 @@ class BlockTables:
             assert sequence.filled == sequence.computed // size
             assert len(sequence.blocks) * size >= sequence.computed
             assert len(sequence.hashes) == len(sequence.ids) // size
-            assert sequence.computed < len(sequence.ids) or (sequence.lead or sequence).beams is not None
+            assert sequence.computed < len(sequence.ids) or sequence.whole.beams is not None
             assert sequence.blocks[: sequence.passed] == [-1] * sequence.passed
             assert -1 not in sequence.blocks[sequence.passed :]
             assert sequence.passed == min(self._first_reached(sequence.computed), len(sequence.blocks))

@@ -322,7 +322,7 @@ def _draw(sequence: Sequence) -> Draw:
     spec, index = sequence.spec, sequence.num_outputs
     banned = sequence.banned if index < spec.sampling.min_tokens else ()
     prompt, outputs = sequence.prompt_seen or (), sequence.outputs or ()
-    group = (sequence.lead or sequence).beams
+    group = sequence.whole.beams
     candidates = 0 if group is None else group.search.candidates
     return Draw(spec.sampling, spec.choice, index, prompt, outputs, banned, sequence.matcher, candidates)
 

@@ -130,8 +130,13 @@ class Sequence:
         return waits and not (self.started or self.spec.output_ids or self.told)
 
     @property
+    def whole(self) -> Sequence:
+        """What is admitted and ends: of a beam the lead."""
+        return self.lead or self
+
+    @property
     def has_ended(self) -> bool:
-        return self.state is SequenceState.FINISHED
+        return self.whole.state is SequenceState.FINISHED
 
     @property
     def width(self) -> int:
@@ -195,7 +200,7 @@ class Sequence:
         beam = copy(self)
         beam.ids, beam.hashes, beam.blocks = self.ids.copy(), self.hashes.copy(), []
         beam.outputs = None if self.outputs is None else self.outputs[:]
-        beam.lead, beam.beams, beam.private = self.lead or self, None, True
+        beam.lead, beam.beams, beam.private = self.whole, None, True
         return beam
 
     def agrees_with(self, sibling: Sequence) -> int:

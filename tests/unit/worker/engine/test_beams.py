@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from engine_rig import Clock, Transcript, expected_beams, expected_tokens, make_engine, spec
+from engine_rig import ROOT, Clock, Transcript, expected_beams, expected_tokens, make_engine, spec
 
 from kvfleet.worker.engine.engine import Engine
+from kvproto.block_hash import chain
 from kvproto.errors import Cancelled, DeadlineExceeded, EngineFailure, InvalidRequest, KvfleetError, OutOfMemory
 from kvproto.messages import Beams, FinishReason, Grammar, GrammarForm, Overflow, Sampling, Tokens
 
@@ -70,14 +71,33 @@ def test_blocks_are_shared_until_beams_differ() -> None:
     assert 0 < max(copies) < width
 
 
-def test_the_prompt_is_listed_and_nothing_else_is() -> None:
-    engine, sampling, transcript = make_engine(), ask(20), Transcript(by_choice=True)
+def test_of_beams_only_what_is_told_is_listed_and_only_at_the_end() -> None:
+    """The next turn finds the answer; nothing is there of which nobody knows."""
+    engine, sampling, transcript = make_engine(), ask(20, n=2), Transcript(by_choice=True)
+    add(engine, sampling, "cancelled")
     add(engine, sampling)
+    for _ in range(15):
+        transcript.take(engine.step())
+        assert engine.pool.index.addressed <= len(PROMPT) // 4
+    engine.cancel("cancelled", 0)
     transcript.run(engine)
-    assert engine.pool.index.addressed == len(PROMPT) // 4
+    answers = [[*PROMPT, *output] for output in outputs(sampling)]
+    assert told(transcript, sampling) == outputs(sampling)
+    nameable = {block for answer in answers for block in chain(ROOT, answer, 4)}
+    assert set(engine.pool.index.hashes()) <= nameable
+    assert set(chain(ROOT, answers[0], 4)) <= set(engine.pool.index.hashes())
+    plain = Sampling(6, temperature=0.0)
+    engine.add(spec("turn", [*answers[0], 7, 8, 9], sampling=plain))
     add(engine, sampling, "again")
-    assert told(transcript.run(engine), sampling, "again") == outputs(sampling)
+    transcript.run(engine)
+    assert transcript.started["turn", 0].cached_tokens == 40
+    assert transcript.tokens["turn", 0] == expected_tokens([*answers[0], 7, 8, 9], plain)
     assert transcript.started["again", 0].cached_tokens == 20
+    assert told(transcript, sampling, "again") == outputs(sampling)
+    for answer in answers:
+        engine.kv.erase(ROOT, answer, 0)
+    engine.kv.erase(ROOT, [*answers[0], 7, 8, 9, *transcript.tokens["turn", 0]], 0)
+    assert engine.pool.index.addressed == 0
 
 
 def test_others_run_beside_it() -> None:
