@@ -80,6 +80,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_folder(number: int, tmp_pat
     asked = subprocess.Popen(
         [*COMMAND, "paper", "--quick", "oom"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )  # fmt: skip
     mine = str(asked.pid)
 

@@ -14,6 +14,7 @@ from kvfleet.worker.engine import engine_factory
 from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.engine.engine_thread import EngineThread
 from kvfleet.worker.model.base import ModelRunner
+from kvfleet.worker.model.load_progress import LoadProgress
 from kvfleet.worker.settings import WorkerSettings
 
 HOST_BYTES = 8 * 1024 * 1024
@@ -23,10 +24,10 @@ _load = engine_factory._torch_runner
 _loaded: dict[Path, ModelRunner] = {}
 
 
-def _runner(settings: WorkerSettings, folder: Path) -> ModelRunner:
+def _runner(settings: WorkerSettings, folder: Path, progress: LoadProgress) -> ModelRunner:
     """The model is loaded once: that takes longer than most tests. Every engine has a pool of its own."""
     if folder not in _loaded:
-        _loaded[folder] = _load(settings, folder)
+        _loaded[folder] = _load(settings, folder, progress)
     return _loaded[folder]
 
 

@@ -15,6 +15,7 @@ from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.gpu import memory_profile
 from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, share_of_free
+from kvfleet.worker.model.load_progress import LoadProgress
 from kvfleet.worker.model.loader import adopt_model
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from kvfleet.worker.model.runner import TorchRunner
@@ -79,7 +80,7 @@ def test_a_worker_without_a_number_of_blocks_has_those_that_its_steps_leave(
 
     monkeypatch.setattr(memory_profile, "meter_of", lambda device: CountingMeter())
     monkeypatch.setattr(kv_pool, "blocks_that_fit", noted)
-    runner = _torch_runner(WorkerSettings(id="w0", threads=1, enforce_eager=eager), DEMO_FOLDER)
+    runner = _torch_runner(WorkerSettings(id="w0", threads=1, enforce_eager=eager), DEMO_FOLDER, LoadProgress())
     assert (told, runner.num_blocks) == ([left], 16)
 
 
