@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 EQUAL, NEAR_TIE = "equal", "parted at a near tie"
 NAME, UNIT, PEER = "gpu_fleet", "streams equal", "a CPU's tokens"
 ROOT = Path(__file__).parents[2]
-TOKENS, BLOCKS = 200, 512  # of a stream, of a worker
+TOKENS, BLOCKS = 120, 512  # of a stream, of a worker
 KILL_AFTER = 20  # tokens of the first stream
 NEEDED = (
     "kvfleet.cli.commands", "kvfleet.ingress.main", "kvfleet.placement.main", "kvfleet.vault.main",
     "kvfleet.worker.main", "benchmarks.harness.live_fleet", "tests.support.up",
     "httptools", "setproctitle",  # which the processes import by name
 )  # fmt: skip
-LIMIT_S = 100.0  # of a fleet's streams
+LIMIT_S = 150.0  # of a fleet's streams
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 1}, {"temperature": 0}, {"temperature": 0.9, "seed": 2, "top_p": 0.9},
     {"temperature": 1.1, "seed": 3, "top_k": 40, "min_p": 0.02}, {"temperature": 0, "repetition_penalty": 1.2},
