@@ -20,11 +20,11 @@ DIGEST_BYTES = 16
 
 
 def results_folder(sources: Iterable[Path]) -> Path | None:
-    """NUMBA_CACHE_DIR, or a folder for these sources in the user's cache, or, if that cannot be written, a new one for
-    this process alone; None if that fails too: nothing is kept. A new one begins with the results of the image."""
-    if told := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(told)
+    """A folder for these sources in NUMBA_CACHE_DIR, or in the user's cache, or, if that cannot be written, a new one
+    for this process alone; None if that fails too: nothing is kept. A new one begins with the results of the image."""
     name = _name(sources)
+    if told := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(told) / name
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = base / "kvfleet" / name

@@ -39,7 +39,7 @@ def test_variables_say_where(sources: list[Path], tmp_path: Path, monkeypatch: p
     assert (folder := results_folder(sources)) is not None
     assert folder.parent == tmp_path / "xdg" / "kvfleet"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
-    assert results_folder(sources) == tmp_path / "numba"
+    assert results_folder(sources) == tmp_path / "numba" / folder.name, "nor there have other sources its results"
     assert not (tmp_path / "home").exists()
 
 
