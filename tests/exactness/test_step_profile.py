@@ -11,6 +11,7 @@ from tiny_models import make_model
 from kvcpu.blocks import KvShape
 from kvfleet.worker.engine.engine_factory import _torch_runner
 from kvfleet.worker.model import kv_pool
+from kvfleet.worker.model.attention import choice
 from kvfleet.worker.model.attention.reference import ReferenceBackend
 from kvfleet.worker.model.gpu import memory_profile
 from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
@@ -82,6 +83,22 @@ def test_a_worker_without_a_number_of_blocks_has_those_that_its_steps_leave(
     monkeypatch.setattr(kv_pool, "blocks_that_fit", noted)
     runner = _torch_runner(WorkerSettings(id="w0", threads=1, enforce_eager=eager), DEMO_FOLDER, LoadProgress())
     assert (told, runner.num_blocks) == ([left], 16)
+
+
+def test_a_gpus_attention_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What measured the largest step is what serves."""
+    tried: list[object] = []
+
+    def noted(backend: object, *_: object) -> str:
+        tried.append(backend)
+        return ""
+
+    monkeypatch.setattr(choice, "differs", noted)
+    monkeypatch.setattr(memory_profile, "meter_of", lambda device: CountingMeter())
+    monkeypatch.setattr(kv_pool, "blocks_that_fit", lambda *_: 16)
+    settings = WorkerSettings(id="w0", threads=1, attention="triton", slots=2, step_tokens=32)
+    runner = _torch_runner(settings, DEMO_FOLDER, LoadProgress())
+    assert tried == [runner._backend]  # type: ignore[attr-defined]
 
 
 def test_what_the_largest_step_takes_is_left_free() -> None:

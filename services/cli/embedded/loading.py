@@ -148,7 +148,7 @@ def wait_ready(
     began = time.monotonic()
     watch, lines = RecordsWatch(login, namespace), Lines(began)
     watch.thread.start()
-    live = Live(console=err, transient=True, auto_refresh=False)
+    live = Live(console=err, transient=True)  # drawn a few times a second
     with live, httpx.Client(base_url=base, timeout=2.0, trust_env=False) as http:
         try:
             while not stopping.is_set:
@@ -162,7 +162,7 @@ def wait_ready(
                 health, records = _health(http), watch.records
                 ready = health.get("workers_ready", 0)
                 if err.is_terminal:
-                    live.update(table(_rows(fleet, records, health), now - began), refresh=True)
+                    live.update(table(_rows(fleet, records, health), now - began))
                 else:
                     doing = {child.name: words(records.get(child.name)) for child in fleet.workers}
                     for line in lines.due(now, ready, wanted.workers, doing):

@@ -132,7 +132,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path, progress: LoadProgress
     )
     loaded = with_kv_dtype(loaded, settings.kv_dtype, settings.block_size)
     graphs = 0 if settings.enforce_eager else settings.slots
-    blocks = settings.blocks
+    blocks, backend = settings.blocks, None
     if blocks is None:
         progress.doing = "measuring the memory of a step"
         backend = backend_for(settings.attention, loaded, settings.block_size)
@@ -151,7 +151,9 @@ def _torch_runner(settings: WorkerSettings, folder: Path, progress: LoadProgress
     for line in size_lines(layout, settings.block_size, kv_dtype, blocks):
         log.info(line)
     log.info("%s, %d threads", loaded.device, threads)
-    return build_runner(loaded, blocks, settings.block_size, settings.attention, graphs, progress=progress)
+    return build_runner(
+        loaded, blocks, settings.block_size, settings.attention, graphs, progress=progress, backend=backend
+    )
 
 
 def _group_runner(settings: WorkerSettings, folder: Path, threads: int, progress: LoadProgress) -> ModelRunner:

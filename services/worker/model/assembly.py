@@ -55,16 +55,17 @@ def build_runner(
     graphs: int = 0,
     make: Callable[..., TorchRunner] = TorchRunner,
     progress: LoadProgress | None = None,
+    backend: AttentionBackend | None = None,
 ) -> TorchRunner:
     """A runner on as many threads as torch has; `reference` leaves the model as transformers made it, and so does `cpu`
     on a part of a model: only its attention is fast there. On a GPU decode steps of up to `graphs` sequences are
-    recorded. `progress` is told.
+    recorded. `progress` is told; `backend`: what `backend_for` gave before.
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
     progress = progress or LoadProgress()
     progress.doing = "making the kernels ready"
-    backend = backend_for(attention, loaded, block_size)
+    backend = backend or backend_for(attention, loaded, block_size)
     if chosen_for(attention, loaded.device) == "cpu":
         from kvcpu.attention.backend import CpuBackend
 

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
 from kvfleet.worker.model.attention.choice import backend_for
+from kvfleet.worker.model.attention.interface import AttentionBackend
 from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
 from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes
 from kvfleet.worker.model.load_progress import LoadProgress
@@ -45,9 +46,11 @@ def build_rank(
     disable_progress_bar()
     _join(begin)
     loaded = _load(plan, begin.rank, progress)
-    blocks = _blocks(loaded, plan)
+    backend = backend_for(plan.attention, loaded, plan.block_size)
+    blocks = _blocks(loaded, plan, backend)
     told(loaded, blocks)
-    return build_runner(loaded, blocks, plan.block_size, plan.attention, make=make, progress=progress)
+    size, attention = plan.block_size, plan.attention
+    return build_runner(loaded, blocks, size, attention, make=make, progress=progress, backend=backend)
 
 
 def _join(begin: Begin) -> None:
@@ -83,12 +86,11 @@ def _load(plan: RankPlan, rank: int, progress: LoadProgress | None) -> LoadedMod
     return replace(with_kv_dtype(loaded, plan.kv_dtype, plan.block_size), ranks=plan.ranks)
 
 
-def _blocks(loaded: LoadedModel, plan: RankPlan) -> int:
+def _blocks(loaded: LoadedModel, plan: RankPlan, backend: AttentionBackend) -> int:
     """The least that fits on any rank."""
     device, size = loaded.device, plan.block_size
     blocks = plan.blocks
     if blocks is None:
-        backend = backend_for(plan.attention, loaded, size)
         steps = step_bytes(
             lambda blocks: TorchRunner(loaded, backend, blocks, size),
             meter_of(device), plan.step_tokens, plan.slots, in_parts=False,  # other ranks would not know
