@@ -37,6 +37,7 @@ class Terminal(Console):
 
 
 out = Terminal(markup=False, highlight=False, soft_wrap=True)
+wide = Terminal(highlight=False, width=1000)  # for tables in pipes, so that no figure is cut
 err = Terminal(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 

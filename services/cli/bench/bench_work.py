@@ -23,10 +23,9 @@ from kvfleet.cli.bench.request_record import NoSavedRun, SavedRun
 from kvfleet.cli.bench.shapes import BenchPlan, LoadLimits
 from kvfleet.cli.bench.watched_run import WatchedRun, watched_run
 from kvfleet.cli.clients.answers import AnswerFailed
-from kvfleet.cli.console import USAGE, Terminal, fail, out
+from kvfleet.cli.console import USAGE, fail, out, wide
 
 LATE_S = 0.05  # p99 from when requests were due until they were sent: more is told
-wide = Terminal(highlight=False, width=1000)  # for pipes, so that no figure is cut
 
 
 @dataclass(frozen=True)

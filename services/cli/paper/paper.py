@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvfleet.cli.console import figures, out
+from kvfleet.cli.console import figures, out, wide
 
 
 def paper(
@@ -30,7 +30,7 @@ def paper(
     if as_json:
         typer.echo(json.dumps(told))
         return
-    to = out if out.is_terminal else paper_work.wide
+    to = out if out.is_terminal else wide
     shown = figures(to, *told[0])
     for row in told:
         shown.add_row(*row.values())

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from httpx_sse import EventSource
 
-from kvfleet.cli.clients.answers import AnswerFailed, client, get, reading
+from kvfleet.cli.clients.answers import AnswerFailed, client, events, get, reading
 from kvfleet.cli.embedded.processes import ends_with_parent
 from kvfleet.cli.paper.paper_models import write_model
 from kvfleet.cli.paper.paper_table import FleetSpec
@@ -72,7 +71,7 @@ class RunningFleet:
                 response.read()
                 failed = str(response.json()["error"]["code"])
                 return PaperAnswer(0.0, time.perf_counter() - began, (), error=failed)
-            for event in (one.json() for one in EventSource(response).iter_sse()):
+            for event in events(response):
                 if event["type"] == "start":
                     request = event["request_id"]
                 elif event["type"] == "token":

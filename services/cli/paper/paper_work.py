@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import signal
 import time
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import typer
 
-from kvfleet.cli.console import USAGE, Terminal, err, fail, out, printable
+from kvfleet.cli.console import USAGE, err, fail, out, printable, wide
 from kvfleet.cli.paper.paper_run import results
 from kvfleet.cli.paper.paper_table import PaperTable, TableResult
 from kvfleet.cli.paper.paper_view import summary, table_page
@@ -28,12 +27,12 @@ from kvfleet.cli.paper.tables import (
     vault_restore,
     windows,
 )
+from kvservice.host import cores
 
 TABLES = {
     module.TABLE.name: module.TABLE
     for module in (reuse, kv_sizes, burst, batches, locality, vault_restore, codec_snr, windows, out_of_memory)
 }
-wide = Terminal(highlight=False, width=1000)  # for pipes, so that no figure is cut
 
 
 def chosen(names: Collection[str]) -> list[PaperTable]:
@@ -75,10 +74,9 @@ def _begins(table: PaperTable) -> None:
 
 def machine() -> str:
     """Cores that this process may use, and what they are."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         model = platform.machine()
-    return f"{cores} cores of {printable(model)}"
+    return f"{cores()} cores of {printable(model)}"

@@ -222,9 +222,7 @@ class BeamGroup:
 
     search: BeamSearch
     running: list[Sequence] = field(default_factory=list)
-    branches: list[tuple[Sequence, int]] = field(
-        default_factory=list
-    )  # the next ones: which they continue, their token
+    branches: list[tuple[Sequence, int]] = field(default_factory=list)  # the next: which they continue, their token
     found: list[Candidates] = field(default_factory=list)  # in this step, of the first beams
 
     @property
