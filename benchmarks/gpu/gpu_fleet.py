@@ -15,7 +15,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -118,11 +118,12 @@ def answers(*flags: str, attention: str, kills: bool) -> list[Answer]:
 
 
 async def _streams(up: Up, *, kills: bool) -> list[Answer]:
-    at_once = (_stream(up, way, kills=kills and at == 0) for at, way in enumerate(WAYS))
+    pids = _pids(up) if kills else {}  # known before, so that the stream is not over by then
+    at_once = (_stream(up, way, {} if at else pids) for at, way in enumerate(WAYS))
     return await asyncio.wait_for(asyncio.gather(*at_once), LIMIT_S)
 
 
-async def _stream(up: Up, way: dict[str, Any], *, kills: bool) -> Answer:
+async def _stream(up: Up, way: dict[str, Any], killed: Mapping[str, int]) -> Answer:
     from benchmarks.harness.live_fleet import sse
 
     answer = Answer()
@@ -132,8 +133,8 @@ async def _stream(up: Up, way: dict[str, Any], *, kills: bool) -> Answer:
             answer.first = event["worker_id"]
         elif event["type"] == "token":
             answer.ids.append(event["token_id"])
-            if kills and len(answer.ids) == KILL_AFTER:
-                os.kill(_pid(up, answer.first), signal.SIGKILL)
+            if killed and len(answer.ids) == KILL_AFTER:
+                os.kill(killed[answer.first], signal.SIGKILL)
         elif event["type"] == "done":
             answer.last = event["worker_id"]
         else:
@@ -143,10 +144,11 @@ async def _stream(up: Up, way: dict[str, Any], *, kills: bool) -> Answer:
     return answer
 
 
-def _pid(up: Up, worker: str) -> int:
+def _pids(up: Up) -> dict[str, int]:
     import httpx
 
-    return int(httpx.get(f"{up.base}/workers", trust_env=False, timeout=10).json()[worker]["pid"])
+    workers = httpx.get(f"{up.base}/workers", trust_env=False, timeout=10).json()
+    return {worker: one["pid"] for worker, one in workers.items()}
 
 
 def _prompt(way: dict[str, Any]) -> str:

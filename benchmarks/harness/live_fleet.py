@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -113,7 +114,8 @@ def three_servers() -> Iterator[tuple[NatsCluster, Path]]:
 
 def prompt(number: int, tokens: int = PROMPT) -> tuple[int, ...]:
     """Ids that share no block with those of another number."""
-    return tuple((number * 31 + i * 7 + i * number) % 900 + 10 for i in range(tokens))
+    chance = random.Random(number)
+    return tuple(chance.randrange(10, 910) for _ in range(tokens))
 
 
 @dataclass

@@ -160,11 +160,17 @@ def _length(chance: Random, mean: float) -> int:
 
 
 def _row(turn: ShapeTurn) -> Row:
+    blocks, tokens = blocks_of(turn.path)
+    return Row(turn.at_s, tokens, turn.output_tokens, blocks, turn.session)
+
+
+def blocks_of(path: Path) -> tuple[list[str], int]:
+    """The names of a prompt's blocks, and its tokens."""
     blocks: list[str] = []
     tokens = 0
-    for segment in turn.path:
+    for segment in path:
         whole = tokens // BLOCK_TOKENS
         del blocks[whole:]  # a block that the segment before only began is this one's
         tokens += segment.tokens
         blocks += [f"{segment.name}:{number}" for number in range(whole, math.ceil(tokens / BLOCK_TOKENS))]
-    return Row(turn.at_s, tokens, turn.output_tokens, blocks, turn.session)
+    return blocks, tokens

@@ -1,1 +1,1 @@
-"""Blocks outside the device: host, vault, data plane and codec, and what they bring to a first token."""
+"""Which blocks stay on the device, and those outside it: host, vault, data plane and codec, and what they bring."""

@@ -1,7 +1,10 @@
 """Copies between vLLM's blocks and the slots of the shared memory, on one rank. Tensors of any device; imports nothing
 of vLLM.
 
-    vLLM's tensor of a layer [blocks, ...] ──▶ row of words [block, word] ◀──▶ [slot, layer, word] of the file
+    vLLM's tensor of a layer [blocks, ...] ──▶ row of words [block, word] ◀──▶ [slot, group, layer, word] of the file
+
+Of several cache groups each has its layers in the same rows: a block is of one group, and its number says which bytes.
+That of a state may be smaller: what lies behind it is copied as well.
 """
 
 from __future__ import annotations
@@ -25,40 +28,44 @@ WORD = torch.int64  # copied as words: torch splits a copy of more elements than
 
 
 class LayerBlocks:
-    """The bytes of `blocks` blocks in every layer, in the order of their names. Raises ValueError where a block is not
-    one run of bytes, or layers differ in size."""
+    """The bytes of `blocks` blocks in every layer, in the order of their names; a slot has those of `groups` blocks.
+    Raises ValueError where a block is not one run of bytes, or layers differ in size."""
 
-    def __init__(self, caches: Mapping[str, Tensor], blocks: int) -> None:
-        distinct: dict[int, Tensor] = {}  # layers may share a tensor
+    def __init__(self, caches: Mapping[str, Tensor], blocks: int, groups: int = 1) -> None:
+        distinct: dict[int, Tensor] = {}  # layers may share a tensor, or that of states lie where another's blocks do
         for name in sorted(caches):
             if not isinstance(caches[name], Tensor):
                 raise ValueError(f"{name} is not one tensor")
-            distinct.setdefault(caches[name].data_ptr(), _bytes(name, caches[name], blocks))
-        rows = list(distinct.values())
-        if len({row.shape[1] for row in rows}) != 1:
-            raise ValueError(f"blocks of {sorted({row.shape[1] for row in rows})} bytes")
-        self.device = rows[0].device
-        self.part_bytes = rows[0].shape[1]  # of a block, in a layer
+            row, at = _bytes(name, caches[name], blocks), caches[name].data_ptr()
+            if at not in distinct or distinct[at].shape[1] < row.shape[1]:
+                distinct[at] = row
+        self.part_bytes = max(row.shape[1] for row in distinct.values())  # of a block, in a layer
+        rows = [_padded(row, self.part_bytes) for row in distinct.values()]
+        self.device, self.groups = rows[0].device, groups
         self.block_bytes = self.part_bytes * len(rows)
+        self.slot_bytes = self.block_bytes * groups
         steps = [self.part_bytes, *(number for row in rows for number in (row.stride(0), row.storage_offset()))]
         self.word = torch.uint8 if any(step % WORD.itemsize for step in steps) else WORD
         self.layers = [row.view(self.word) for row in rows]
 
     def copy(self, blocks: Sequence[int], slots: Sequence[int], store: SlotStore, *, save: bool) -> None:
-        """From these blocks into these slots, or back. On a GPU it is queued on the current stream."""
+        """From these blocks, as many a slot as there are groups, into these slots, or back; those below 0 are none. On
+        a GPU it is queued on the current stream."""
+        places = [(slot, group) for slot in slots for group in range(self.groups)]
+        moved = [(block, store.words[place]) for block, place in zip(blocks, places, strict=True) if block >= 0]
         if self.device.type == "cuda":
             at_once = max(1, STAGED_BYTES // self.block_bytes)
-            for at in range(0, len(blocks), at_once):
-                self._copy_staged(blocks[at : at + at_once], slots[at : at + at_once], store, save)
+            for at in range(0, len(moved), at_once):
+                self._copy_staged(moved[at : at + at_once], save)
             return
-        for block, slot in zip(blocks, slots, strict=True):
-            for layer, outside in zip(self.layers, store.words[slot].unbind(), strict=True):
+        for block, place in moved:
+            for layer, outside in zip(self.layers, place.unbind(), strict=True):
                 into, out_of = (outside, layer[block]) if save else (layer[block], outside)
                 into.copy_(out_of)
 
-    def _copy_staged(self, blocks: Sequence[int], slots: Sequence[int], store: SlotStore, save: bool) -> None:
+    def _copy_staged(self, moved: Sequence[tuple[int, Tensor]], save: bool) -> None:
+        blocks, outside = zip(*moved, strict=True)
         chosen = torch.tensor(blocks).pin_memory().to(self.device, non_blocking=True)  # waits for nothing
-        outside = [store.words[slot] for slot in slots]
         staged = torch.empty((len(blocks), *outside[0].shape), dtype=self.word, device=self.device)
         if save:
             for at, layer in enumerate(self.layers):
@@ -73,14 +80,15 @@ class LayerBlocks:
 
 
 class SlotStore:
-    """The shared memory, and in it the part `words` `[slot, layer, word]` of rank `rank`. Raises OSError, ValueError.
+    """The shared memory, and in it the part `words` `[slot, group, layer, word]` of rank `rank`. Raises OSError,
+    ValueError.
 
     Memory that is missing kills the process that touches it, so a file with holes is filled at once, and one that has
     been cut is noticed by `check`.
     """
 
     def __init__(self, store: SharedStore, blocks: LayerBlocks, rank: int, ranks: int) -> None:
-        self._size = store.slots * ranks * blocks.block_bytes
+        self._size = store.slots * ranks * blocks.slot_bytes
         self._slots = store.slots
         self._file = os.open(store.path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
@@ -90,7 +98,7 @@ class SlotStore:
         memory = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
         if blocks.device.type == "cuda":
             _pin(self, memory, blocks.device)
-        parts = memory.view(store.slots, ranks, len(blocks.layers), blocks.part_bytes)
+        parts = memory.view(store.slots, ranks, blocks.groups, len(blocks.layers), blocks.part_bytes)
         self.words = parts[:, rank].view(blocks.word)
 
     def check(self, slots: Sequence[int]) -> None:
@@ -110,6 +118,18 @@ def _bytes(name: str, tensor: Tensor, blocks: int) -> Tensor:
         return tensor.permute(0, *order).view(torch.uint8).view(blocks, -1)
     except RuntimeError as error:
         raise ValueError(f"a block of {name}, {tuple(tensor.shape)} with {tensor.stride()}, has gaps") from error
+
+
+def _padded(row: Tensor, size: int) -> Tensor:
+    """With the unused bytes behind what is smaller, as states are."""
+    if row.shape[1] == size:
+        return row
+    try:
+        if row.stride(0) >= size:
+            return row.as_strided((row.shape[0], size), (row.stride(0), 1))
+    except RuntimeError:  # beyond the memory's end
+        pass
+    raise ValueError(f"blocks of {row.shape[1]} and {size} bytes")
 
 
 def _pin(owner: object, memory: Tensor, device: torch.device) -> None:

@@ -2,7 +2,9 @@
 
 A block moves whole: how the tokens of one lie in its bytes is the attention kernel's own.
 
-    slot = rank 0 │ rank 1 │ ...      rank = layer a │ layer b │ ...      layer = the block's bytes in it
+    slot = rank 0 │ rank 1 │ ...    rank = group │ group │ ...    group = layer a │ layer b │ ...: a block's bytes in it
+
+Orders name as many blocks for each slot as there are groups in it, slot after slot; NONE (`cache_groups`) for none.
 
 Pure; pickled on its way to the workers.
 """
@@ -32,8 +34,14 @@ class SaveBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveState(SaveBlocks):
+    """The same of the state behind the request's first `at` blocks."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """These blocks are filled from `slots`, in order. `request` is vLLM's id, `name` the worker's."""
+    """These blocks are filled from `slots`, in order, those of a state last. `request` is vLLM's id, `name` the
+    worker's."""
 
     request: str
     name: str

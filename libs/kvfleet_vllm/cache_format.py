@@ -1,5 +1,4 @@
-"""What decides the meaning of the bytes in vLLM's blocks, and whether they can be moved at all. Imports nothing of
-vLLM.
+"""What decides the meaning of the bytes in vLLM's blocks. Imports nothing of vLLM.
 
 Blocks of one format are good in every vLLM that has it, so what may matter is in it: another layout in the same size
 would be read as wrong text.
@@ -16,27 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KINDS = {"full_attention", "mla_attention"}  # of others, blocks go or change while the request runs
-_SPLIT = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 _OF_FILES = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
-def movable_tokens(config: Any, groups: Sequence[Mapping[str, Any]] | None) -> int:
-    """The tokens of a block, of a VllmConfig and its cache groups as `engine_facts` tells them; 0 where blocks cannot
-    be moved."""
-    if groups is None or len(groups) != 1 or groups[0]["kind"] not in _KINDS:
-        return 0
-    if any(getattr(config.parallel_config, name, 1) != 1 for name in _SPLIT):
-        return 0
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        return 0
-    return groups[0]["block_size"] or 0
-
-
-def cache_format(version: str, config: Any, caches: Mapping[str, Tensor], backends: Mapping[str, str]) -> bytes:
-    """`backends` tells how each layer's attention lays out what it caches. Raises TypeError, AttributeError for a vLLM
-    that it does not know."""
-    model, on_cpu = config.model_config, all(tensor.device.type == "cpu" for tensor in caches.values())
+def cache_format(
+    version: str, config: Any, caches: Mapping[str, Tensor], backends: Mapping[str, str], groups: Sequence[Any] = ()
+) -> bytes:
+    """`backends` tells how each layer's attention lays out what it caches, `groups` which layers have their blocks in
+    which part of a slot, if there are several. Raises TypeError, AttributeError for a vLLM that it does not know."""
+    model = config.model_config
+    on_cpu = all(tensor.device.type == "cpu" for tensor in caches.values())
     meaning = [
         version,
         _of_model(model.hf_config),
@@ -44,6 +32,7 @@ def cache_format(version: str, config: Any, caches: Mapping[str, Tensor], backen
         [config.cache_config.block_size, config.parallel_config.tensor_parallel_size],
         [[name, _layout(tensor), backends.get(name)] for name, tensor in sorted(caches.items())],
         [platform.machine(), torch.backends.cpu.get_cpu_capability()] if on_cpu else ["gpu"],
+        *groups,
     ]
     return blake2b(json.dumps(meaning, sort_keys=True, default=str).encode(), digest_size=16).digest()
 

@@ -26,7 +26,8 @@ from vllm.version import __version__
 
 from kvfleet_vllm.block_copies import LayerBlocks
 from kvfleet_vllm.block_moves import BlockMoves
-from kvfleet_vllm.cache_format import cache_format, movable_tokens
+from kvfleet_vllm.cache_format import cache_format
+from kvfleet_vllm.cache_groups import movable_groups
 from kvfleet_vllm.engine_facts import engine_facts
 from kvfleet_vllm.scheduler_side import SchedulerSide
 from kvfleet_vllm.tier_side import SIDES, TierSide
@@ -49,12 +50,11 @@ class _WorkerFormat(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Hybrid models are served; their blocks are not moved."""
+    """All models are served; where blocks cannot be moved exactly none is, and a line says why."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         instance, facts = uuid.uuid4().hex, engine_facts(vllm_config, kv_cache_config, _kind)
-        self._tokens = movable_tokens(vllm_config, facts["kv_cache_groups"])
         self._format: bytes | None = None  # of this worker, where tiers move its blocks
 
         def hello() -> EngineHello:
@@ -63,14 +63,19 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Of the workers' connectors it is never asked, and has no connection.
         settings = vllm_config.kv_transfer_config
         facts["tier"] = self._is_tiered = bool(settings.get_from_extra_config("tier", False))
+        self._groups = movable_groups(
+            vllm_config, facts["kv_cache_groups"], not self._is_tiered and hasattr(super(), "get_transfer_results")
+        )
+        if not self._groups.tokens:
+            log.warning("blocks are neither saved nor restored: %s", self._groups.why)
         if self._is_tiered and role == KVConnectorRole.SCHEDULER:
             ranks = vllm_config.parallel_config.tensor_parallel_size
-            side = TierSide(hello, tokens=self._tokens, ranks=ranks)
+            side = TierSide(hello, groups=self._groups, ranks=ranks)
             self._scheduler: SchedulerSide = side
             SIDES[settings.engine_id] = side
         else:
             recomputes = facts["kv_load_failure_policy"] == "recompute"
-            self._scheduler = SchedulerSide(hello, tokens=self._tokens, recomputes=recomputes)
+            self._scheduler = SchedulerSide(hello, groups=self._groups, recomputes=recomputes)
         self._worker: WorkerSide | None = None
 
     @property
@@ -90,14 +95,15 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        ids = blocks.get_block_ids()[0] if num_external_tokens else ()
-        self._scheduler.allocated(request, ids, num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return _StepMoves(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+        failed = getattr(connector_output, "failed_recving", ())
+        self._scheduler.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids, failed)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -115,18 +121,22 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if self._format is None else _WorkerFormat(self._format)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        blocks, meaning = self._blocks(kv_caches) if self._tokens else (None, b"")
+        blocks, meaning = self._blocks(kv_caches) if self._groups.tokens else (None, b"")
         if self._is_tiered:
             self._format = meaning
             return
-        parallel, size = self._vllm_config.parallel_config, 0 if blocks is None else blocks.block_bytes
+        parallel, size = self._vllm_config.parallel_config, 0 if blocks is None else blocks.slot_bytes
         hello = WorkerHello(VERSION, parallel.rank, parallel.tensor_parallel_size, meaning, size)
         self._worker = WorkerSide(lambda: hello, blocks)
 
     def _blocks(self, kv_caches: dict[str, Any]) -> tuple[LayerBlocks | None, bytes]:
+        cache, groups = self._kv_cache_config, self._groups
+        parts = [[*groups.attention], [*groups.states], [one.layer_names for one in cache.kv_cache_groups]]
+        backends = _backends(self._vllm_config)
         try:
-            blocks = LayerBlocks(kv_caches, self._kv_cache_config.num_blocks)
-            return blocks, cache_format(__version__, self._vllm_config, kv_caches, _backends(self._vllm_config))
+            blocks = LayerBlocks(kv_caches, cache.num_blocks, len(groups.attention))
+            several = parts if groups.are_several else ()
+            return blocks, cache_format(__version__, self._vllm_config, kv_caches, backends, several)
         except (ValueError, TypeError, AttributeError) as error:
             log.warning("blocks are neither saved nor restored: %s", error)
             return None, b""
@@ -150,8 +160,16 @@ class KvfleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None, None
         return None, self._worker.finished(self._get_connector_metadata().moves.idle) or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        failed = set() if self._worker is None else self._worker.take_failed()
+        if self._groups.are_several:
+            results.failed_recving |= failed
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.take_bad_blocks()
+        bad = set() if self._worker is None else self._worker.take_bad_blocks()
+        return set() if self._groups.are_several else bad  # told of one group, vLLM knows whose they are
 
     # In both.
 

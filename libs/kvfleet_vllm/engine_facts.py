@@ -71,6 +71,8 @@ def _group(group: Any, kind_of: Callable[[Any], str]) -> dict[str, Any]:
         "kind": _told(lambda: kind_of(spec)),
         "block_size": _told(lambda: int(spec.block_size)),
         "layers": _told(lambda: len(group.layer_names)),
+        "state_mode": _told(lambda: str(spec.mamba_cache_mode)),
+        "is_moved": _told(lambda: bool(group.enable_kv_transfer and not group.host_resident and spec.prefix_cacheable)),
     }
 
 

@@ -2,7 +2,8 @@
 
 {"version": VERSION, "socket": PATH,
  "store": {"path": FILE, "slots": N, "block_tokens": 16},     blocks may be moved
- "restore": {"at": first_block, "slots": [...]},              blocks of its tokens that lie there
+ "restore": {"at": first_block, "slots": [...],               blocks of its tokens that lie there
+             "state": [...]},                                 of a model with states, the one behind them
  "save_from": block}                                          those from this one on are wanted
 """
 
@@ -20,12 +21,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
-    """The blocks from number `restore_at` on lie in `restore_slots`. `save_from` is None where none is wanted."""
+    """The blocks from number `restore_at` on lie in `restore_slots`, the state behind them in `restore_state`.
+    `save_from` is None where none is wanted."""
 
     socket: str
     store: SharedStore | None = None
     restore_at: int = 0
     restore_slots: tuple[int, ...] = ()
+    restore_state: tuple[int, ...] = ()
     save_from: int | None = None
 
 
@@ -54,9 +57,9 @@ def _with_blocks(asked: dict[str, Any], tokens: int) -> RequestParams:
         raise ValueError(f"blocks have {tokens} tokens")
     if not isinstance(store["path"], str):
         raise TypeError("a path is text")
-    at, slots = _number(restore.get("at", 0)), tuple(map(_number, restore.get("slots", ())))
-    wanted = None if save_from is None else _number(save_from)
-    return RequestParams(asked["socket"], SharedStore(store["path"], _number(store["slots"])), at, slots, wanted)
+    at, wanted = _number(restore.get("at", 0)), None if save_from is None else _number(save_from)
+    slots, state = (tuple(map(_number, restore.get(name, ()))) for name in ("slots", "state"))
+    return RequestParams(asked["socket"], SharedStore(store["path"], _number(store["slots"])), at, slots, state, wanted)
 
 
 def _number(value: Any) -> int:

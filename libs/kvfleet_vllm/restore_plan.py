@@ -4,7 +4,8 @@
         └─────▶ given up                              its slots are free for others afterwards, so not again
 
 Loads are asynchronous: the request waits outside vLLM's steps until each of its workers has read its part. One that
-fails is computed instead, from its first bad block on.
+fails is computed instead, from its first bad block on, or as a whole. Of a model with states all that is offered is
+loaded or nothing, as its state stands at the end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvfleet_vllm.block_moves import LoadBlocks
+from kvfleet_vllm.cache_groups import NONE, CacheGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +22,25 @@ class _Offer:
     name: str
     at: int
     slots: tuple[int, ...]
+    state: tuple[int, ...]
 
 
 class RestorePlan:
-    """A block has `tokens` tokens. `own` tells of requests that restore how many tokens vLLM had itself."""
+    """`own` tells of requests that restore how many tokens vLLM had itself."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, groups: CacheGroups) -> None:
         self.own: dict[str, int] = {}
-        self._tokens = tokens
+        self._groups = groups
+        self._tokens = groups.tokens
         self._offers: dict[str, _Offer] = {}
         self._loading: dict[str, frozenset[int]] = {}  # until vLLM says that it has ended
         self._loads: list[LoadBlocks] = []  # not told to the workers yet
         self._given_up: list[str] = []
 
-    def offer(self, request: str, name: str, at: int, slots: tuple[int, ...]) -> None:
-        """The request's blocks from number `at` on lie in `slots`. `name` is the worker's."""
-        self._offers[request] = _Offer(name, at, slots)
+    def offer(self, request: str, name: str, at: int, slots: tuple[int, ...], state: tuple[int, ...] = ()) -> None:
+        """The request's blocks from number `at` on lie in `slots`, and the state behind them in `state`. `name` is the
+        worker's."""
+        self._offers[request] = _Offer(name, at, slots, state)
 
     def restorable(self, request: str, cached: int, tokens: int) -> int:
         """How many tokens can be brought, beyond the `cached` ones that vLLM has, of a request of `tokens` tokens. One
@@ -45,14 +50,16 @@ class RestorePlan:
         if offer is None:
             return 0
         end = min(offer.at + len(offer.slots), (tokens - 1) // self._tokens)
-        if not offer.at <= cached // self._tokens < end:
+        if not offer.at <= cached // self._tokens < end or cached % self._tokens:
+            return 0
+        if self._groups.states and (end < offer.at + len(offer.slots) or len(offer.state) != self._groups.state_slots):
             return 0
         self.own[request] = cached
         return end * self._tokens - cached
 
-    def allocated(self, request: str, blocks: Sequence[int], tokens: int) -> None:
-        """vLLM gave the request its `blocks`, the first of its tokens included, and waits for `tokens` of them if that
-        is not 0. Otherwise it does not need what was offered."""
+    def allocated(self, request: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """vLLM gave the request its blocks, the first of its tokens included, one table a group, and waits for `tokens`
+        of them if that is not 0. Otherwise it does not need what was offered."""
         offer = self._offers.pop(request, None)
         if offer is None:
             return
@@ -62,9 +69,11 @@ class RestorePlan:
             return
         had = self.own[request] // self._tokens
         end = had + tokens // self._tokens
-        into = tuple(blocks[had:end])
-        self._loads.append(LoadBlocks(request, offer.name, into, offer.slots[had - offer.at : end - offer.at]))
-        self._loading[request] = frozenset(into)
+        into, slots = self._groups.blocks(tables, had, end), offer.slots[had - offer.at : end - offer.at]
+        if self._groups.states:
+            into, slots = into + self._groups.state(tables, end), slots + offer.state
+        self._loads.append(LoadBlocks(request, offer.name, into, slots))
+        self._loading[request] = frozenset(into) - {NONE}
 
     def offers(self, request: str, block: int) -> bool:
         """Whether the request's block of this number can be had."""
@@ -80,9 +89,16 @@ class RestorePlan:
         slots = tuple(offer.slots[number - offer.at] for number in into)
         return LoadBlocks(request, offer.name, tuple(into.values()), slots)
 
-    def ended(self, requests: Iterable[str], bad_blocks: Collection[int]) -> list[str]:
-        """The loads of these ended in all workers; `bad_blocks` could not be loaded. Returns whose these are."""
-        failed = [request for request, blocks in self._loading.items() if not blocks.isdisjoint(bad_blocks)]
+    def ended(
+        self, requests: Iterable[str], bad_blocks: Collection[int], bad_requests: Collection[str] = ()
+    ) -> list[str]:
+        """The loads of these ended in all workers; `bad_blocks` could not be loaded. Returns whose these are, and the
+        `bad_requests`."""
+        failed = [
+            request
+            for request, blocks in self._loading.items()
+            if request in bad_requests or not blocks.isdisjoint(bad_blocks)
+        ]
         for request in requests:
             self._loading.pop(request, None)
         return failed

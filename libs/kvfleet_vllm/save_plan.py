@@ -1,7 +1,9 @@
 """Which blocks of vLLM's are saved, in the step that completes them, and into which slots. Pure; imports nothing of
 vLLM.
 
-A request's saved blocks are a chain without a gap: where the granted slots do not suffice it ends for good.
+A request's saved blocks are a chain without a gap: where the granted slots do not suffice, or vLLM has let go of one
+before, it ends for good. Of a model with states, that at the end of the last block is saved with each step that ends
+there.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvfleet_vllm.block_moves import SaveBlocks
+from kvfleet_vllm.block_moves import SaveBlocks, SaveState
+from kvfleet_vllm.cache_groups import NONE, CacheGroups
 
 
 @dataclass(slots=True)
@@ -22,10 +25,8 @@ class _Chain:
 
 
 class SavePlan:
-    """A block has `tokens` tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, groups: CacheGroups) -> None:
+        self._groups = groups
         self._chains: dict[str, _Chain] = {}
         self._granted: deque[int] = deque()
 
@@ -44,7 +45,9 @@ class SavePlan:
         self._chains.clear()
         self._granted.clear()
 
-    def step(self, computed: Iterable[tuple[str, int]], blocks_of: Callable[[str], Sequence[int]]) -> list[SaveBlocks]:
+    def step(
+        self, computed: Iterable[tuple[str, int]], tables_of: Callable[[str], Sequence[Sequence[int]]]
+    ) -> list[SaveBlocks]:
         """`computed` tells how many tokens of a request are computed when the step ends, or its drafts of tokens.
         After a preemption they are fewer than before, and what was saved is not saved again."""
         saves: list[SaveBlocks] = []
@@ -52,13 +55,17 @@ class SavePlan:
             chain = self._chains.get(request)
             if chain is None:
                 continue
-            whole = min(tokens, chain.request.num_tokens) // self._tokens
+            whole = min(tokens, chain.request.num_tokens) // self._groups.tokens
             if whole > chain.next:
                 end = min(whole, chain.next + len(self._granted))
-                if end > chain.next:
-                    saves.append(self._save(chain, tuple(blocks_of(request)[chain.next : end])))
-                if end < whole:
+                blocks = self._groups.blocks(tables_of(request), chain.next, end)
+                if blocks and NONE not in blocks:
+                    saves.append(self._save(chain, blocks))
+                if whole > chain.next:
                     del self._chains[request]
+                    continue
+            if self._groups.states and tokens == whole * self._groups.tokens:
+                saves += self._state(chain, whole, self._groups.state(tables_of(request), whole))
         return saves
 
     def follow(self, request: str, blocks: Mapping[int, int]) -> SaveBlocks | None:
@@ -74,6 +81,15 @@ class SavePlan:
         return request in self._chains
 
     def _save(self, chain: _Chain, blocks: tuple[int, ...]) -> SaveBlocks:
-        slots = tuple(self._granted.popleft() for _ in blocks)
-        at, chain.next = chain.next, chain.next + len(blocks)
+        slots = self._take(len(blocks) // len(self._groups.attention))
+        at, chain.next = chain.next, chain.next + len(slots)
         return SaveBlocks(chain.name, at, blocks, slots)
+
+    def _state(self, chain: _Chain, end: int, blocks: tuple[int, ...]) -> list[SaveBlocks]:
+        count = self._groups.state_slots
+        if count > len(self._granted) or NONE in blocks[: len(self._groups.states)]:
+            return []
+        return [SaveState(chain.name, end, blocks, self._take(count))]
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        return tuple(self._granted.popleft() for _ in range(count))

@@ -11,13 +11,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvfleet_vllm.block_moves import BlockMoves, SharedStore
+from kvfleet_vllm.block_moves import BlockMoves, SaveBlocks, SaveState, SharedStore
+from kvfleet_vllm.cache_groups import CacheGroups
 from kvfleet_vllm.request_params import RequestParams, params_of
 from kvfleet_vllm.restore_plan import RestorePlan
 from kvfleet_vllm.save_plan import SavePlan
 from kvfleet_vllm.sidecar_link import SidecarLink
 from kvfleet_vllm.step_news import StepNews, computed_tokens, is_choice, name_of
-from kvfleet_vllm.wire import BlocksErased, BlocksSaving, EngineHello, EraseBlocks, GrantSlots, Message
+from kvfleet_vllm.wire import (
+    BlocksErased,
+    BlocksSaving,
+    EngineHello,
+    EraseBlocks,
+    GrantSlots,
+    Message,
+    StateSaving,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +35,14 @@ HASH_BYTES = 8  # the last of a hash: all that an event with a number for a hash
 
 
 class SchedulerSide:
-    """`pool` is vLLM's BlockPool, known a little later than the rest. A block that can be moved has `tokens` tokens; 0:
-    none can. They are brought back only where vLLM `recomputes` what cannot be loaded."""
+    """`pool` is vLLM's BlockPool, known a little later than the rest. Blocks are brought back only where vLLM
+    `recomputes` what cannot be loaded."""
 
     def __init__(
         self,
         hello: Callable[[], EngineHello],
         clock: Callable[[], float] = time.monotonic,
-        tokens: int = 0,
+        groups: CacheGroups = CacheGroups(),
         recomputes: bool = True,
     ) -> None:
         self.pool: Any = None
@@ -42,10 +51,10 @@ class SchedulerSide:
         self._connection = 0  # what is offered, wanted and granted is of this one
         self._store: SharedStore | None = None
         self._news = StepNews()
-        self._tokens = tokens
+        self._tokens = groups.tokens
         self._recomputes = recomputes
-        self._restores = RestorePlan(tokens)
-        self._saves = SavePlan(tokens)
+        self._restores = RestorePlan(groups)
+        self._saves = SavePlan(groups)
 
     def request_added(self, request: Any) -> None:
         """Before vLLM looks for its blocks: a request never hits what it was sent after the order to erase."""
@@ -61,11 +70,11 @@ class SchedulerSide:
     def restorable(self, request: Any, cached: int) -> int:
         return self._restores.restorable(request.request_id, cached, request.num_tokens)
 
-    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
-        self._restores.allocated(request.request_id, blocks, tokens)
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        self._restores.allocated(request.request_id, tables, tokens)
 
-    def loaded(self, requests: Iterable[str], bad_blocks: Iterable[int]) -> None:
-        for request in self._restores.ended(requests, set(bad_blocks)):
+    def loaded(self, requests: Iterable[str], bad_blocks: Iterable[int], bad_requests: Iterable[str] = ()) -> None:
+        for request in self._restores.ended(requests, set(bad_blocks), set(bad_requests)):
             log.warning("blocks of %s were not loaded; it is computed, and nothing of it saved", request)
             self._saves.stop(request)
 
@@ -77,8 +86,8 @@ class SchedulerSide:
     def step(self, output: Any) -> BlockMoves:
         self._obey()
         news = self._news.step(output, self._clock(), self._restores.own)
-        saves = self._saves.step(computed_tokens(output), lambda one: block_ids(output, one)) if self._tokens else []
-        self._link.send([*news, *(BlocksSaving(save.request, save.at, save.slots) for save in saves)])
+        saves = self._saves.step(computed_tokens(output), lambda one: block_tables(output, one)) if self._tokens else []
+        self._link.send([*news, *map(_told, saves)])
         loads, given_up = self._restores.step()
         if not self._follow_link():
             saves, given_up = [], ()
@@ -94,7 +103,8 @@ class SchedulerSide:
             return
         name = name_of(request.request_id)
         if params.restore_slots and self._recomputes:
-            self._restores.offer(request.request_id, name, params.restore_at, params.restore_slots)
+            slots = params.restore_slots, params.restore_state
+            self._restores.offer(request.request_id, name, params.restore_at, *slots)
         if params.save_from is not None:
             self._saves.want(request, name, params.save_from)
 
@@ -133,11 +143,15 @@ def is_movable(request: Any) -> bool:
     )
 
 
-def block_ids(output: Any, request: str) -> Sequence[int]:
-    """The whole block table of a request that `output`, a SchedulerOutput, schedules."""
-    (ids,) = output.kv_connector_block_state.get_block_ids(request)
-    found: Sequence[int] = ids
+def block_tables(output: Any, request: str) -> Sequence[Sequence[int]]:
+    """The whole block table of a request that `output`, a SchedulerOutput, schedules, in each group."""
+    found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request)
     return found
+
+
+def _told(save: SaveBlocks) -> Message:
+    kind = StateSaving if isinstance(save, SaveState) else BlocksSaving
+    return kind(save.request, save.at, save.slots)
 
 
 def erase(pool: Any, hashes: Iterable[int | bytes]) -> int:

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 from kvfleet_vllm.block_copies import LayerBlocks, SlotStore
 from kvfleet_vllm.block_moves import BlockMoves, LoadBlocks, SaveBlocks, SharedStore
+from kvfleet_vllm.cache_groups import CacheGroups
 from kvfleet_vllm.request_params import RequestParams
 from kvfleet_vllm.scheduler_side import SchedulerSide
 from kvfleet_vllm.wire import VERSION, BlocksRead, BlocksSaved, BlocksSaving, EngineHello, Message, WorkerHello
@@ -56,11 +57,11 @@ class TierSide(SchedulerSide):
         self,
         hello: Callable[[], EngineHello],
         clock: Callable[[], float] = time.monotonic,
-        tokens: int = 0,
+        groups: CacheGroups = CacheGroups(),
         ranks: int = 1,
     ) -> None:
-        super().__init__(hello, clock, tokens)
-        self.tokens = tokens
+        super().__init__(hello, clock, groups)
+        self.tokens = groups.tokens
         self.formats: Mapping[int, bytes] = {}
         self.forget_host: Callable[[], None] = lambda: None
         self._ranks = ranks

@@ -10,7 +10,7 @@ read; vLLM comes back with the next request.
 Blocks lie in slots of a shared memory that the worker owns. Each of vLLM's own workers, one a rank, opens a connection
 to the same path, with a WorkerHello first:
 
-    save       GrantSlots ──▶ scheduler, BlocksSaving ──▶ worker; each rank, BlocksSaved ──▶ worker
+    save       GrantSlots ──▶ scheduler, BlocksSaving or StateSaving ──▶ worker; each rank, BlocksSaved ──▶ worker
     restore    in a request ──▶ scheduler, Scheduled ──▶ worker; each rank, BlocksRead ──▶ worker
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import msgpack
 
 KEY = "kvfleet"  # in a request's kv_transfer_params
-VERSION = 3
+VERSION = 4
 MAX_FRAME = 1 << 20  # bytes after the length
 ERASE_HASHES = 4096  # at most in one EraseBlocks: it must fit into a socket's buffer while an idle vLLM reads nothing
 
@@ -100,9 +100,19 @@ class BlocksSaving:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSaving:
+    """The same of a request's recurrent state behind its first `at` blocks, which takes all of these slots."""
+
+    request: str
+    at: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerHello:
     """The first message of each of vLLM's workers. Slots of equal `format` mean the same; it is empty where blocks can
-    neither be saved nor restored. A rank's part of a block has `block_bytes`; a slot has the parts of all ranks."""
+    neither be saved nor restored. A rank's part of a block, in all cache groups, has `block_bytes`; a slot has the
+    parts of all ranks."""
 
     version: int
     rank: int
@@ -113,7 +123,7 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True)
 class BlocksSaved:
-    """From one of vLLM's workers: its rank's part of these slots, named by one BlocksSaving, is there."""
+    """From one of vLLM's workers: its rank's part of these slots, named by one of those, is there."""
 
     request: str
     slots: tuple[int, ...]
@@ -137,6 +147,7 @@ Message = (
     | BlocksErased
     | GrantSlots
     | BlocksSaving
+    | StateSaving
     | WorkerHello
     | BlocksSaved
     | BlocksRead
@@ -150,6 +161,7 @@ _FORMS: dict[type[Message], tuple[type, ...]] = {
     BlocksErased: (int, int),
     GrantSlots: (list,),
     BlocksSaving: (str, int, list),
+    StateSaving: (str, int, list),
     WorkerHello: (int, int, int, bytes, int),
     BlocksSaved: (str, list),
     BlocksRead: (str, int, float),
@@ -159,6 +171,7 @@ _ITEMS: dict[type[Message], type | tuple[type, ...]] = {  # of the last field
     EraseBlocks: (int, bytes),
     GrantSlots: int,
     BlocksSaving: int,
+    StateSaving: int,
     BlocksSaved: int,
 }
 _NAMES = {kind.__name__: kind for kind in _FORMS}

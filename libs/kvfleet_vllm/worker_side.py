@@ -33,7 +33,7 @@ IDLE_WAIT_S = 0.005  # for loads, while vLLM has nothing to compute and would as
 class _Load:
     order: LoadBlocks
     connection: int
-    read: Future[tuple[int, float]]  # blocks, seconds
+    read: Future[tuple[int, float]]  # slots, seconds
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +59,7 @@ class WorkerSide:
         self._loads: list[_Load] = []
         self._saves: list[_Save] = []
         self._bad: set[int] = set()
+        self._failed: set[str] = set()
 
     def start(self, moves: BlockMoves) -> None:
         """Before `save`, with the scheduler's orders of the step."""
@@ -101,6 +102,11 @@ class WorkerSide:
         """The blocks of loads that failed."""
         bad, self._bad = self._bad, set()
         return bad
+
+    def take_failed(self) -> set[str]:
+        """The requests of loads that failed."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def close(self) -> None:
         self._link.close("vLLM shuts down")
@@ -145,7 +151,9 @@ class WorkerSide:
             self._tell([BlocksRead(load.order.name, read, seconds)])
             if error is not None:
                 self._give_up(f"a load failed: {error}")
-        self._bad.update(load.order.blocks[read:])
+        if not read:
+            self._bad.update(load.order.blocks)
+            self._failed.add(load.order.request)
 
     def _confirm(self, idle: bool) -> None:
         """Say what has reached the shared memory. After an idle step there may be none for long: it waits for all."""
@@ -171,7 +179,7 @@ class WorkerSide:
 
 
 def _read(order: LoadBlocks, store: SlotStore, blocks: LayerBlocks, stream: Any, before: Any) -> tuple[int, float]:
-    """On the load thread: how many of the blocks have been filled, and in how many seconds."""
+    """On the load thread: how many slots have been read, and in how many seconds."""
     store.check(order.slots)
     began = time.perf_counter()
     if stream is None:
@@ -183,4 +191,4 @@ def _read(order: LoadBlocks, store: SlotStore, blocks: LayerBlocks, stream: Any,
                 blocks.copy(order.blocks, order.slots, store, save=False)
             finally:
                 stream.synchronize()  # what a load that failed has queued must not overwrite what is computed instead
-    return len(order.blocks), time.perf_counter() - began
+    return len(order.slots), time.perf_counter() - began

@@ -23,6 +23,7 @@ from kvproto.messages import PublicPrefix
 HASH_BYTES = 16
 TURN = 21  # bits, for each tier further down
 MAX_KEPT = 4096  # roots of tenants
+STATE_ID = 2**32 - 1  # no token: what it follows is a recurrent state, that of all tokens before it
 LAYOUT_VERSION = 1  # of the block's bytes: [layers, 2, kv_heads, block_size, head_dim]
 
 
@@ -98,6 +99,11 @@ def unpack_ids(raw: bytes) -> tuple[int, ...]:
 def child(parent: bytes, ids: Sequence[int]) -> bytes:
     """Hash of one full block, given the hash of the block before it (or the root)."""
     return hashlib.blake2b(parent + pack_ids(ids), digest_size=HASH_BYTES).digest()
+
+
+def state_after(block_hash: bytes) -> bytes:
+    """Under which a hybrid model's recurrent state at the end of this block is kept: as a block behind it would be."""
+    return child(block_hash, (STATE_ID,))
 
 
 def chain(root: Root, ids: Sequence[int], block_size: int) -> list[bytes]:

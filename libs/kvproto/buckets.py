@@ -30,6 +30,8 @@ MARKER_TTL_S = 60.0
 MAX_WATCHES = 100_000  # of a bucket
 RESPONSES_TTL_S = 30 * 86_400.0
 RESPONSES_BYTES = 256 * 1024**2  # JetStream sets so much aside
+BATCHES_TTL_S = 30 * 86_400.0
+BATCHES_BYTES = 256 * 1024**2  # what does not fit is refused: nothing that waits gives way
 
 
 class StaleRevision(KvfleetError, code="stale_revision", http_status=409):
@@ -240,6 +242,7 @@ async def ensure_buckets(
     patience_s: float = 0.0,
     responses_ttl_s: float = RESPONSES_TTL_S,
     responses_bytes: int = RESPONSES_BYTES,
+    batches_bytes: int = BATCHES_BYTES,
 ) -> list[str]:
     """Create missing buckets; return one line for each difference in a bucket's configuration. Raises Unavailable when
     JetStream cannot do it within `patience_s`: a cluster that has just started has no leader yet.
@@ -254,11 +257,12 @@ async def ensure_buckets(
         KeyValueConfig(bucket=subjects.sessions_bucket, **shared),
         KeyValueConfig(bucket=subjects.keys_bucket, **shared),
         KeyValueConfig(bucket=subjects.responses_bucket, ttl=responses_ttl_s, max_bytes=responses_bytes, **shared),
+        KeyValueConfig(bucket=subjects.batches_bucket, ttl=BATCHES_TTL_S, max_bytes=batches_bytes, **shared),
     ]
     differences = []
     for config in wanted:
         existing = await _find_or_create(jetstream, config, patience_s)
-        discard = "old" if config.max_bytes else None  # the oldest give way
+        discard = "old" if config.bucket == subjects.responses_bucket else None  # the oldest give way
         differences += await _set(connection, config.bucket, discard)
         if existing is None:
             continue

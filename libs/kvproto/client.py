@@ -253,6 +253,7 @@ class Client:
             if stream.accepted:
                 stream.hearing.heard_at = self.now()
                 stream.signal(Signal.SILENT)
+        await self._driver.cancel_again()
 
     async def admin(self, worker: str, request: AdminRequest, timeout_s: float = 5.0) -> bytes:
         """The joined parts of a worker's answer, each within `timeout_s`. Raises its error, WorkerLost, TimeoutError,

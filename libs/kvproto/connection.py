@@ -290,7 +290,11 @@ class Connection:
             if self.is_connected:
                 await asyncio.wait_for(self.synced(1.0), timeout_s)
         with contextlib.suppress(Exception):  # close() while down with pending data raises ConnectionResetError
-            await asyncio.wait_for(self.raw.close(), timeout_s)
+            try:
+                await asyncio.wait_for(self.raw.close(), timeout_s)
+            except asyncio.CancelledError:  # also where a task of nats-py that waited for the same end was cancelled
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
         self._abandon()
 
     async def _on_error(self, error: Exception) -> None:

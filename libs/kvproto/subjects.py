@@ -50,7 +50,7 @@ def _at_worker(verb: str) -> Callable[[Subjects, str], str]:
 
 
 def _of_worker(kind: str) -> Callable[[Subjects, str], str]:
-    """Subjects that one worker publishes on, in its own region."""
+    """Subjects that one worker publishes on, or is told something about, in its own region."""
     return lambda self, worker: f"{self.namespace}.{kind}.{_token('worker', worker)}"
 
 
@@ -85,6 +85,13 @@ class Subjects:
     generate = _of_model("generate")
     place_all = _fixed("place.*.*")
     generate_all = _fixed("generate.*.*")
+    batch = _of_model("batch")  # a queue of requests that may wait
+    batch_all = _fixed("batch.*.*")
+    batch_lines_all = _fixed("batch.*.*.line")
+
+    def batch_line(self, tenant: str, model: str) -> str:
+        """The same of lines of batches, which ingresses alone put there."""
+        return f"{self.batch(tenant, model)}.line"
 
     # one worker
     def worker_generate(self, worker: str, tenant: str) -> str:
@@ -109,6 +116,8 @@ class Subjects:
     worker_resend_all = _at_worker("resend.*")
     worker_pause_all = _at_worker("pause.*")
     worker_admin = _at_worker("admin")
+    worker_returns = _of_worker("returns")  # of paused conversations, said to it; placements hear them, too
+    returns_all = _fixed("returns.*")
 
     # state of the fleet
     def heartbeat(self, member: str) -> str:
@@ -169,6 +178,20 @@ class Subjects:
     @property
     def keys_bucket(self) -> str:
         return f"{self.namespace}_keys"
+
+    @property
+    def batches_bucket(self) -> str:
+        return f"{self.namespace}_batches"
+
+    @property
+    def batch_stream(self) -> str:
+        return f"{self.namespace}_batch"
+
+
+def tenant_of_batch(subject: str) -> tuple[str, bool]:
+    """Of a subject of the queue; and whether it is one of lines of batches."""
+    tokens = subject.split(".")
+    return tokens[2], len(tokens) > 4
 
 
 def tenant_of_word(subject: str) -> str | None:

@@ -62,14 +62,15 @@ class EventLog:
 
     def snapshot(self, held: Mapping[Tier, Sequence[bytes]], digest: int, asked: Tier | None = None) -> list[Snapshot]:
         """What was `held` under `digest`, of all tiers or the `asked` one, in parts numbered across tiers. Parts of one
-        tier have no digest of all tiers. Nothing held is one empty part, so that the listener learns of it. Complete up
-        to `seq`, the event that led to `digest`; 0 for a digest long gone: the listener takes every event after it."""
+        tier have no digest of all tiers. Nothing held is one empty part, so that the listener learns of it; so are no
+        states, of a hybrid model. Complete up to `seq`, the event that led to `digest`; 0 for a digest long gone: the
+        listener takes every event after it."""
         seq, plain = self._known.get(digest, (0, 0))
         chunks = [
             (tier, b"".join(hashes[start : start + HASHES_PER_PART]))
             for tier, hashes in held.items()
             if asked in (None, tier)
-            for start in range(0, len(hashes), HASHES_PER_PART)
+            for start in range(0, max(len(hashes), tier is Tier.STATE), HASHES_PER_PART)
         ] or [(asked or Tier.DEVICE, b"")]
         return [
             Snapshot(self.epoch, seq, tier, part, len(chunks), plain, hashes, None if asked else digest)

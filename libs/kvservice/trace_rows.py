@@ -5,6 +5,8 @@
 * a ledger that placement recorded (`kvfleet placement --ledger-file`, several of them one after the other too): the
   same, with `hash_ids` as hex strings and `block_tokens`, `unix_ms`, `tenant`, `request` and `attempt` beside them. Of
   a request that was placed several times the last attempt counts. Untokenised text has no hashes.
+
+Either may have `tool`, the tool that the answer calls: the conversation's next request comes when that has run.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Row:
     output_tokens: int
     blocks: Sequence[str]  # names, each of its block and all before it
     session: str = ""  # "": that of the request whose blocks it begins with
+    tool: str = ""  # that its answer calls, if any
 
 
 def read_rows(path: Path, limit: int | None = None) -> tuple[list[Row], int]:
@@ -81,7 +84,8 @@ def _row(value: dict[str, Any]) -> Row:
     ms = float(value["unix_ms"] if "unix_ms" in value else value["timestamp"])
     if not math.isfinite(ms):
         raise ValueError("the time is no number")
-    return Row(ms / 1000, _count(value["input_length"]), _count(value["output_length"]), [str(one) for one in blocks])
+    lengths = _count(value["input_length"]), _count(value["output_length"])
+    return Row(ms / 1000, *lengths, [str(one) for one in blocks], tool=str(value.get("tool") or ""))
 
 
 def _count(value: Any, least: int = 0) -> int:

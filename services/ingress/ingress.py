@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvfleet.ingress.auth.tenancy import Tenancy
+from kvfleet.ingress.batches.batches import Batches
 from kvfleet.ingress.fleet.routes import FleetRoutes
 from kvfleet.ingress.fleet.text_routes import TextRoutes
 from kvfleet.ingress.fleet.timeline import WorkerMoments
@@ -33,6 +34,7 @@ from kvfleet.ingress.responses.response_jobs import ResponseJobs
 from kvfleet.ingress.responses.response_records import ACTIVE, ResponseRecords
 from kvfleet.ingress.responses.response_routes import ResponseRoutes
 from kvfleet.ingress.runs.runs import Runs
+from kvfleet.ingress.sessions.pauses import ConversationPauses
 from kvfleet.ingress.sessions.session_blocks import SessionBlocks
 from kvfleet.ingress.sessions.session_index import HEADS, SessionIndex
 from kvfleet.ingress.sessions.sessions import Sessions
@@ -104,6 +106,12 @@ READINGS = (  # name, help, and where an `Ingress` has it
         "Of them, those whose ingress was gone.",
         "background.taken_over_total",
     ),
+    ("led_batches", "Batches that this ingress leads.", "batches.leaders.led"),
+    ("batch_takeovers_total", "Of them, those whose ingress was gone.", "batches.leaders.taken_over_total"),
+    ("running_queued_requests", "Requests that may wait and are at work here.", "batches.runner.running"),
+    ("done_queued_requests_total", "Results of such requests recorded here.", "batches.runner.done_total"),
+    ("expected_returns_total", "Ended turns of which a worker was told when to expect the next.", "pauses.told_total"),
+    ("measured_returns_total", "Turns that came with results of tools called here.", "pauses.measured_total"),
     ("ready_workers", "Workers that take new work.", "ready_workers"),
 )
 
@@ -116,11 +124,12 @@ def _unix_ms() -> int:
 class IngressBuckets:
     sessions: Bucket
     responses: Bucket
+    batches: Bucket
 
     @classmethod
     async def open(cls, connection: Connection, subjects: Subjects) -> IngressBuckets:
         """Raises Unavailable."""
-        buckets = subjects.sessions_bucket, subjects.responses_bucket
+        buckets = subjects.sessions_bucket, subjects.responses_bucket, subjects.batches_bucket
         return cls(*[await Bucket.open(connection, bucket) for bucket in buckets])
 
 
@@ -171,9 +180,11 @@ class Ingress:
         self.runs = Runs(config.runs, client.now)
         index = self.session_index
         courses = StreamCourses(_unix_ms)
+        self.pauses = ConversationPauses(client)
         parts = IngressParts(
-            client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs, courses
-        )
+            client, config, tenancy, self.admission, self.models, index, self.metrics, self.runs, courses,
+            self.pauses,
+        )  # fmt: skip
         prompts = Prompts(self.splices, self._executor, config.tokenize_inline_chars)
         self.flow = RequestFlow(parts, RequestReader(parts, self._executor, audit, tracer), prompts)
         self.texts = TextRoutes(parts, prompts)
@@ -186,6 +197,7 @@ class Ingress:
             client.connection, buckets.responses.name, ACTIVE, "responses", self.background.read
         )
         self.responses = ResponseRoutes(jobs, records, self.background, self.session_blocks)
+        self.batches = Batches(jobs, buckets.batches, self._is_alive)
         registry.register(LiveCollector((*self._readings(), *readings)))
 
     def _is_alive(self, ingress: str) -> bool:
@@ -203,6 +215,7 @@ class Ingress:
         await self._follower.begin()
         self.client.connection.on_reconnect.append(self._actives.begin)
         await self._actives.begin()
+        await self.batches.start()
         self.models.start()
         for name, part in (
             ("session-leases", self.sessions),
@@ -216,7 +229,7 @@ class Ingress:
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; False if some is still running after the timeout."""
         self.admission.draining = True
-        await self.background.hand_over()
+        await asyncio.gather(self.background.hand_over(), self.batches.hand_over())
         end = asyncio.get_running_loop().time() + timeout_s
         while self.admission.running and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(DRAIN_POLL_S)
@@ -229,6 +242,7 @@ class Ingress:
             self.client.members.listeners.remove(self.moments.on_change)
         await self._follower.stop()
         await self._actives.stop()
+        await self.batches.close()
         await self.background.close()
         await end(self._tasks)
         self._tasks.clear()

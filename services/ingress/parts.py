@@ -12,6 +12,7 @@ from kvfleet.ingress.limits.admission import Admission
 from kvfleet.ingress.limits.callers import Caller
 from kvfleet.ingress.prompts.models import Models
 from kvfleet.ingress.runs.runs import Runs
+from kvfleet.ingress.sessions.pauses import ConversationPauses
 from kvfleet.ingress.sessions.session_index import SessionIndex
 from kvfleet.ingress.settings import IngressConfig
 from kvfleet.ingress.telemetry.metrics import IngressMetrics
@@ -32,6 +33,7 @@ class IngressParts:
     metrics: IngressMetrics
     runs: Runs
     courses: StreamCourses
+    pauses: ConversationPauses
 
     async def identify(self, exchange: Exchange) -> Caller:
         """The caller, whose limits the answer's headers tell. Raises what `Tenancy.identify` does."""

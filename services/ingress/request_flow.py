@@ -39,7 +39,7 @@ from kvfleet.ingress.prompts.prompts import Prompts
 from kvfleet.ingress.prompts.tokenizer import TokenSpelling
 from kvfleet.ingress.request_reader import Ask, Call, RequestReader, now, repeat_state
 from kvfleet.ingress.requests.anthropic import read_messages
-from kvfleet.ingress.requests.asks import plan_sampling, prompt_must_fit
+from kvfleet.ingress.requests.asks import plan_sampling, prompt_must_fit, return_of
 from kvfleet.ingress.requests.bodies import (
     DEFAULT_MAX_TOKENS,
     ChatAsk,
@@ -56,6 +56,7 @@ from kvfleet.ingress.runs.event_ids import LAST_EVENT_ID, START, prompt_digest, 
 from kvfleet.ingress.runs.jobs import Form, HeldTurn, Job, Prepare
 from kvfleet.ingress.runs.repeats import RequestName
 from kvfleet.ingress.runs.runs import Run
+from kvfleet.ingress.sessions.pauses import PausingTurn
 from kvfleet.ingress.sessions.session import Session
 from kvfleet.ingress.sessions.session_index import auto_seq_id
 from kvfleet.ingress.sessions.turns import ChatTurn, SessionTurn
@@ -116,6 +117,7 @@ class RequestFlow:
 
     async def chat_job(self, call: Call[ChatAsk], form_of: ChatFormOf) -> Job:
         ask, tenant = call.ask, call.caller.tenant
+        self.parts.pauses.came(tenant, ask.messages)
         model = await self.parts.models.get(ask.model)
         session = None
         with contextlib.suppress(Unavailable):
@@ -135,8 +137,10 @@ class RequestFlow:
         if session is not None and self.parts.index.sessions.fits(len(prompt.ids) + sampling.max_tokens):
             kept = SessionTurn(self.parts.index, tenant, session, model.name, call.name.request, prompt.ids, None)
         turn = ChatTurn(self.prompts, tenant, model, prompt, kept)
-        form = form_of(call, model, sampling, prompt.ids, written.reading(prompt.text) if written is not None else None)
-        return self.job(call, model, prompt.ids, sampling, form, turn, conversation, sys.getsizeof(prompt.text))
+        reading = written.reading(prompt.text) if written is not None else None
+        form = form_of(call, model, sampling, prompt.ids, reading)
+        size = sys.getsizeof(prompt.text)
+        return self.job(call, model, prompt.ids, sampling, form, turn, conversation, size, reading)
 
     async def _completion_job(self, call: Call[CompletionAsk], prompt: Prompt, batch: BatchPlace | None = None) -> Job:
         ask, text = call.ask, prompt if isinstance(prompt, str) else ""
@@ -171,6 +175,16 @@ class RequestFlow:
         form = NativeForm(request, session.seq_id, ask.prompt, spelling_of(model, sampling), prompt_digest(ids))
         return self.job(call, model, ids, sampling, form, turn, session.key)
 
+    async def chat_answer(self, call: Call[ChatAsk]) -> Job:
+        """As `chat_completions`."""
+        return await self.chat_job(call, _chat_form)
+
+    async def completion_answer(self, call: Call[CompletionAsk]) -> Job:
+        """As `completions`, of one prompt. Raises InvalidRequest for several."""
+        if len(call.ask.prompts) != 1:
+            raise InvalidRequest("must be one prompt here", field="prompt")
+        return await self._completion_job(call, call.ask.prompts[0])
+
     def _sampling(
         self, call: Call[Ask], model: ServedModel, prompt_tokens: int, field: str, default: int | None = None
     ) -> Sampling:
@@ -192,6 +206,7 @@ class RequestFlow:
         turn: HeldTurn,
         conversation: str | None = None,
         turn_bytes: int = 0,
+        reading: MessageReading | None = None,
     ) -> Job:
         placement, config = call.ask.placement, self.parts.config
         generation = Generation(
@@ -211,6 +226,9 @@ class RequestFlow:
             exact=call.ask.exact,
         )
         level = self.parts.metrics.levels.of(model.name, call.route)
+        said_s = return_of(call.ask.kvfleet)
+        if said_s is not None or (reading is not None and reading.callable):
+            turn = PausingTurn(turn, self.parts.pauses, generation.tenant, conversation or "", reading, said_s)
         return Job(generation, form, turn, turn_bytes, level, _costs(call.ask))
 
     async def _session_of(self, call: Call[GenerateAsk]) -> Session:

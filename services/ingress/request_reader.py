@@ -113,6 +113,10 @@ class RequestReader:
         tenant = call.caller.tenant
         return replace(call, name=name_request(tenant, None, None, self._secret, sealed=self._sealed))
 
+    def name_of_key(self, tenant: str, key: str) -> RequestName:
+        """Of a key that only its tenant knows: the same at every ingress."""
+        return name_request(tenant, None, key, self._secret if self._sealed else b"", sealed=self._sealed)
+
     async def _read_body(self, exchange: Exchange, route: str, read: Callable[[Body], Ask]) -> tuple[Ask, bytes]:
         data = await exchange.read_body(self.parts.config.max_body_bytes, self.parts.config.body_timeout_s)
         if len(data) <= INLINE_BYTES:

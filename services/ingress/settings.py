@@ -95,6 +95,14 @@ class IngressSettings(ServiceSettings):
         0.0, ge=0, description="SIGTERM: how long /readyz says 503 before new requests are refused (load balancers)"
     )
     drain_s: float = Field(3.0, ge=0, description="how long SIGTERM waits for running streams")
+    max_file_bytes: int = Field(32 * 1024 * 1024, ge=1024, description="longest file of a batch")
+    tenant_batch_bytes: int = Field(
+        64 * 1024 * 1024, ge=0, description="files and results of one tenant's batches together; 0: it may have none"
+    )
+    tenant_batches: int = Field(64, ge=0, description="batches of one tenant that have not ended")
+    batch_lines: int = Field(
+        128, ge=0, description="requests that may wait (batches, kvf.batch) that run here at once; 0: none"
+    )
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")
 
 
@@ -122,6 +130,17 @@ class RunLimits:
     bytes: int = 64 * 1024 * 1024
     readers: int = 8
     running_bytes: int = DEFAULT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """`lines` run here at once; the others are of a tenant, together with what other ingresses have of it."""
+
+    max_file_bytes: int = 32 * 1024 * 1024
+    tenant_bytes: int = 64 * 1024 * 1024
+    tenant_batches: int = 64
+    lines: int = 128
+    ack_wait_s: float = 15.0  # a line whose ingress says nothing for so long goes to another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +174,7 @@ class IngressConfig:
     sessions: SessionLimits = SessionLimits()
     runs: RunLimits = RunLimits()
     web: WebRules = WebRules()
+    batches: BatchLimits = BatchLimits()
 
 
 def config_of(settings: IngressSettings, member: str) -> IngressConfig:
@@ -179,6 +199,9 @@ def config_of(settings: IngressSettings, member: str) -> IngressConfig:
             settings.replay_s,
             settings.resume_memory_bytes,
             running_bytes=settings.stream_memory_bytes,
+        ),
+        batches=BatchLimits(
+            settings.max_file_bytes, settings.tenant_batch_bytes, settings.tenant_batches, settings.batch_lines
         ),
         web=WebRules(
             own_hosts=(settings.host, socket.gethostname()),

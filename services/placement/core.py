@@ -34,6 +34,7 @@ from kvfleet.placement.producers.forwarding import Forwarding
 from kvfleet.placement.producers.in_flight import RequestsInFlight
 from kvfleet.placement.record.ledger import Ledger, kept_in_all
 from kvfleet.placement.workers.bookings import Bookings
+from kvfleet.placement.workers.expected_returns import ExpectedReturns
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.inflight_blocks import MAX_WORKERS, InflightBlocks
 from kvfleet.placement.workers.prompts import PromptHasher
@@ -80,9 +81,10 @@ class PlacementCore:
         self.ledger = Ledger(kept_in_all=kept_in_all(config.max_workers), keeps_hashes=config.keeps_hashes)
         self.repeats = Repeats()
         self.region_summaries = RegionSummaries(config.region, config.spill_wait_s)
+        self.returns = ExpectedReturns()
         self.state = PlacementState(
             placement, self.fleet, self.bookings, self.indexer, self.inflight, self.ledger, self.repeats,
-            self.region_summaries,
+            self.region_summaries, self.returns,
         )  # fmt: skip
         self.decider = Decider(self.state, prompts, unix_ms, policies or build_policies(chance), config.policy)
         self.autoscaler = Autoscaler(self.fleet, config.rules, config.models, by_ordinal=config.by_ordinal)
@@ -136,6 +138,10 @@ class PlacementCore:
                     for one in batch.abroad:
                         self.region_summaries.learn(one, now)
                 return []
+            case events.ReturnHeard(worker, said):
+                if worker in self.fleet.workers:
+                    self.returns.expect(worker, said, now)
+                return []
             case events.Tick(disconnected):
                 return self._tick(now, disconnected=disconnected)
             case events.WorkerRegistered(record, heartbeat):
@@ -173,6 +179,7 @@ class PlacementCore:
             self.inflight.break_off(key)
         self.inflight.tick(now)
         self.repeats.tick(now)
+        self.returns.tick(now)
         self.region_summaries.tick(now)
         self.state.heal(now)
         # The members view takes longer to give up on silent workers.
@@ -194,6 +201,7 @@ class PlacementCore:
         self.bookings.drop_worker(worker)
         self.inflight.drop_worker(worker)
         self.repeats.drop_worker(worker)
+        self.returns.drop_worker(worker)
 
     def _place(self, event: events.PlaceAsked, now: float) -> Action:
         ask = event.ask
@@ -212,7 +220,7 @@ class PlacementCore:
         if is_own and (referral := self.decider.refer(event.tenant, ask, now)) is not None:
             return AnswerOtherRegion(event.reply, referral)
         try:
-            placement = self.decider.decide(event.tenant, ask, now)
+            placement = self.decider.decide(event.tenant, ask, now, pairs=is_own)
         except KvfleetError as error:
             refused = is_own and isinstance(error, CANNOT_SERVE)
             if refused and (referral := self.decider.refer(event.tenant, ask, now, refused=True)) is not None:
@@ -270,6 +278,8 @@ class PlacementCore:
             index_blocks=len(self.indexer.index),
             workers_exact=self.followers()[Follows.EXACT],
             models=tuple(self.autoscaler.signals()),
+            paused=len(self.returns),
+            saved_s_total=self.ledger.saved_s_total,
         )
 
     def check_integrity(self) -> None:
@@ -279,6 +289,7 @@ class PlacementCore:
         self.bookings.check_integrity()
         self.inflight.check_integrity()
         self.repeats.check_integrity()
+        self.returns.check_integrity()
         self.ledger.check_integrity()
         self.in_flight.check_integrity()
         self.decider.heat.check_integrity()

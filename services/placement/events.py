@@ -35,6 +35,7 @@ from kvproto.messages import (
     PlaceRequest,
     ProducerRequest,
     ResendRequest,
+    ReturnExpected,
     Watches,
     WorkerRecord,
 )
@@ -126,6 +127,14 @@ class WatchesHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class ReturnHeard:
+    """A worker was told when a conversation is likely to go on."""
+
+    worker: str
+    said: ReturnExpected
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """`disconnected`: this process is cut off from NATS or just back, so that others' silence says nothing."""
 
@@ -134,7 +143,7 @@ class Tick:
 
 Event = (
     PlaceAsked | GenerateAsked | WorkerRegistered | WorkerLeft | WorkerDisconnected | PingUnanswered | WorkerAnswered
-    | NobodyListens | CapsuleHeard | WatchesHeard | Heartbeat | Milestones | BookedBatch | Tick
+    | NobodyListens | CapsuleHeard | WatchesHeard | ReturnHeard | Heartbeat | Milestones | BookedBatch | Tick
 )  # fmt: skip
 
 
@@ -188,6 +197,14 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class TellReturn:
+    """A bare producer's turn has ended, and its conversation is likely to go on."""
+
+    worker: str
+    said: ReturnExpected
+
+
+@dataclass(frozen=True, slots=True)
 class TakenOver:
     """To the worker or replica that let go of something: it has an owner."""
 
@@ -227,7 +244,7 @@ class RecordDecision:
 
 Action = (
     Answer | AnswerOtherRegion | PassOn | Fail | Forward | Cancel | TakenOver | AskStillRunning | PingWorker
-    | DropMember | PullSnapshot | Capsule | BookedBatch | RecordDecision
+    | TellReturn | DropMember | PullSnapshot | Capsule | BookedBatch | RecordDecision
 )  # fmt: skip
 
 

@@ -31,6 +31,9 @@ COUNTED = (
     ("undrained_workers_total", "core.undrained_total",
      "workers that went without having drained: killed, crashed, or cut off"),
     ("decisions_total", "core.decider.decisions_total", "requests placed"),
+    ("pairs_total", "core.decider.pairing.pairs_total", "prompts placed at a prefill worker, to go on at another one"),
+    ("saved_restore_seconds_total", "core.ledger.saved_s_total",
+     "restoring, done while conversations paused, that placed requests did not wait for"),
     ("sourced_decisions_total", "core.decider.sourced_total", "requests placed with the name of a worker to pull from"),
     ("unplaced_requests_total", "core.decider.no_worker_total", "requests nobody could serve"),
     ("overloaded_requests_total", "core.decider.turned_away.refused_total",
@@ -142,6 +145,7 @@ def _counted(loop: PlacementLoop) -> Iterable[Reading]:
     for name, read, help_ in (
         ("booked_requests", core.bookings.__len__, "requests booked at workers"),
         ("promised_requests", core.inflight.__len__, "requests whose blocks are expected where they were placed"),
+        ("expected_returns", core.returns.__len__, "conversations that pause and are expected back"),
         ("ledger_decisions", core.ledger.__len__, "decisions that can be explained"),
         ("index_blocks", indexer.index.__len__, "blocks known to be held by somebody"),
         ("followed_vaults", lambda: indexer.vaults()[0], "vaults whose blocks are known"),

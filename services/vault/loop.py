@@ -1,6 +1,6 @@
 """READ THIS FIRST: a vault's life, and what it tells the fleet.
 
-    connection threads ──get, has, reserve, commit, erase──▶ VaultStore ◀──next_spill, spilled── disk thread
+    connection threads ──get, has, reserve, commit, erase──▶ VaultStores ◀──next_spill, spilled── disk threads
                                                                  │ take_changes, holdings           (if any)
                                                                  ▼
                                   event loop: members record · events · snapshots · heartbeats
@@ -10,7 +10,8 @@ touches bytes: it owns the lease, the event log and the subscriptions. The store
 loop, which makes an event of them, at most every 50 ms.
 
 A snapshot is complete up to an event: the changes so far and all that is held are taken together under the store's
-lock, the changes become events first, and the snapshot names the last of them.
+lock, the changes become events first, and the snapshot names the last of them. Hybrid models' states are in a store of
+their own; the fleet is told behind which blocks they stand.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, StoredChange, net, tier_events
+from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, StoredChange, net, state_events, tier_events
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.connection import Connection, Message, Subscription
@@ -36,6 +37,7 @@ from kvservice.event_log import IDLE_PERIOD_S, EventLog
 log = logging.getLogger(__name__)
 
 HEARTBEAT_PERIOD_S = 0.5
+TOLD_FAILURES = ("not_genuine", "malformed", "too_large", "no_room", "wrong_root", "unreadable")
 CLOSE_S = 3.0  # for connections to end
 
 
@@ -50,6 +52,7 @@ class VaultLoop:
     server: DataPlaneServer
     on_fatal: Callable[[str], None]
     reachable: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+    states: VaultStore | None = None  # of hybrid models
     snapshots_total: int = 0
     malformed_total: int = 0
     unsent_total: int = 0  # messages NATS did not take
@@ -74,7 +77,8 @@ class VaultLoop:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._changed.set)
 
-        self.store.table.on_change = wake
+        for store in self._stores:
+            store.table.on_change = wake
         self._changed.set()  # for blocks of the disk
         blocks = self.subjects.blocks(self.record.id)
         self._subscription = await self.connection.subscribe(blocks, self._on_snapshot)
@@ -114,14 +118,16 @@ class VaultLoop:
             await self._changed.wait()
             self._changed.clear()
             async with self._telling:
-                await self._publish_changes(self.store.take_changes())
+                for store in self._stores:
+                    await self._publish_changes(store, store.take_changes())
             await asyncio.sleep(IDLE_PERIOD_S)
 
-    async def _publish_changes(self, changes: Sequence[StoredChange]) -> None:
+    async def _publish_changes(self, store: VaultStore, changes: Sequence[StoredChange]) -> None:
         """Numbers move on whether NATS takes an event or not: a reader that misses one sees the gap."""
         events, different = [], net(changes)
+        events_of = state_events if store is self.states else tier_events
         for start in range(0, len(different), BLOCKS_PER_EVENT):
-            self.log.note(tier_events(different[start : start + BLOCKS_PER_EVENT]))
+            self.log.note(events_of(different[start : start + BLOCKS_PER_EVENT]))
             event = self.log.flush(asyncio.get_running_loop().time())
             if event is not None:
                 events.append(codec.encode_events(event))
@@ -141,9 +147,15 @@ class VaultLoop:
 
     async def _snapshot(self, reply: str, asked: Tier | None) -> None:
         async with self._telling:
-            changes, held = self.store.holdings()
-            await self._publish_changes(changes)
-            parts = self.log.snapshot({Tier.VAULT: held}, self.log.digest, asked)
+            held = {}
+            for store in self._stores:
+                changes, headers = store.holdings()
+                await self._publish_changes(store, changes)
+                if store is not self.states:
+                    held[Tier.VAULT] = [header.hash for header in headers]
+                elif headers:  # who reads of no states takes it that there are none
+                    held[Tier.STATE] = [header.parent for header in headers]
+            parts = self.log.snapshot(held, self.log.digest, asked)
         self.snapshots_total += 1
         for part in parts:
             await self._publish(reply, codec.encode(part))
@@ -164,33 +176,42 @@ class VaultLoop:
         if self.connection.is_connected:
             await self._publish(self.subjects.heartbeat(self.record.id), codec.encode(self.heartbeat()))
 
+    @property
+    def _stores(self) -> list[VaultStore]:
+        return [self.store] if self.states is None else [self.store, self.states]
+
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(
             worker=self.record.id,
             epoch=self.record.epoch,
             state=self._state,
-            load=Load(tiers={Tier.VAULT.value: self._load()}),
+            load=Load(tiers=self._loads()),
             event_seq=self.log.seq,
             digest=self.log.plain_digest,
             held=self.store.table.held_blocks,
             tier_digest=self.log.digest,
         )
 
-    def _load(self) -> TierLoad:
-        table, counters = self.store.table, self.store.counters
-        failures = {
-            reason: counters.refused.get(reason, 0) + counters.misses.get(reason, 0)
-            for reason in ("not_genuine", "malformed", "too_large", "no_room", "wrong_root", "unreadable")
-        }
-        failures["damaged"] = counters.damaged_total
-        failures["checksum"] = self.server.counters.checksum_failures
-        return TierLoad(
-            blocks=table.held_blocks,
-            bytes_used=table.memory.used_bytes,
-            bytes_total=table.memory.max_bytes,
-            restores_total=counters.hits_total,
-            restored_bytes_total=counters.hit_bytes_total,
-            offloaded_blocks_total=counters.stored_total,
-            evictions_total=counters.evictions_total,
-            failures_total={reason: count for reason, count in failures.items() if count},
-        )
+    def _loads(self) -> dict[str, TierLoad]:
+        blocks = _load(self.store)
+        failures = blocks.failures_total | {"checksum": self.server.counters.checksum_failures}
+        loads = {Tier.VAULT.value: replace(blocks, failures_total={why: n for why, n in failures.items() if n})}
+        if self.states is not None and self.states.counters.stored_total + self.states.table.held_blocks:
+            loads[Tier.STATE.value] = _load(self.states)
+        return loads
+
+
+def _load(store: VaultStore) -> TierLoad:
+    table, counters = store.table, store.counters
+    failures = {reason: counters.refused.get(reason, 0) + counters.misses.get(reason, 0) for reason in TOLD_FAILURES}
+    failures["damaged"] = counters.damaged_total
+    return TierLoad(
+        blocks=table.held_blocks,
+        bytes_used=table.memory.used_bytes,
+        bytes_total=table.memory.max_bytes,
+        restores_total=counters.hits_total,
+        restored_bytes_total=counters.hit_bytes_total,
+        offloaded_blocks_total=counters.stored_total,
+        evictions_total=counters.evictions_total,
+        failures_total={reason: count for reason, count in failures.items() if count},
+    )

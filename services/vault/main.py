@@ -7,11 +7,13 @@ import logging
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.loop import CLOSE_S, VaultLoop
 from kvfleet.vault.settings import VaultSettings, default_max_bytes
+from kvfleet.vault.store.pools import VaultPools
 from kvfleet.vault.store.store import VaultStore
 from kvfleet.vault.vault_metrics import readings
 from kvproto.dataplane.keys import KeyRing, follow_keys
@@ -28,20 +30,22 @@ from kvservice.tracing_start import open_tracer
 
 log = logging.getLogger(__name__)
 
+STATE_PART, STATE_DISK_PART = 8, 16  # of what blocks get, for states beside it: little enough for limits set before
 LAST_WORDS_S = 2.0  # for the disk to take blocks that only memory has
 
 
-async def open_store(settings: VaultSettings, life: lifecycle.Lifecycle) -> tuple[VaultStore, DiskThread | None]:
+async def open_store(
+    max_bytes: int, folder: Path | None, disk_max_bytes: int, life: lifecycle.Lifecycle
+) -> tuple[VaultStore, DiskThread | None]:
     """With the blocks that its disk kept. Raises Unavailable for a folder that cannot be used."""
-    max_bytes = settings.max_bytes or default_max_bytes() // settings.vaults_on_host
-    if settings.disk_dir is None:
+    if folder is None:
         return VaultStore(max_bytes), None
-    disk = DiskStore(settings.disk_dir, settings.disk_max_bytes)
+    disk = DiskStore(folder, disk_max_bytes)
     began = time.monotonic()
     try:
         found = await lifecycle.in_daemon_thread(disk.open)
     except OSError as error:
-        raise Unavailable(f"cannot use --disk-dir {settings.disk_dir}: {error.strerror or error}") from None
+        raise Unavailable(f"cannot use --disk-dir {folder}: {error.strerror or error}") from None
     log.info("%d blocks on disk, listed in %.1f s", len(found), time.monotonic() - began)
     thread = DiskThread(disk)
     store = VaultStore(max_bytes, thread, on_disk=found)
@@ -65,9 +69,16 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
     keys = await follow_keys(connection, subjects, ring)
     life.closing("keys", keys.stop)
 
-    store, disk = await open_store(settings, life)
+    max_bytes, folder = settings.max_bytes or default_max_bytes() // settings.vaults_on_host, settings.disk_dir
+    store, disk = await open_store(max_bytes, folder, settings.disk_max_bytes, life)
+    states, _ = await open_store(
+        settings.state_max_bytes or max(1, max_bytes // STATE_PART),
+        folder and folder / "states",
+        settings.state_disk_max_bytes or max(1, settings.disk_max_bytes // STATE_DISK_PART),
+        life,
+    )
     server = DataPlaneServer(
-        store,
+        VaultPools(store, states),
         ring,
         member,
         tcp=(settings.data_plane_host, settings.data_plane_port),
@@ -84,6 +95,7 @@ async def serve(settings: VaultSettings, life: lifecycle.Lifecycle) -> None:
         server,
         life.fatal,
         reachable=lambda addresses: reachable(addresses, settings),
+        states=states,
     )
     life.closing("data plane", loop.close_data_plane)
     await loop.start()

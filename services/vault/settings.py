@@ -22,11 +22,19 @@ class VaultSettings(DataPlaneSettings):
         ge=1,
         description="memory for blocks and all that belongs to them; default: a quarter of what is free, 8 GiB",
     )
+    state_max_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="memory for recurrent states of hybrid models, beside that; default: an eighth as much",
+    )
     vaults_on_host: int = Field(1, ge=1, description="how many vaults share that default")
     disk_dir: Path | None = Field(
         None, description="keep what memory has no room for in this folder, over restarts too"
     )
     disk_max_bytes: int = Field(16 * 2**30, ge=1, description="of the files there")
+    state_disk_max_bytes: int | None = Field(
+        None, ge=1, description="of files with states, beside those; default: a sixteenth as much"
+    )
     prestart_s: float = Field(10.0, ge=0, description="how long to wait for the buckets at start")
 
 

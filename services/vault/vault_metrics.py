@@ -44,6 +44,17 @@ _VAULT = (
     ("malformed_messages_total", "messages that could not be read", "malformed_total"),
     ("unsent_messages_total", "messages NATS did not take", "unsent_total"),
 )
+# The same of the pool of hybrid models' recurrent states, from its store.
+_STATES = (
+    ("state_used_bytes", "memory of recurrent states and of what belongs to them", "table.memory.used_bytes"),
+    ("state_capacity_bytes", "most memory they take", "table.memory.max_bytes"),
+    ("held_states", "states in memory or on disk", "table.held_blocks"),
+    ("stored_states_total", "states taken in", "counters.stored_total"),
+    ("hit_states_total", "states asked for and sent", "counters.hits_total"),
+    ("damaged_states_total", "states whose bytes memory did not keep", "counters.damaged_total"),
+    ("erased_states_total", "states forgotten on request", "counters.erased_total"),
+    ("evicted_states_total", "states evicted from memory", "counters.evictions_total"),
+)
 _DISK = (
     ("disk_used_bytes", "of the files", "used_bytes"),
     ("disk_capacity_bytes", "most bytes of files", "disk.max_bytes"),
@@ -78,6 +89,7 @@ def readings(
 
     return [
         *(plain(name, text, path(vault, field)) for name, text, field in _VAULT),
+        *(plain(name, text, path(vault.states, field)) for name, text, field in _STATES),
         *(plain(name, text, path(disk, field)) for name, text, field in _DISK),
         plain("memory_blocks", "blocks in memory", lambda: len(table.resident)),
         plain("disk_blocks", "blocks on disk", lambda: len(table.on_disk)),

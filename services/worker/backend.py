@@ -24,7 +24,7 @@ from kvproto.block_hash import public_prefix
 from kvproto.connection import Connection
 from kvproto.ids import new_epoch
 from kvproto.members import Lease
-from kvproto.messages import Adapter, Bundle, Loading, State, WorkerRecord
+from kvproto.messages import Adapter, Bundle, Loading, State, WorkerRecord, WorkerRole
 from kvproto.subjects import Subjects
 from kvservice.lifecycle import Lifecycle
 from kvservice.metrics import Reading
@@ -104,4 +104,6 @@ def worker_record(
         chats=True,
         scores=True,
         beams=settings.engine == "own",
+        role=WorkerRole(settings.role),
+        pauses=settings.engine == "own",
     )

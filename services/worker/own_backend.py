@@ -81,6 +81,7 @@ class OwnBackend(Backend):
         )  # fmt: skip
         self._successors = Successors(one.connection, one.subjects, worker.record)
         worker.parts.somebody_is_ready = self._successors.somebody_is_ready
+        worker.parts.somebody_decodes = self._successors.somebody_decodes
         return worker
 
     async def start(self, worker: WorkerLoop) -> None:
@@ -126,7 +127,8 @@ def assemble(
         on_crash=lambda error: worker.on_crash(error),
     )
     engine.tiers.wake = thread.wake
-    data_plane = network.listen(engine.tiers, thread) if network is not None and network.remote is not None else ()
+    lends = network is not None and network.remote is not None
+    data_plane = network.listen(engine.tiers, thread.post) if network is not None and lends else ()
     lease.record = replace(
         lease.record,
         blocks=thread.facts.blocks,

@@ -22,6 +22,25 @@ _PROTECTED = (
         "protected_blocks_total",
     ),
 )
+_EVICTION = (
+    (
+        "eviction_saved_seconds_total",
+        "computing prompts that `--eviction reuse` saved, as least recently used blocks first would have cost it",
+        "balance.saved_s",
+    ),
+    ("eviction_lost_seconds_total", "computing prompts that it cost where that order would not have", "balance.lost_s"),
+    ("eviction_follows_lru", "1 while the least recently used block goes first, else 0", "balance.follows_lru"),
+)
+_PAUSES = (
+    ("paused_conversations", "conversations that are expected back", "paused"),
+    ("brought_blocks_total", "blocks restored while their conversations paused", "brought_blocks_total"),
+    (
+        "given_back_blocks_total",
+        "of them, those whose conversations did not come back in time",
+        "given_back_blocks_total",
+    ),
+    ("saved_restore_seconds_total", "restoring that turns which came back did not wait for", "saved_s_total"),
+)
 _QUANTISED = (
     ("quantised_blocks_total", "such blocks", "snr_db.count"),
     ("quantised_raw_bytes_total", "their bytes before", "quantised_raw_bytes"),
@@ -98,6 +117,8 @@ def own_readings(
         *_transfer_readings(engine, remote, served),
         *_device_readings(worker, watch),
         *plain(_PROTECTED, lambda: engine),
+        *plain(_EVICTION, lambda: engine),
+        *plain(_PAUSES, lambda: worker.heartbeat().load),
         *plain(_QUANTISED, lambda: quantised),
         reading("quantised_snr_decibels", noise, read_histogram=quantised.snr_db.read),
     ]

@@ -17,6 +17,10 @@ class WorkerSettings(DataPlaneSettings):
     engine_url: str = Field("http://127.0.0.1:8000", description="of that vLLM server")
     model: str = Field("demo", description="demo, a Hugging Face folder, or a hub id")
     served_model_name: str | None = Field(None, description="name that clients use; default: the model's own")
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="prefill: prompts alone, which go on at others after their first token; decode: what comes "
+        "after, and prompts that are not worth the move; where the other half is missing, each serves all"
+    )  # fmt: skip
     tool_format: Literal["hermes", "llama", "mistral", "pythonic", "deepseek", "harmony"] | None = Field(
         None, description="how the model writes tool calls; default: as its chat template says"
     )
@@ -37,10 +41,26 @@ class WorkerSettings(DataPlaneSettings):
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto", description="KV on the device; int8 holds about twice the sequences"
     )
+    eviction: Literal["lru", "reuse"] = Field(
+        "lru",
+        description="which cached block goes first: the least recently used, or the one that saves least",
+    )
     host_bytes: int | None = Field(
         None, ge=0, description="host memory for KV blocks below the device; 0: none; default: from free memory"
     )
     host_memory_fraction: float = Field(0.1, gt=0, le=0.9, description="share of free host memory for KV blocks")
+    host_state_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="host memory for a hybrid model's snapshots; 0: none; default: a third of that for blocks",
+    )
+    state_every: int = Field(
+        32, ge=1, description="blocks of a prompt between two snapshots of a hybrid model's recurrent state"
+    )
+    states: int | None = Field(
+        None, ge=2, description="recurrent states of a hybrid model, of running sequences and snapshots; default: a "
+        "third of the memory for K and V, at most 4 x slots"
+    )  # fmt: skip
     vault_codec: Literal["raw", "int8"] = Field(
         "raw", description="how blocks are written to vaults; int8 takes a quarter of fp32 and is not exact"
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from prometheus_client.registry import Collector
@@ -15,6 +17,7 @@ from kvfleet.worker.backend import Backend, Served, WorkerProcess
 from kvfleet.worker.engine.bundle import read_bundle
 from kvfleet.worker.model.base import BlockFormat
 from kvfleet.worker.model.model_folder import resolve_model
+from kvfleet.worker.network.lending import HostLender
 from kvfleet.worker.network.successors import Successors
 from kvfleet.worker.network.tier_network import TierNetwork
 from kvfleet.worker.serve.demand import preload
@@ -24,11 +27,14 @@ from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.text.model_text import ModelText
 from kvfleet.worker.tiers.host import HostTier
 from kvfleet.worker.vllm.engine_beside import engine_beside
+from kvfleet.worker.vllm.host_fetch import soon
 from kvfleet.worker.vllm.no_tiers import NoTiers, StoreTiers
 from kvfleet.worker.vllm.restore_checks import RestoreChecks
 from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.server_facts import MovedFormat, ServerFacts
 from kvfleet.worker.vllm.shared_slots import SHARED, SharedMemory, SharedSlots
+from kvfleet.worker.vllm.state_links import StateLinks, form_of
+from kvfleet.worker.vllm.state_records import StateRecords
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvfleet.worker.vllm.vllm_sequence import Sockets
@@ -92,6 +98,8 @@ class VllmBackend(Backend):
             raise InvalidRequest("vLLM workers share no cache among tenants", field="public_prefixes_file")
         if settings.vault_codec != "raw":
             raise InvalidRequest("vLLM's blocks are written as they are: raw", field="vault_codec")
+        if settings.eviction != "lru":
+            raise InvalidRequest("vLLM evicts its blocks by itself, by least recent use", field="eviction")
         self._runtime = folder = runtime_folder(settings, life)
         # What vLLM was told in an earlier life, or is told by another worker, must not lead here.
         self._life = new_process_id()
@@ -113,6 +121,7 @@ class VllmBackend(Backend):
         self._network = TierNetwork(settings, record.id, record.host, self._runtime, process.tracer)
         self._rates = StepRates()
         self._tiers: StoreTiers = NoTiers()
+        self._lender: HostLender | None = None
         if facts.moved is None:
             log.info("vLLM's blocks of this layout are kept on its device alone")
         elif facts.block_size != settings.block_size:
@@ -139,11 +148,21 @@ class VllmBackend(Backend):
             self._server.news.grant,
             lambda changes: self._engine.on_changes(changes),
         )
-        remote = self._network.remote_for(OpaqueFormat(moved.name, (moved.nbytes // 4, 1, "float32")))
+        blocks = OpaqueFormat(moved.name, (moved.nbytes // 4, 1, "float32"))
+        remote, states, form = None, None, None
+        if facts.has_states:
+            store.states = StateRecords(store.host.pool)
+            form = form_of(moved.name, facts.state_slots, moved.nbytes)
+        if store.states is None or form is not None:  # else blocks alone are of no use to others
+            remote, self._lender = self._network.remote_for(blocks, form), HostLender(store.host, blocks)
+            if store.states is not None and form is not None:
+                states = StateLinks(store.states, store.host, remote, form)
+                self._lender.states = states.lendable
         return VllmTiers(
             store, self._server.blocks, self._rates, remote, self._network.meet, settings.fleet_key.encode(),
             RestoreChecks(facts.dtype if facts.cache_dtype == "auto" else facts.cache_dtype),
-            lambda block: self._engine.discard(block),
+            lambda block: self._engine.discard(block), self._lender.lent if self._lender is not None else None, states,
+            saves_all=settings.role == "prefill", tells_all=len(facts.groups) <= 1,
         )  # fmt: skip
 
     def assemble(self, lease: Lease) -> WorkerLoop:
@@ -155,8 +174,13 @@ class VllmBackend(Backend):
             server, facts, tokenizer, bundle.stop_ids, results, lambda: changed(), f"{lease.record.epoch}-",
             self._tiers, self._rates,
         )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        addresses: tuple[str, ...] = ()
+        if self._lender is not None:
+            addresses = self._network.listen(self._lender, lambda work: soon(loop, partial(work, None)))
         lease.record = replace(
             lease.record,
+            data_plane=addresses,
             blocks=engine.facts.blocks,
             block_bytes=engine.facts.block_bytes,
             kv_format=engine.facts.kv_format,
@@ -168,6 +192,7 @@ class VllmBackend(Backend):
         )  # fmt: skip
         self._successors = Successors(one.connection, one.subjects, lease.record)
         parts.somebody_is_ready = self._successors.somebody_is_ready
+        parts.somebody_decodes = self._successors.somebody_decodes
         worker = WorkerLoop(parts, one.life.fatal, one.life.stop)
 
         def changed() -> None:
@@ -179,6 +204,8 @@ class VllmBackend(Backend):
     async def start(self, worker: WorkerLoop) -> None:
         await self._network.follow(self.process.connection, self.process.subjects, worker.record)
         self._server.watch(self._engine)
+        if isinstance(self._tiers, VllmTiers):
+            self._tiers.store.told()  # of a hybrid model, that it has no state yet
         await preload(worker.parts)
 
     async def stop(self) -> None:

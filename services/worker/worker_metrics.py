@@ -53,6 +53,11 @@ _TENANT = (
 )
 _WORKER = (
     ("moved_requests_total", "requests handed over", "hand_over.moved_total"),
+    (
+        "ahead_blocks_total",
+        "blocks of prompts at prefill workers, fetched before the request came",
+        "requests.ahead.blocks_total",
+    ),
     ("requests_total", "requests accepted", "requests.requests_total"),
     ("refused_requests_total", "requests refused", "requests.refused_total"),
     ("malformed_messages_total", "messages that could not be read", "requests.malformed_total"),

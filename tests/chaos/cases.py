@@ -16,6 +16,7 @@ from tests.chaos.history import Transport
 from tests.chaos.layout import FAKE, REAL, TENANTS
 
 VOCABULARY = 1000  # ids 10 ... of both models
+RETURN_S = 0.5  # every client says so: workers take blocks down and up while the fleet is broken
 _WORDS = [
     "the",
     "king",
@@ -132,12 +133,14 @@ class Case:
             max_tokens=self.max_tokens,
             request=request,
             priority=self.priority,
+            expect_return_s=RETURN_S,
             **said,
         )
 
     def http_body(self, turn: int, *, stream: bool, session: str = "") -> dict[str, Any]:
         """As HTTP clients say it, each route in its own words."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.sampling}
+        body["kvfleet"] = {"expect_return_s": RETURN_S}
         if (grammar := body.pop("grammar", None)) is not None:
             body["structured_outputs"] = {grammar.form.removeprefix("json_").replace("schema", "json"): grammar.text}
         if (beams := body.pop("beams", None)) is not None:
@@ -170,7 +173,7 @@ _GUEST = {
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "of": {"enum": ["sea", "rain", "night"]}},
     "required": ["name", "age", "of"],
 }
-IN_BACKGROUND = frozenset(("model", "priority", "temperature", "seed", "top_p", "top_k", "stop"))
+IN_BACKGROUND = frozenset(("model", "priority", "kvfleet", "temperature", "seed", "top_p", "top_k", "stop"))
 _WAYS: tuple[dict[str, Any], ...] = (
     {},
     {},

@@ -42,6 +42,7 @@ GRACE_S = {Role.WORKER: 12.0, Role.INGRESS: INGRESS_DRAIN_S + 10.0, Role.PLACEME
 STEP_S = {REAL: 0.025, FAKE: 0.0}  # real tokens come so slowly that faults find them on their way
 TOKEN_S = 0.0003  # and prompts take so long that to fetch what is left of a lost worker pays
 FAKE_TOKENS_PER_S = 150
+FAKE_PREFILL_TOKENS_PER_S = 2000.0  # slow enough that prompts are prefilled at their worker
 BLOCKS = 256  # on a device: so few that some are evicted
 HOST_BYTES = 16 * 2**20
 VAULT_BYTES = 32 * 2**20
@@ -260,6 +261,7 @@ def _flags(place: Place, fleet: Fleet) -> list[str]:
         flags += [f"--chaos-step-s={STEP_S[place.model]}", f"--chaos-token-s={TOKEN_S}", f"--blocks={BLOCKS}"]
         if place.model == REAL:
             return [*flags, "--dtype=float32"]
-        runner = ["--runner=fake", f"--fake-tokens-per-s={FAKE_TOKENS_PER_S}"]
+        runner = ["--runner=fake", f"--fake-tokens-per-s={FAKE_TOKENS_PER_S}", f"--role={place.half}"]
+        runner += [f"--fake-prefill-tokens-per-s={FAKE_PREFILL_TOKENS_PER_S}"]
         return [*flags, *runner, f"--served-model-name={FAKE}"]
     return []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 REAL, FAKE = "demo", "numbers"
+HALVES = ("prefill", "decode", "decode")  # of the fake one's workers, in turn
 TENANTS = ("public", "acme")  # a client each
 
 
@@ -32,6 +33,7 @@ class Place:
     model: str = ""
     has_disk: bool = False
     has_vllm: bool = False  # a server of its own is its engine
+    half: str = "both"  # of requests, that a worker is for
 
     @property
     def group(self) -> str:
@@ -51,7 +53,7 @@ class Layout:
                 *(Place(f"v{at}", Role.VAULT, has_disk=at == 0) for at in range(vaults)),
                 *(Place(f"p{at}", Role.PLACEMENT) for at in range(placements)),
                 *(Place(f"r{at}", Role.WORKER, REAL) for at in range(real)),
-                *(Place(f"f{at}", Role.WORKER, FAKE) for at in range(fake)),
+                *(Place(f"f{at}", Role.WORKER, FAKE, half=HALVES[at % len(HALVES)]) for at in range(fake)),
                 *(Place(f"i{at}", Role.INGRESS) for at in range(ingresses)),
                 *(Place(f"c{at}", Role.CLIENT) for at in range(len(TENANTS))),
             )

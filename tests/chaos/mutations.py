@@ -13,6 +13,8 @@ from typing import Any
 from unittest import mock
 
 from kvfleet.worker.serve.chat_intake import ChatIntake, TakenChat
+from kvfleet.worker.serve.hand_over import HandOver
+from kvfleet.worker.streams.records import AttemptRecord
 from kvproto.messages import Chat, Frame, GenerateRequest, Tokens
 from kvproto.streams.request_driver import RequestDriver
 from kvproto.streams.stream import Stream
@@ -81,4 +83,15 @@ def without_earlier_text_in_messages() -> Iterator[None]:
         return original(self, replace(request, output_ids=(), text_sent=0, continuations=()), chat)
 
     with mock.patch.object(ChatIntake, "take", take):
+        yield
+
+
+@contextlib.contextmanager
+def without_word_of_hand_overs() -> Iterator[None]:
+    """A worker for prompts lets go of a request after its first token, and tells nobody."""
+
+    async def let_go(self: HandOver, record: AttemptRecord) -> None:
+        await self.parts.engine.let_go([record.key], keep=False)
+
+    with mock.patch.object(HandOver, "after_prefill", let_go):
         yield

@@ -17,10 +17,9 @@ import httpx
 
 from kvfleet.worker.model.model_folder import DEMO_FOLDER
 from tests.chaos.layout import REAL
-from tests.support.vllm_server import ENGINE, VllmServer
+from tests.support.vllm_server import ENGINE, NICENESS, VllmServer
 
 PERIOD_S = 0.1
-NICENESS = 15  # a server starts all the time, and would leave none of two cores to those whose silence is a fault
 # So few blocks that some are evicted, and sequences preempted; they hold one that fills the context.
 FLAGS = ("--max-model-len", "2048", "--num-gpu-blocks-override", "96")
 

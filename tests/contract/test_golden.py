@@ -141,10 +141,24 @@ MESSAGES: dict[str, Any] = {
     ),
     "response_asked": m.ResponseAsked(b"{}", SAMPLING, "chat-x", "hermes", True, "{}", "<think>", (1, 2, 70_000)),
     "active_response": m.ActiveResponse("acme", "a" * 26, "i1", "k", -1, 2),
+    "file_head": m.FileHead("a" * 26, "in ü.jsonl", 1000, 1_763_700_000, True, 2, 1_763_800_000),
+    "batch_head": m.BatchHead(
+        "a" * 26, "k", "b" * 26, "/v1/completions", "24h", 1_763_700_000, 1_763_786_400, m.BatchStatus.EXPIRED, "i1",
+        {"for": "test"}, 9, 8, 5, 2, 12_345, 1_763_700_001, 0, 1_763_786_400,
+        (m.BatchFault("invalid_line", "must be a string", 3, "custom_id"),), True, False, 1,
+    ),
+    "queued_request": m.QueuedRequest("job-1", {"model": "m", "prompt": "ü"}, expires_unix=1_763_700_000),
+    "queued_request_of_a_line": m.QueuedRequest(
+        "b-2", {"model": "m"}, "/v1/completions", 1_763_700_000, "a" * 26, 2, "c2", "k", True
+    ),
+    "queued_result": m.QueuedResult("job-1", 1_763_700_000, 200, "{}", custom_id="c2"),
+    "queued_result_of_an_error": m.QueuedResult("job-1", 1_763_700_000, code="expired", message="too late"),
+    "place_request_of_spare_work": m.PlaceRequest("a" * 26, "m", (1, 2), priority=-100, spare=True),
     "placement_stats": m.PlacementStats("p1", "ring", ("w1", "w2"), 10, 1, 2, 3),
     "placement_stats_hits": m.PlacementStats("p1", "cost", ("w1",), 10, 1, 2, 3, 1000, 600, 700, 120, 5000, 1),
     "snapshot_request_all_tiers": m.SnapshotRequest(),
     "snapshot_part_of_several": m.Snapshot("e", 99, m.Tier.HOST, 2, 3, 1, HASHES[0]),
+    "snapshot_of_states": m.Snapshot("e", 99, m.Tier.STATE, 1, 2, 2**63, b"".join(HASHES), 2**62),
     "worker_record_public_prefixes": replace(
         RECORD,
         block_bytes=393_216,
@@ -165,6 +179,15 @@ MESSAGES: dict[str, Any] = {
     ),
     "producer_request_of_beams": m.ProducerRequest(prompt="x", n=2, beams=m.Beams(2)),
     "worker_record_loading": replace(RECORD, loading=m.Loading("loading weights", 3_221_225_472, 16_060_522_496, 7)),
+    "worker_record_role": replace(RECORD, role=m.WorkerRole.PREFILL),
+    "place_request_successor": m.PlaceRequest("r", "m", (1, 2), attempt=1, excluded=("p",), successor="d"),
+    "placement_then": m.Placement("r", "p", 0, then="d"),
+    "generate_request_then": m.GenerateRequest(
+        **KEY, model="m", inbox="_ing.i1.b", prompt_ids=(1, 2), sampling=m.Sampling(8), then="d"
+    ),
+    "generate_request_ahead": m.GenerateRequest(
+        **KEY, model="m", inbox="_ing.i1.b", prompt_ids=(1, 2), sampling=m.Sampling(8), source="p", ahead=True
+    ),
     "worker_record_engine": replace(RECORD, engine="vllm", engine_pid=4712),
     "heartbeat_restore_rates": replace(
         HEARTBEAT, rates=m.Rates(1234.5, 17.25, 270.0, {"host": 8e9, "vault": 1.5e8})
@@ -184,6 +207,16 @@ MESSAGES: dict[str, Any] = {
     "explain_request_any_tenant": m.ExplainRequest("a" * 26),
     "explain_request_newest": m.ExplainRequest("", "acme", 50, "org/model"),
     "explanation_timed": m.Explanation("p1", (replace(DECISION, actual=replace(DECISION.actual, total_s=1.5)),)),
+    "return_expected": m.ReturnExpected(**WHO, session="chat-\u00fc", soonest_s=12.5, latest_s=90.0),
+    "producer_request_that_comes_back": m.ProducerRequest(prompt="x", session="s", expect_return_s=30.0),
+    "worker_record_of_pauses": replace(RECORD, pauses=True),
+    "heartbeat_of_pauses": replace(
+        HEARTBEAT,
+        load=m.Load(paused=3, brought_blocks_total=70_000, given_back_blocks_total=16, saved_s_total=12.5),
+    ),
+    "milestones_of_a_return": m.Milestones("w1", "e", (m.Milestone(**WHO, passed=m.Passed.STARTED, saved_s=1.5),), 7),
+    "explanation_of_a_return": m.Explanation("p1", (replace(DECISION, actual=m.Actual(True, saved_s=1.5)),)),
+    "placement_stats_of_pauses": m.PlacementStats("p1", "cost", (), 1, 0, 0, 0, paused=3, saved_s_total=12.5),
     "explanation_part": m.Explanation("p1", (DECISION,), True),
     "explanation": m.Explanation("p1", (DECISION, replace(DECISION, expected_ttft_s=None, actual=m.Actual()))),
 }  # fmt: skip
@@ -233,6 +266,14 @@ EVENTS = m.KvEvents(
     7,
     (m.TierEvents(m.Tier.DEVICE, False, (m.BlockRun(HASHES[0], HASHES[1:]),)), m.TierEvents(m.Tier.HOST, True, ())),
 )
+STATE_EVENTS = m.KvEvents(
+    "e",
+    8,
+    (
+        m.TierEvents(m.Tier.STATE, True, (m.BlockRun(b"", HASHES[:1]),)),
+        m.TierEvents(m.Tier.STATE, False, (m.BlockRun(b"", HASHES[1:]),)),
+    ),
+)
 
 
 def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
@@ -247,6 +288,7 @@ def _golden() -> dict[str, tuple[bytes, Any, Callable[[bytes], Any]]]:
     out["frames_scores"] = (codec.encode_frames([SCORES]), [SCORES], codec.decode_frames)
     out["frames_stop_token"] = (codec.encode_frames(STOPPED), STOPPED, codec.decode_frames)
     out["events"] = (codec.encode_events(EVENTS), EVENTS, decode_events)
+    out["events_of_states"] = (codec.encode_events(STATE_EVENTS), STATE_EVENTS, decode_events)
     for as_json in (False, True):
         kind = "json" if as_json else "msgpack"
         request = MESSAGES["producer_request"]
@@ -279,11 +321,12 @@ def test_golden_bytes_stay_readable(name: str) -> None:
     assert read((FOLDER / f"{name}.bin").read_bytes()) == expected
 
 
-def test_placement_reads_golden_events() -> None:
-    changes = read_changes((FOLDER / "events.bin").read_bytes())
-    assert (changes.epoch, changes.seq) == (EVENTS.epoch, EVENTS.seq)
-    assert [(one.removed, one.hashes.tobytes()) for one in changes.changes] == [
-        (one.removed, b"".join(h for run in one.runs for h in run.hashes)) for one in EVENTS.changes
+@pytest.mark.parametrize(("name", "events"), [("events", EVENTS), ("events_of_states", STATE_EVENTS)])
+def test_placement_reads_golden_events(name: str, events: m.KvEvents) -> None:
+    changes = read_changes((FOLDER / f"{name}.bin").read_bytes())
+    assert (changes.epoch, changes.seq) == (events.epoch, events.seq)
+    assert [(one.tier, one.removed, one.hashes.tobytes()) for one in changes.changes] == [
+        (one.tier.number, one.removed, b"".join(h for run in one.runs for h in run.hashes)) for one in events.changes
     ]
 
 

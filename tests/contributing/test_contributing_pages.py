@@ -49,7 +49,7 @@ def run(tree: Path, *command: str, **env: str) -> None:
     uncompiled = {"NUMBA_DISABLE_JIT": "1", "PYTEST_ADDOPTS": "--part quick -W ignore::RuntimeWarning"}
     env = {**os.environ, "PYTHONPATH": f"{tree / 'libs'}:{tree}", **uncompiled, **env}
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=tree, env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", *command], cwd=tree, env=env, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

@@ -104,7 +104,7 @@ def _engine() -> Any:
 
 
 def _vault() -> Any:
-    return SimpleNamespace(store=_whatever(), server=_whatever())
+    return SimpleNamespace(store=_whatever(), server=_whatever(), states=_whatever())
 
 
 def _of_ingress() -> dict[str, Exported]:

@@ -8,7 +8,7 @@ from kvproto.block_hash import pack_ids
 from tests.dst.world import Vault, World
 from tests.support.fake_fleet import FakeWorker
 
-RUN = 6  # tokens in a row that no other text has
+RUN = 8  # tokens in a row that no other text has: of `text_of`, 7 may be in two
 
 
 def found(world: World, texts: list[str]) -> Iterator[str]:

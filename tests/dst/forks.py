@@ -9,12 +9,11 @@ import os
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from tests.chaos.history import Answer
 from tests.dst import guard
 from tests.dst.plan import Plan
-from tests.dst.trial import Outcome, Trial, run
+from tests.dst.trial import Answers, Outcome, Trial, run
 
 # Without what Python does after a fork: it would call all simulated threads dead.
 _fork: Callable[[], int] = ctypes.PyDLL(None).fork
@@ -23,7 +22,8 @@ _fork: Callable[[], int] = ctypes.PyDLL(None).fork
 class Runner:
     """`outcomes` may be called again and again. Owns the children, and the fleet that is ready."""
 
-    def __init__(self, answers: dict[tuple[str, int], Answer], jobs: int) -> None:
+    def __init__(self, answers: Mapping[bool, Answers], jobs: int) -> None:
+        """`answers`: of models that are hybrid, and that are not."""
         self._answers, self._jobs = answers, jobs
         self._ready: Trial | None = None
         gc.disable()
@@ -53,7 +53,7 @@ class Runner:
         os.close(reader)
         guard.begin()
         try:
-            found = run(plan, self._answers, ready, traces=traces)
+            found = run(plan, self._answers[plan.hybrid], ready, traces=traces)
         except BaseException:  # noqa: BLE001 - the parent tells it
             found = Outcome([f"crash: {traceback.format_exc()}"])
         data = pickle.dumps(found)

@@ -13,6 +13,7 @@ FLEET = {"f": 4, "p": 2, "v": 2, "i": 2}  # workers, placements, vaults, ingress
 CLIENTS = dict(zip(TENANTS, ("c0", "c1"), strict=True))
 BARE = "b0"
 HTTP = ("h0", "h1")  # the second one where there are two regions: sessions and responses are of one
+HYBRID_SEED = 40  # the first one
 BROKEN_S = 32.0  # until when faults begin and end
 
 
@@ -33,6 +34,11 @@ class Plan:
     @property
     def regions(self) -> tuple[str, ...]:
         return ("east", "west") if self.group % 4 == 3 else ("",)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the model has recurrent states."""
+        return self.group % 6 == HYBRID_SEED // 8
 
     @classmethod
     def of(cls, seed: int) -> Plan:

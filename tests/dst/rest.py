@@ -45,6 +45,8 @@ def _of(process: Process, workers: set[str], vaults: set[str]) -> Iterator[str]:
             yield f"knows the vaults {sorted(known)}"
     elif isinstance(made, Vault):
         yield from _balanced("store", made.store.check_integrity)
+        if made.loop.states is not None:
+            yield from _balanced("states", made.loop.states.check_integrity)
         if made.thread is not None:
             yield from _balanced("disk", made.thread.disk.check_integrity)
     elif isinstance(made, PlacementLoop):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
+from kvfleet.worker.serve.loop import ENGINE_FAILED
 from tests.chaos import schedule as chaos
 from tests.chaos.behaviour import PLAIN
 from tests.chaos.checker import check
@@ -19,7 +20,7 @@ from tests.dst.callers import Callers
 from tests.dst.cases import Request, cases
 from tests.dst.hub import Stuck
 from tests.dst.ingresses import ingress
-from tests.dst.plan import CLIENTS, Plan, names_in
+from tests.dst.plan import CLIENTS, HYBRID_SEED, Plan, names_in
 from tests.dst.rest import faults_at_rest
 from tests.dst.schedule import Fault, Kind
 from tests.dst.timeline import Timeline
@@ -41,6 +42,9 @@ _AS_CHAOS = {
 }  # fmt: skip
 
 
+Answers = dict[tuple[str, int], Answer]
+
+
 @dataclass(slots=True)
 class Outcome:
     wrong: list[str] = field(default_factory=list)
@@ -50,7 +54,7 @@ class Outcome:
 
 class Trial:
     def __init__(self, plan: Plan) -> None:
-        self.world = world = World(plan.group, plan.regions)
+        self.world = world = World(plan.group, plan.regions, hybrid=plan.hybrid)
         self.group, self.fleet = plan.group, plan.fleet
         makers = {"f": world.worker, "p": world.placement, "v": world.vault, "i": partial(ingress, world, world.web)}
         self.begins: dict[str, Begin] = {name: partial(makers[name[0]], name) for name in names_in(plan.fleet)}
@@ -75,9 +79,9 @@ class Trial:
         )
 
 
-def learn() -> dict[tuple[str, int], Answer]:
+def learn(*, hybrid: bool) -> Answers:
     """The right answers, of a fleet that nothing happens to."""
-    trial = Trial(Plan(0, (), ()))
+    trial = Trial(Plan(HYBRID_SEED if hybrid else 0, (), ()))
     trial.start()
     tasks = [trial.callers.ask(Request(0.2 * at, case, PLAIN)) for at, case in enumerate(cases())]
     trial.world.hub.run(lambda: all(task.done() for task in tasks), 300.0)
@@ -92,7 +96,7 @@ def learn() -> dict[tuple[str, int], Answer]:
     return answers
 
 
-def run(plan: Plan, answers: dict[tuple[str, int], Answer], trial: Trial, *, traces: bool = False) -> Outcome:
+def run(plan: Plan, answers: Answers, trial: Trial, *, traces: bool = False) -> Outcome:
     """Of a fleet that has just started. `traces`: the lines have the messages that a failure is about."""
     world, hub, found = trial.world, trial.world.hub, Outcome()
     hub.random.seed(plan.seed)
@@ -133,6 +137,7 @@ def run(plan: Plan, answers: dict[tuple[str, int], Answer], trial: Trial, *, tra
             f"{process.place.name}: {one.get('message')} {one.get('exception')!r}" for one in process.loop.unhandled
         ]
     found.lines += [f"{told} ended by itself" for told in world.fatals]
+    found.wrong += [told for told in world.fatals if ENGINE_FAILED in told]  # its requests went on elsewhere
     for exchange in trial.callers.exchanges:
         pieces = [(one.at, one.ids, one.text) for one in exchange.pieces]
         found.lines.append(f"request {exchange.number} {exchange.case} {exchange.workers} {exchange.refusals} {pieces}")

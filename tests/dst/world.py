@@ -24,6 +24,7 @@ from kvfleet.placement.loop import PlacementLoop, PlacementParts
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
 from kvfleet.vault.loop import VaultLoop
+from kvfleet.vault.store.pools import VaultPools
 from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.engine import engine
 from kvfleet.worker.engine.bundle import read_bundle
@@ -175,10 +176,10 @@ class Process:
 
 class World:
     """`regions`: by the first letter and number of a name, where its process is; every second one of a kind is in the
-    second region, if there are two."""
+    second region, if there are two. `hybrid`: the model has recurrent states."""
 
-    def __init__(self, seed: int, regions: Sequence[str] = ("",)) -> None:
-        self.hub = Hub(seed)
+    def __init__(self, seed: int, regions: Sequence[str] = ("",), *, hybrid: bool = False) -> None:
+        self.hub, self.hybrid = Hub(seed), hybrid
         self.vault_bytes, self.blocks = VAULT_BYTES[seed % 2], BLOCKS[seed % 3]
         threads.begin(self.hub)
         self.net = SimClient.net = Net(self.hub)
@@ -322,7 +323,8 @@ class World:
             "host_bytes": 1 << 13,
             "drain_s": 0.5,
         }
-        return await fleet.start(name, SOCKETS / str(next(self._lives)), **{**chosen, **settings})
+        states = {"states": 32, "state_every": 2, "host_state_bytes": 128} if self.hybrid else {}
+        return await fleet.start(name, SOCKETS / str(next(self._lives)), **{**chosen, **states, **settings})
 
     async def vault(self, name: str, *, has_disk: bool = False) -> Vault:
         prefix = inbox_prefix(VAULT_INBOX, name)
@@ -337,10 +339,12 @@ class World:
             thread = DiskThread(disk)
             store = VaultStore(self.vault_bytes, thread, on_disk=found)
             thread.start(store)
-        server = DataPlaneServer(store, ring, name, tcp=("127.0.0.1", 0))
+        states = VaultStore(self.vault_bytes) if self.hybrid else None
+        pools = store if states is None else VaultPools(store, states)
+        server = DataPlaneServer(pools, ring, name, tcp=("127.0.0.1", 0))
         bucket = await Bucket.open(connection, home.subjects.members_bucket)
         record = replace(member_record(Role.VAULT, name), inbox=prefix)
-        loop = VaultLoop(connection, home.subjects, Lease(bucket, record), store, server, self.fatal)
+        loop = VaultLoop(connection, home.subjects, Lease(bucket, record), store, server, self.fatal, states=states)
         await loop.start()
         return Vault(loop, store, thread)
 

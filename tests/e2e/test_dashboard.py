@@ -163,7 +163,7 @@ async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: PageFle
             "performance.getEntriesByType('resource').filter((one) => one.initiatorType === 'fetch')"
             ".map((one) => [one.name, one.startTime, one.responseEnd])"
         )
-        polled = sorted(one[1:] for one in asked if "/chat/" not in one[0])
+        polled = sorted(one[1:] for one in asked if "/chat/" not in one[0] and "/sessions/" not in one[0])
         assert len(polled) >= 8
         assert all(before[1] <= after[0] for before, after in pairwise(polled)), polled
 
@@ -182,7 +182,8 @@ async def test_what_it_shows_and_a_conversation(browser: Browser, fleet: PageFle
     await until(lambda: not fleet.workers.workers["w0"].thread.engine.scheduler.running)
     await asyncio.to_thread(one_at_a_time)
     await asyncio.to_thread(refused)
-    assert all("status of 400" in one for one in browser.problems), browser.problems
+    not_kept_yet = f"status of 404 (Not Found) {served.url}/sessions/"  # where the first turn is slow to end
+    assert all("status of 400" in one or not_kept_yet in one for one in browser.problems), browser.problems
     assert await asyncio.to_thread(browser.run, "document.title") == "kvfleet"
 
 

@@ -186,7 +186,9 @@ async def test_without_a_successor_blocks_wait_in_a_vault(fleet: Deployment) -> 
         await asyncio.wait_for(stream, LIMIT_S)
         assert ended == [coming]
         assert len(ids) == tokens
-        assert metric(coming, "kvfleet_worker_recomputed_tokens_total") <= BLOCK, fleet.logs()
+        tiers = httpx.get(f"http://127.0.0.1:{PORTS[coming]}/metrics").text.splitlines()
+        told = "\n".join(line for line in tiers if line.startswith("kvfleet_worker_tier") and 'tier="vault"' in line)
+        assert metric(coming, "kvfleet_worker_recomputed_tokens_total") <= BLOCK, f"{told}\n{fleet.logs()}"
 
 
 async def test_what_only_the_leaving_worker_has_of_prefixes_in_demand_stays_in_a_vault(fleet: Deployment) -> None:

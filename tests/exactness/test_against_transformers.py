@@ -19,13 +19,13 @@ def tokens(chance: random.Random, count: int) -> list[int]:
     return [chance.randrange(VOCAB) for _ in range(count)]
 
 
-def storm(rig: Rig, seed: int, *, rate: float = 0.35, longest: int = 14) -> None:
-    """32 requests arrive at random steps: shared prefixes, later turns of earlier ones, forks within a block."""
+def storm(rig: Rig, seed: int, *, rate: float = 0.35, longest: int = 14, requests: int = REQUESTS) -> None:
+    """Requests arrive at random steps: shared prefixes, later turns of earlier ones, forks within a block."""
     chance = random.Random(seed)
     stems = [tokens(chance, chance.randint(20, 70)) for _ in range(3)]
     count = 0
-    while count < REQUESTS or rig.engine.has_work:
-        while count < REQUESTS and (chance.random() < rate or not rig.engine.has_work):
+    while count < requests or rig.engine.has_work:
+        while count < requests and (chance.random() < rate or not rig.engine.has_work):
             finished = [turn for turn in rig.turns.values() if turn.done and len(turn.ids) < 150]
             if finished and chance.random() < 0.5:
                 prompt = chance.choice(finished).ids  # the next turn, generated tokens included
@@ -40,9 +40,9 @@ def storm(rig: Rig, seed: int, *, rate: float = 0.35, longest: int = 14) -> None
         rig.step()
 
 
-def assert_exact(rig: Rig) -> None:
+def assert_exact(rig: Rig, tolerance: float = TOLERANCE) -> None:
     worst = rig.differences()
-    assert max(worst.values()) < TOLERANCE, worst
+    assert max(worst.values()) < tolerance, worst
     assert rig.check_greedy() <= sum(len(turn.outputs) for turn in rig.turns.values()) / 10_000
 
 

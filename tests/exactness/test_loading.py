@@ -52,9 +52,8 @@ OWN_CODE = r"attention in code of the model's own \(%s\)"
     ("config", "feature"),
     [
         (lambda: hf.T5Config(), "encoder-decoder"),
-        (lambda: hf.MambaConfig(), "recurrent"),
-        (lambda: hf.JambaConfig(), "recurrent"),
-        (lambda: hf.Lfm2Config(layer_types=["conv", "full_attention"], **TINY), "recurrent"),
+        (lambda: hf.MambaConfig(), "a recurrent model without attention"),
+        (lambda: hf.Lfm2Config(layer_types=["conv", "full_attention"], **TINY), "layers of type conv"),
         (lambda: hf.BloomConfig(), "ALiBi"),
         (lambda: hf.FalconConfig(alibi=True), "ALiBi"),
         (lambda: hf.GPT2Config(reorder_and_upcast_attn=True), "reorder_and_upcast_attn"),
@@ -106,10 +105,6 @@ def test_refused_by_configuration(config: Any, feature: str, tmp_path: Path) -> 
         ),
         (  # its configuration does not say so
             lambda: hf.LlamaConfig(rope_parameters=LONGROPE | {"long_factor": [2.0] * 8}, **TINY),
-            "mixing tokens outside attention",
-        ),
-        (
-            lambda: hf.FalconH1Config(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, **TINY),
             "mixing tokens outside attention",
         ),
         (lambda: hf.Llama4TextConfig(**LLAMA_4), "neither causal nor a sliding window"),

@@ -13,6 +13,7 @@ import torch
 from tiny_configs import VOCAB
 from tiny_models import ROOT, TOLERANCE, make_model, plain_logits
 
+from kvcpu.attention.backend import CpuBackend
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model import runner as runner_module
@@ -75,7 +76,7 @@ def tokens(chance: random.Random, count: int) -> list[int]:
     return [chance.randrange(VOCAB) for _ in range(count)]
 
 
-def test_chunked_beside_others_and_again(model: Any, backend: AttentionBackend) -> None:
+def chunked_beside_others_and_again(model: Any, backend: AttentionBackend) -> None:
     chance = random.Random(1)
     engine = engine_of(model, backend, budget=37)
     long, short, plain = tokens(chance, 120), tokens(chance, 9), tokens(chance, 40)
@@ -86,6 +87,14 @@ def test_chunked_beside_others_and_again(model: Any, backend: AttentionBackend) 
     again = run(engine, spec_of("cached", long), spec_of("rest", long, scored=77))
     assert_scores(model, long, again["cached"])
     assert_scores(model, long, again["rest"], 76)
+
+
+def test_chunked_beside_others_and_again(representative: Any, backend: AttentionBackend) -> None:
+    chunked_beside_others_and_again(representative, backend)
+
+
+def test_every_model(model: Any) -> None:
+    chunked_beside_others_and_again(model, CpuBackend())
 
 
 def test_preempted_in_the_midst_of_prompts(representative: Any, backend: AttentionBackend) -> None:

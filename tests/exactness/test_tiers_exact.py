@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ROOT, TOLERANCE, Rig, Turn
+from tiny_models import ROOT, TOLERANCE, Rig, Turn, make_model
 
 from kvfleet.vault.disk.disk import DiskStore
 from kvfleet.vault.disk.disk_thread import DiskThread
+from kvfleet.vault.store.pools import VaultPools
 from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.blocks.block_codec import BlockShape, warm_up
-from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
+from kvfleet.worker.blocks.chain_location import ChainLocation, StateForm, names_of
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model import runner as runner_module
 from kvfleet.worker.model.attention.interface import AttentionBackend
@@ -28,11 +29,13 @@ from kvfleet.worker.port.outputs import SequenceStarted, StepResult
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.tiers import break_even
 from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.host_states import HostStates
+from kvfleet.worker.tiers.offloader import Chain
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress
 from kvfleet.worker.tiers.tiers import Tiers
 from kvfleet.worker.tiers.transfers import RemoteSettings
-from kvproto.block_hash import chain
+from kvproto.block_hash import chain, state_after
 from kvproto.dataplane.block import BlockCodec
 from kvproto.dataplane.keys import KeyRing
 from kvproto.dataplane.server import DataPlaneServer
@@ -52,15 +55,25 @@ Close = Callable[[], None]
 class TieredRig(Rig):
     """Keeps everything that goes down, and finds out by itself what vaults and its peer have."""
 
-    def __init__(self, model: Any, remote: RemoteTiers, backend: AttentionBackend, *, host: int = 64) -> None:
+    pools: VaultPools  # of its own vault
+
+    def __init__(
+        self, model: Any, remote: RemoteTiers, backend: AttentionBackend, *, host: int = 64, host_states: int = 12
+    ) -> None:
         super().__init__(model, backend=backend, blocks=64)
         memory = self.runner.memory
         self.host = HostTier(memory.host_memory(host * memory.block_bytes), memory.block_bytes, SIZE)
         self.remote, self.peer = remote, ""
-        self.tiers = Tiers(self.pool, memory, self.host, remote)
+        states = self.host_states(host_states)
+        self.tiers = Tiers(self.pool, memory, self.host, remote, states=states)
         self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
         self.engine = Engine(self.runner, self.pool, self.scheduler, IdDetokenizer(), tiers=self.tiers)
         self.started: dict[str, SequenceStarted] = {}
+
+    def host_states(self, places: int) -> HostStates | None:
+        if self.slots is None or (states := self.runner.state_memory) is None:
+            return None
+        return HostStates(self.slots, states, self.runner.memory.host_memory(places * states.block_bytes))
 
     def add(self, name: str, prompt: Any, max_tokens: int = 4, **sampling: Any) -> Turn:
         exact = bool(sampling.pop("exact", False))
@@ -78,7 +91,7 @@ class TieredRig(Rig):
         return result
 
     def run(self) -> None:
-        while self.engine.has_work or self.tiers.restorer.waiting:
+        while self.engine.has_work or self.tiers.waiting:
             self.engine.maintain()
             if self.engine.has_work:
                 self.step()
@@ -91,8 +104,7 @@ class TieredRig(Rig):
         return {tier.value: tokens for tier, tokens in self.started[name].restored.items()}
 
     def settle(self) -> None:
-        offloader = self.tiers.offloader
-        while offloader.has_work or offloader.held_on_host():
+        while not self.tiers.is_settled:
             self.engine.maintain()
             time.sleep(0.0005)
 
@@ -104,6 +116,8 @@ class TieredRig(Rig):
         self.settle()
         for pool in [self.pool, *([self.host.pool] if self.host and host else [])]:
             pool.release(pool.allocate(pool.available))
+        if host and self.tiers.states is not None:
+            self.tiers.states.forget([block_hash for block_hash, _ in self.tiers.states.items()])
 
     def blocks(self) -> list[bytes]:
         found = self.pool.chain_to(chain(ROOT, HISTORY, SIZE))
@@ -143,15 +157,22 @@ def make_tiered(
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
 
-    def make(model: Any, *, codec: BlockCodec = BlockCodec.RAW) -> TieredRig:
+    def make(model: Any, *, codec: BlockCodec = BlockCodec.RAW, vaults: list[SourceAddress] | None = None) -> TieredRig:
         plain = Rig(model, backend=backend, blocks=4)
+        kept = plain.runner.state_memory
+        states = None if kept is None else StateForm(kept.kv_format, kept.block_bytes, 2)
         shape = BlockShape(*plain.runner.memory.rows)
         kv_format = plain.runner.memory.kv_format
-        settings = RemoteSettings(f"w{len(closing)}", "here", kv_format, shape, codec, look_limit_s=LIMIT_S)
+        settings = RemoteSettings(
+            f"w{len(closing)}", "here", kv_format, shape, codec, look_limit_s=LIMIT_S, states=states
+        )
         remote = RemoteTiers(settings, ring)
         closing.append(remote.close)
-        remote.set_vaults([serve(VaultStore(MEMORY), f"v{len(closing)}", ring, folder, closing)])
+        pools = VaultPools(VaultStore(MEMORY), VaultStore(MEMORY))
+        closing.append(pools.check_integrity)
+        remote.set_vaults([serve(pools, f"v{len(closing)}", ring, folder, closing)] if vaults is None else vaults)
         rig = TieredRig(model, remote, backend)
+        rig.pools = pools
         closing.append(rig.tiers.close)
         rig.until_known(Tier.VAULT)
         return rig
@@ -268,3 +289,106 @@ def test_a_damaged_block_on_the_host_is_seen_in_the_logits(
     view[: len(view) // 2] = bytes(len(view) // 2)
     assert rig.turn("restored", TURN) == {"host": CACHED}
     assert rig.differences()["restored"] > TOLERANCE
+
+
+# ------------------------------------------------------------------ hybrid models: blocks, and the state behind them
+
+STATES_AT = 4 * SIZE  # of TURN's prompt the deepest point where one is kept
+HYBRID_TOLERANCE = 3e-3  # as in test_hybrid
+
+
+@pytest.fixture(params=["granite_hybrid", "qwen3_next"])
+def hybrid(request: pytest.FixtureRequest) -> Any:
+    return make_model(request.param)
+
+
+def check_hybrid(rig: TieredRig) -> None:
+    assert max(rig.differences().values()) < HYBRID_TOLERANCE
+    rig.check_greedy()
+    rig.engine.check_integrity()
+
+
+def test_a_hybrid_models_blocks_and_state_come_from_a_vault_to_another_worker(
+    hybrid: Any, make_tiered: Callable[..., TieredRig]
+) -> None:
+    first = make_tiered(hybrid)
+    first.turn("first", HISTORY)
+    first.settle()
+    assert len(first.pools.states.table.resident) == 2
+    assert len(first.pools.blocks.table.resident) == 5
+    other = make_tiered(hybrid, vaults=[one.address for one in first.remote._vaults.values()])
+    slow_to_compute(other)
+    assert other.turn("there", TURN) == {"vault": STATES_AT}
+    assert other.started["there"].cached_tokens == STATES_AT
+    assert other.blocks()[:4] == first.blocks()[:4]
+    first.turn("here", TURN)
+    here, there = first.logits["here"], other.logits["there"]
+    assert all(torch.equal(here[at], there[at]) for at in range(STATES_AT, len(TURN)))
+    check_hybrid(other)
+
+
+def test_a_hybrid_models_state_of_a_vault_that_is_wrong_is_a_miss_and_counted(
+    hybrid: Any, make_tiered: Callable[..., TieredRig]
+) -> None:
+    rig = make_tiered(hybrid)
+    slow_to_compute(rig)
+    rig.turn("first", HISTORY)
+    rig.flush()
+    deepest = state_after(chain(ROOT, HISTORY, SIZE)[3])
+    entry = rig.pools.states.table.resident[deepest]
+    entry.view[7] ^= 1
+    assert rig.turn("again", TURN) == {"vault": STATES_AT // 2}
+    assert rig.engine.load().tiers["state"].failures_total == {"checksum": 1}
+    assert rig.engine.load().tiers["vault"].failures_total["checksum"] == 1
+    check_hybrid(rig)
+
+
+def test_a_hybrid_models_vault_forgets_states_with_their_blocks(
+    hybrid: Any, make_tiered: Callable[..., TieredRig]
+) -> None:
+    rig = make_tiered(hybrid)
+    rig.turn("first", HISTORY)
+    rig.settle()
+    rig.engine.kv.erase(ROOT, rig.turns["first"].ids)
+    wait_until(lambda: not (rig.pools.blocks.table.resident or rig.pools.states.table.resident))
+    assert rig.turn("again", HISTORY) == {}
+    assert rig.started["again"].cached_tokens == 0
+
+
+def test_a_hybrid_models_peer_lends_blocks_and_state(
+    hybrid: Any, make_tiered: Callable[..., TieredRig], ring: KeyRing, tmp_path: Path, closing: list[Close]
+) -> None:
+    owner, other = make_tiered(hybrid), make_tiered(hybrid)
+    slow_to_compute(other)
+    owner.turn("first", HISTORY)
+    owner.settle()
+    store = PeerStore(owner.tiers, lambda work: work(owner.engine))  # its engine is at rest
+    other.remote.set_peers([serve(store, "w-owner", ring, tmp_path / "run", closing)])
+    other.peer = "w-owner"
+    other.until_known(Tier.PEER)
+    assert other.turn("pulled", TURN) == {"peer": STATES_AT}
+    check_hybrid(other)
+
+
+def test_a_hybrid_models_answer_goes_on_from_the_vault_after_its_workers_death(
+    hybrid: Any, make_tiered: Callable[..., TieredRig]
+) -> None:
+    """What a running sequence's protection gave the vault is all that is left of it."""
+    first = make_tiered(hybrid)
+    first.add("dies", HISTORY, 30)
+    while len(first.turns["dies"].outputs) < 14:
+        first.engine.maintain()
+        first.step()
+    (sequence,) = first.scheduler.running
+    first.tiers.offloader.offer_chain(Chain(ROOT, sequence.hashes, sequence.filled))
+    first.settle()
+    done = list(first.turns["dies"].outputs)
+    other = make_tiered(hybrid, vaults=[one.address for one in first.remote._vaults.values()])
+    slow_to_compute(other)
+    restored = other.turn("goes on", HISTORY + done, max_tokens=30 - len(done))
+    assert restored == {"vault": 6 * SIZE}
+    plain = Rig(hybrid)
+    plain.add("whole", HISTORY, 30)
+    plain.run()
+    assert done + other.turns["goes on"].outputs == plain.turns["whole"].outputs
+    check_hybrid(other)

@@ -55,6 +55,25 @@ _BEHIND_PADDING: dict[str, Any] = _BASE | {
     "vocab_size": VOCAB + 1, "pad_token_id": VOCAB, "max_position_embeddings": VOCAB + 1 + CONTEXT,
 }  # fmt: skip
 
+_HYBRID: dict[str, Any] = _GROUPED | {"num_hidden_layers": 4}
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+}  # fmt: skip
+
+HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {  # recurrent layers beside attention
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **_HYBRID, **_EXPERTS, **_DELTA, head_dim=16, shared_expert_intermediate_size=32, decoder_sparse_step=1
+    ),
+    "granite_hybrid": lambda: hf.GraniteMoeHybridConfig(
+        **_HYBRID, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, mamba_n_heads=8,
+        mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=32, layer_types=["linear_attention", "full_attention"] * 2,
+        position_embedding_type="rope", logits_scaling=1.0, attention_multiplier=0.25,
+    ),
+    "falcon_h1": lambda: hf.FalconH1Config(
+        **_HYBRID, head_dim=16, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_chunk_size=32,
+    ),
+}  # fmt: skip
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     # full attention: grouped-query, multi-query, biases, norms, tied and untied heads
     "llama": lambda: hf.LlamaConfig(**_BASE),

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_configs import CONFIGS
+from tiny_configs import CONFIGS, HYBRIDS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.state_slots import StateSlots
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.assembly import trial_logits
 from kvfleet.worker.model.attention.interface import AttentionBackend
@@ -41,7 +42,7 @@ def make_model(name: str) -> Any:
     """A random fp32 model in evaluation mode; the same one each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config((CONFIGS | HYBRIDS)[name](), dtype=torch.float32).eval()
         for weight, values in model.named_parameters():
             if weight.endswith("sinks"):  # which a new model may have at zero
                 values.data.normal_(1.0, 2.0)
@@ -75,12 +76,14 @@ class NotingRunner(TorchRunner):
         self.noted: list[tuple[Slice, Tensor]] = []
 
     def run(self, slices: Sequence[Slice]) -> list[Drawn]:
-        with torch.inference_mode():
-            batch = RaggedBatch.of(slices, self.block_size)
+        batch = RaggedBatch.of(slices, self.block_size)
+        with torch.inference_mode(), self._mixing(batch) as states:
             logits = self.logits(batch, np.arange(len(batch.ids)))
             for first, part in zip(batch.first, slices, strict=True):
                 self.noted.append((part, logits[first : first + len(part.ids)].cpu()))
             drawn = iter(sample(logits[torch.from_numpy(batch.rows)], batch.draws))
+            if states is not None:
+                states.commit()
         return [None if part.draw is None else next(drawn) for part in slices]
 
 
@@ -116,6 +119,8 @@ class Rig:
         slots: int = 64,
         quantized: bool = False,
         detokenizer: Detokenizer | None = None,
+        states: int = 24,
+        every: int = 2,
     ) -> None:
         self.model = model
         backend = backend or ReferenceBackend()
@@ -124,9 +129,10 @@ class Rig:
             loaded = replace(loaded, kv_shape=replace(loaded.kv_shape, quantized=True))
         if backend.name == "cpu":
             optimise(loaded.model, torch.get_num_threads(), lambda: trial_logits(loaded, block_size))
-        self.runner = NotingRunner(loaded, backend, blocks, block_size)
+        self.runner = NotingRunner(loaded, backend, blocks, block_size, states)
         self.pool = BlockPool(blocks, block_size)
-        self.scheduler = Scheduler(self.pool, token_budget=budget, slots=slots)
+        self.slots = StateSlots(states, block_size, every) if self.runner.num_states else None
+        self.scheduler = Scheduler(self.pool, token_budget=budget, slots=slots, states=self.slots)
         self.engine = Engine(self.runner, self.pool, self.scheduler, detokenizer or IdDetokenizer())
         self.turns: dict[str, Turn] = {}
         self.logits: dict[str, dict[int, Tensor]] = {}

@@ -38,6 +38,7 @@ from tests.support.waiting import LIMIT_S
 SEED = 20261122
 FORM = [status_code_conformance, content_type_conformance, response_schema_conformance, response_headers_conformance]
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/v1/responses")
+WITH_BODIES = (*GENERATING, "/sessions/{seq_id}/kv", "/v1/files", "/v1/batches")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def test_every_route_keeps_to_its_description(base: str, mode: GenerationMode) -
     for found in schema.get_all_operations():
         operation = found.ok()
         generating = operation.path in GENERATING
-        if not right and not (generating or operation.path == "/sessions/{seq_id}/kv"):
+        if not right and operation.path not in WITH_BODIES:
             continue  # there is nothing that could be wrong
         checks = [*FORM, negative_data_rejection] if generating and not right else FORM
         statuses = hold(operation, mode, 40 if generating else 5, base, checks)
@@ -192,7 +193,7 @@ def test_bodies_that_are_no_json_are_told_so(base: str) -> None:
 
         @bounded(60)
         @given(
-            st.sampled_from(GENERATING),
+            st.sampled_from((*GENERATING, "/v1/batches")),
             st.binary(max_size=60) | st.builds(cut, st.integers(0, 200), st.binary(max_size=8)),
         )
         def run(path: str, body: bytes) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvproto.block_hash import child, pack_ids
-from kvproto.dataplane.block import BlockCodec, BlockHeader, kv_format
+from kvproto.block_hash import child, pack_ids, state_after
+from kvproto.dataplane.block import STATE_IDS, BlockCodec, BlockHeader, kv_format
 
 ROOT = hashlib.blake2b(b"root", digest_size=16).digest()
 OTHER_ROOT = hashlib.blake2b(b"another root", digest_size=16).digest()
@@ -44,6 +44,12 @@ def chain(length: int, *, root: bytes = ROOT, first_id: int = 0, size: int = 102
         parent = blocks[-1].hash if blocks else root
         blocks.append(block(parent, first_id + 4 * at, root=root, size=size, lossy=lossy))
     return blocks
+
+
+def state_of(block: Block) -> Block:
+    """The recurrent state at its end, as large."""
+    header = replace(block.header, hash=state_after(block.header.hash), parent=block.header.hash, ids=STATE_IDS)
+    return Block(header.sealed(block.payload), block.payload)
 
 
 def hashes(blocks: Sequence[Block]) -> list[bytes]:

@@ -120,7 +120,14 @@ async def fleet_over(
     url = servers if isinstance(servers, str) else ",".join(servers)
     subjects = Subjects()
     setup = await Connection.open(url, name="setup", inbox_prefix="_adm.t")
-    await ensure_buckets(setup, subjects, replicas=replicas, patience_s=20.0, responses_bytes=responses_bytes)
+    await ensure_buckets(
+        setup,
+        subjects,
+        replicas=replicas,
+        patience_s=20.0,
+        responses_bytes=responses_bytes,
+        batches_bytes=responses_bytes,
+    )
     await setup.close()
     started = FakeFleet(url, subjects)
     member = new_process_id()

@@ -7,11 +7,12 @@ Without it a stream of 900 tokens may be over before the test's process, on a ma
 
 from __future__ import annotations
 
+import os
 import time
 
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-STEP_S = 0.005
+STEP_S = float(os.environ.get("PACE_STEP_S", "0.005"))
 
 
 class Pace(LogitsProcessor):

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 GUARD = Path(__file__).with_name("session_guard.py")
 READY_S = 270.0  # importing torch in three processes has taken 257 s on a crowded machine
 STOP_S = 30.0
+NICENESS = 15  # in fleets: it would leave none of two cores to those whose silence is a fault
 SERVER, ENGINE, WORKER = "server", "VLLM::EngineCore", "VLLM::Worker"
 TOPIC = "kvfleet-tests"
 CONNECTOR = {

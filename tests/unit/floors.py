@@ -14,7 +14,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvfleet.ingress": (
         ("requests",), ("limits", "prompts"), ("settings",), ("runs",), ("http",), ("answers", "telemetry"),
         ("auth", "sessions"), ("parts",), ("fleet", "request_reader"), ("dashboard", "run_opener"),
-        ("batch_flow",), ("request_flow",), ("responses",),
+        ("batch_flow",), ("request_flow",), ("responses",), ("batches",),
     ),
     "kvfleet.placement": (
         ("index",), ("events", "workers"), ("advice", "policies"), ("config", "record"),

@@ -9,7 +9,7 @@ import pytest
 
 from kvfleet.worker.vllm.token_routes import TokenRoutes
 from tests.support.tiny_llama import write_tiny_llama
-from tests.support.vllm_server import PACED, VllmServer, session, vllm_python
+from tests.support.vllm_server import NICENESS, PACED, VllmServer, session, vllm_python
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    server = VllmServer(tiny_llama, tmp_path_factory.mktemp("vllm"), *PACED)
+    server = VllmServer(tiny_llama, tmp_path_factory.mktemp("vllm"), *PACED, niceness=NICENESS)
     try:
         yield server.wait_ready()
     finally:

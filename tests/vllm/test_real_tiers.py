@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from kvfleet.vault.store.pools import VaultPools
 from kvfleet.vault.store.store import VaultStore
 from kvfleet.worker.blocks.block_codec import BlockShape
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
@@ -28,6 +29,8 @@ from kvfleet.worker.vllm.engine_beside import engine_beside
 from kvfleet.worker.vllm.restore_checks import RestoreChecks
 from kvfleet.worker.vllm.result_queue import ResultQueue
 from kvfleet.worker.vllm.shared_slots import SharedMemory, SharedSlots
+from kvfleet.worker.vllm.state_links import StateLinks, form_of
+from kvfleet.worker.vllm.state_records import StateRecords
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.token_routes import TokenRoutes
 from kvfleet.worker.vllm.vllm_engine import VllmEngine
@@ -81,14 +84,15 @@ class TiersRig(EngineRig):
 
     def off_host(self) -> None:
         pool = self.tiers.host.pool
-        pool.release(self.tiers.host.allocate(pool.available))
+        while pool.index.hashes():  # each time what recurrent states held is free
+            pool.release(self.tiers.host.allocate(pool.available))
 
     def from_vault(self, spec: SequenceSpec) -> SequenceSpec:
-        """As one that was handed over, so that it counts as dear to compute."""
+        """As one that was handed over, so that it counts as dear to compute, and whose answers are waited for."""
         assert self.tiers.links is not None
         names = names_of(self.root, self.hashes(spec.prompt_ids), spec.prompt_ids, BLOCK)
-        finding = self.tiers.links.look(names, exact=False, peer="", on_ready=lambda: None, limit_s=10.0)
-        return replace(spec, location=ChainLocation(names, finding, handed_over=True))
+        finding = self.tiers.links.look(names, exact=False, peer="", on_ready=lambda: None, limit_s=LIMIT_S)
+        return replace(spec, location=ChainLocation(names, finding, look_s=LIMIT_S, handed_over=True))
 
 
 Starts = Callable[..., Awaitable[TiersRig]]
@@ -116,18 +120,25 @@ async def beside(url: str, model: Path, folder: Path, sampled: int) -> TiersRig:
     await side.open()
     facts = await side.find()
     assert facts.moved is not None
-    vault = DataPlaneServer(VaultStore(1 << 28), KEYS, "v1", unix_path=sockets / "v")
+    pools = VaultPools(VaultStore(1 << 28), VaultStore(1 << 28))
+    vault = DataPlaneServer(pools, KEYS, "v1", unix_path=sockets / "v")
     vault.start()
     shape = BlockShape(facts.moved.nbytes // 4, 1, "float32")
-    links = RemoteTiers(RemoteSettings("w", "here", facts.moved.name, shape, BlockCodec.RAW), KEYS)
+    form = form_of(facts.moved.name, facts.state_slots, facts.moved.nbytes) if facts.has_states else None
+    links = RemoteTiers(RemoteSettings("w", "here", facts.moved.name, shape, BlockCodec.RAW, states=form), KEYS)
     links.set_vaults([SourceAddress("v1", "e1", "here", vault.addresses)])
     await until(lambda: links.speed(Tier.VAULT))
     memory = SharedMemory(folder / "kv", SLOTS * facts.moved.nbytes)
     host, rates = HostTier(memory.view, facts.moved.nbytes, BLOCK), StepRates()
     store = SharedSlots(memory, host, facts.moved.ranks, side.news.grant, lambda changes: engine.on_changes(changes))
+    states = None
+    assert (form is not None) is facts.has_states
+    if form is not None:
+        store.states = StateRecords(host.pool)
+        states = StateLinks(store.states, host, links, form)
     tiers = VllmTiers(
         store, side.blocks, rates, links, lambda worker: None, b"", RestoreChecks(facts.dtype, sampled),
-        lambda block: engine.discard(block),
+        lambda block: engine.discard(block), states=states, tells_all=len(facts.groups) <= 1,
     )  # fmt: skip
     prefix = f"life{os.urandom(4).hex()}-"
     engine = engine_beside(

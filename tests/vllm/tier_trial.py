@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvfleet_vllm.cache_groups import CacheGroups
 from kvfleet_vllm.tier_side import SIDES, TierSide
 from kvfleet_vllm.wire import (
     VERSION,
@@ -57,7 +58,7 @@ class Engine:
         self.sidecar = TierSidecar(folder, SLOTS, BYTES)
         self.fillings = 0
         self.engine = f"kvfleet-{os.getpid()}-{name}"
-        self.side = TierSide(lambda: EngineHello(VERSION, name, 1, "0", {}), tokens=TOKENS)
+        self.side = TierSide(lambda: EngineHello(VERSION, name, 1, "0", {}), groups=CacheGroups(TOKENS))
         self.side.pool = SimpleNamespace(blocks=[], evict_blocks=lambda blocks: None)
         self.side.formats = {0: b"f"}
         if known:

@@ -2,11 +2,15 @@
 
 It has all that decides whether bytes may be used: the tenant (root), the tokens (hash, parent, ids) and the layout
 (format, codec). The checksum covers the header and the bytes, so a damaged or wrong block is detected.
+
+A snapshot of a hybrid model's recurrent state is kept and sent as a block that follows the one at whose end it stands,
+with an id that no token has. So a vault or peer of an earlier version stores, serves and erases it unknowingly.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from operator import attrgetter
@@ -15,13 +19,16 @@ from typing import Any
 import msgpack
 import xxhash
 
-from kvproto.block_hash import HASH_BYTES, LAYOUT_VERSION, child, unpack_ids
+from kvproto.block_hash import HASH_BYTES, LAYOUT_VERSION, STATE_ID, child, pack_ids, unpack_ids
 from kvproto.errors import CodecError
 
 MAX_BLOCK_BYTES = 256 * 1024 * 1024
 # One vault keeps all blocks of an aligned run. A run's key on the ring of vaults is its first hash, as the last one
 # changes while the run grows.
 RUN_BLOCKS = 64
+
+
+STATE_IDS = pack_ids((STATE_ID,))  # of a snapshot; its parent is the block at whose end it stands
 
 
 class BlockCodec(StrEnum):
@@ -37,6 +44,15 @@ def kv_format(
     and so many of their numbers are the values."""
     more = [ranks, latent] if latent else [ranks] if ranks > 1 else []
     packed: bytes = msgpack.packb([LAYOUT_VERSION, layers, kv_heads, head_dim, block_size, dtype, *more])
+    return hashlib.blake2b(packed, digest_size=HASH_BYTES).digest()
+
+
+def state_format(blocks: bytes, parts: Sequence[tuple[int, str, int, Sequence[int], str]]) -> bytes:
+    """As `kv_format`, of recurrent states beside blocks of the format `blocks`: each part's layer, name, number, shape
+    and dtype, in the order of their bytes."""
+    packed: bytes = msgpack.packb(
+        [LAYOUT_VERSION, "state", blocks, [[*one[:3], list(one[3]), one[4]] for one in parts]]
+    )
     return hashlib.blake2b(packed, digest_size=HASH_BYTES).digest()
 
 
@@ -70,6 +86,11 @@ class BlockHeader:
     def matches(self, payload: Any) -> bool:
         """Whether these are the sealed bytes. Reads all of them, so not on an event loop."""
         return self.checksum == self.checksum_of(payload)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether these are a recurrent state's bytes."""
+        return self.ids == STATE_IDS
 
     def is_genuine(self) -> bool:
         """Whether the hash is that of these tokens after this parent."""

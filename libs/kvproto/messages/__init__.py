@@ -10,6 +10,7 @@ when a message is read and the error names the field.
 from __future__ import annotations
 
 from kvproto.messages.admin import *  # noqa: F403
+from kvproto.messages.batches import *  # noqa: F403
 from kvproto.messages.between_ingresses import *  # noqa: F403
 from kvproto.messages.chats import *  # noqa: F403
 from kvproto.messages.frames import *  # noqa: F403

@@ -8,7 +8,19 @@ from enum import StrEnum
 from typing import Annotated
 
 from kvproto.messages.requests import GenerateRequest
-from kvproto.messages.vocabulary import U64, Addresses, Count, MaxLength, Name, Range, Role, Seconds, State, Tier
+from kvproto.messages.vocabulary import (
+    U64,
+    Addresses,
+    Count,
+    MaxLength,
+    Name,
+    Range,
+    Role,
+    Seconds,
+    State,
+    Tier,
+    WorkerRole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,8 @@ class WorkerRecord:
     scores: bool = False  # it follows `Sampling.prompt_logprobs`, and may generate nothing
     beams: bool = False  # it follows `Sampling.beams`, which others would ignore
     loading: Loading | None = None  # while `state` is `starting`
+    role: WorkerRole | None = None  # None: of an older version, which neither hands over nor fetches ahead
+    pauses: bool = False  # it follows `ReturnExpected`, which others would not hear
 
     @property
     def models(self) -> dict[str, str]:
@@ -152,6 +166,10 @@ class Load:
     tiers: dict[str, TierLoad] = field(default_factory=dict)  # those below the device
     priorities: Annotated[tuple[PriorityLoad, ...], MaxLength(201)] = ()  # highest first; (): all is of priority 0
     oldest_wait_s: Seconds = 0.0  # of requests without any output yet
+    paused: Count = 0  # conversations that are expected back
+    brought_blocks_total: Count = 0  # restored while their conversations paused
+    given_back_blocks_total: Count = 0  # of them, those whose conversations did not come back in time
+    saved_s_total: Seconds = 0.0  # of restoring, which turns that came back did not wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +266,7 @@ class Milestone:
     cached: dict[str, Count] = field(default_factory=dict)  # with `started`: tokens by tier
     output_tokens: Count = 0  # with `ended`
     code: Name | None = None  # with `ended`: the error's code, if any
+    saved_s: Seconds = 0.0  # with `started`: of restoring, done while the conversation paused
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class PlacementStats:
     index_blocks: Count = 0
     workers_exact: Count = 0  # workers whose events are followed without a gap
     models: Annotated[tuple[ModelSignals, ...], MaxLength(4096)] = ()
+    paused: Count = 0  # conversations that are expected back
+    saved_s_total: Seconds = 0.0  # of restoring, done while conversations paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class Actual:
     ended: bool = False
     code: Name | None = None  # of the error it ended with
     total_s: Seconds | None = None  # from acceptance to its end
+    saved_s: Seconds = 0.0  # of restoring, done while its conversation paused
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from kvproto.messages.chats import Chat
@@ -108,6 +108,9 @@ class Sampling:
         return self.n if self.beams is None else self.beams.width
 
 
+SPARE_PRIORITY = -100  # of work that may wait: it gives way to all other work, also within a step
+
+
 @dataclass(frozen=True, slots=True)
 class PlaceRequest:
     """Asks for a worker. Tenant and model are tokens of the subject; `model` is the real name."""
@@ -129,6 +132,8 @@ class PlaceRequest:
     deadline_ms: Annotated[int, Range(0, 2**53)] | None = None  # how long the requester waits for the answer
     expires_unix_ms: Annotated[int, Range(0, 2**53)] | None = None  # when it stops, by its own clock
     reusable: Count | None = None  # leading tokens whose blocks can be used; None: all. A prompt is scored without
+    spare: bool = False  # only where a worker has nothing better to do; else it is refused, and comes again later
+    successor: Name = ""  # the worker that goes on with a handed-over request, by the plan of its first placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,7 @@ class Placement:
     elsewhere: Name = ""  # a region that may have more of the prompt than `worker`
     source_addresses: Addresses = ()  # of a source in another region
     source_seal: Annotated[bytes, MaxLength(64)] = b""  # the fleet's, on these addresses (`kvproto.regions.seal`)
+    then: Name = ""  # the worker that goes on after the first token, and is told to fetch blocks ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +193,14 @@ class GenerateRequest:
     exact: bool = False  # use no block that was ever quantised, and none computed on one
     source: Name = ""  # a worker to pull blocks from, by placement's decision
     source_tokens: Count = 0
-    handed_over: bool = False  # `source` gives up the sequence: pull its blocks whatever computing would cost
+    handed_over: bool = False  # its last worker gave it up: pull its blocks whatever computing would cost
     source_addresses: Addresses = ()  # of a source in another region
     source_seal: Annotated[bytes, MaxLength(64)] = b""
     again: bool = False  # repeated, as the answer may be lost: a known reader gets no frame twice
     scored: Count = 0  # leading tokens of the prompt that need no scores: the client has theirs
     chat: Chat | None = None  # instead of a prompt
+    then: Name = ""  # after the first token it is handed over to this worker, or another one that decodes
+    ahead: bool = False  # not to be run: `source` prefills it, and hands it over to this worker, which fetches blocks
 
     @property
     def text(self) -> str | None:
@@ -203,6 +211,11 @@ class GenerateRequest:
         if self.sampling.n == 1:
             return Continuation(self.output_ids, self.text_sent)
         return self.continuations[choice] if choice < len(self.continuations) else Continuation()
+
+    def ahead_from(self, prefiller: str) -> GenerateRequest:
+        """What the worker is told that will go on with it."""
+        told = replace(self, then="", ahead=True, watcher=None, traceparent=None)
+        return replace(told, source=prefiller, source_tokens=0, source_addresses=(), handed_over=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +259,7 @@ class ProducerRequest:
     chat_template_kwargs: Any = None
     prompt_logprobs: Annotated[int, Range(0, 128)] | None = None
     beams: Beams | None = None
+    expect_return_s: Seconds | None = None  # from this turn's end to the conversation's next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +293,16 @@ class PauseRequest:
     attempt: Count
     paused: bool
     inbox: Annotated[str, MaxLength(512)] = ""  # of the reader; "": all readers
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnExpected:
+    """A turn has ended, and its conversation is likely to go on: said to the worker that has its blocks, and heard by
+    every placement. Seconds count from now."""
+
+    tenant: Name
+    request: Name
+    attempt: Count
+    session: Name
+    soonest_s: Seconds
+    latest_s: Seconds  # then its blocks are as others

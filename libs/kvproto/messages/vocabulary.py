@@ -59,12 +59,14 @@ class Role(StrEnum):
 
 
 class Tier(StrEnum):
-    """Where a worker gets blocks from, fastest first. `peer` is another worker's device or host."""
+    """Where a worker gets blocks from, fastest first. `peer` is another worker's device or host. `state` is no place:
+    in events it tells the device's blocks behind which a hybrid model's recurrent state is kept."""
 
     DEVICE = "device"
     HOST = "host"
     VAULT = "vault"
     PEER = "peer"
+    STATE = "state"
 
     @property
     def number(self) -> int:
@@ -78,6 +80,14 @@ class Encoding(StrEnum):
     FRAMES = "frames"  # compact, possibly many sequences in one message
     MSGPACK = "msgpack"  # one map per message, ids as a list: for producers in any language
     JSON = "json"
+
+
+class WorkerRole(StrEnum):
+    """Which half of a request a worker is for, while there are workers for the other half."""
+
+    BOTH = "both"
+    PREFILL = "prefill"  # prompts, which go on elsewhere after their first token
+    DECODE = "decode"  # what comes after, and prompts that are not worth the move
 
 
 class FinishReason(StrEnum):

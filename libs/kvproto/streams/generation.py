@@ -38,6 +38,7 @@ class Generation:
     scored: int = 0  # leading tokens of the prompt whose scores the caller has
     chat: Chat | None = None  # made by `kvproto.chats.chat_of`
     response_format: ResponseFormat | None = None  # instead of a grammar in `sampling`
+    spare: bool = False  # taken only where a worker has nothing better to do, and refused (Overloaded) elsewhere
 
     @property
     def text(self) -> str | None:

@@ -34,7 +34,7 @@ from kvproto.fleet_view import RECONNECT_GRACE_S
 from kvproto.hash_ring import ring_key
 from kvproto.ids import DEFAULT_TENANT, new_request_id
 from kvproto.members import Members
-from kvproto.messages import Failed, Placement, PlaceRequest, State
+from kvproto.messages import Failed, Placement, PlaceRequest, State, WorkerRole
 from kvproto.regions import qualify, split
 from kvproto.streams.generation import ClientCounters, Generation, Trials
 from kvproto.streams.silence import PlacementBreaker
@@ -79,7 +79,7 @@ class Placer:
                 begun = bool(trials.excluded) or stream.assembly.has_begun
                 if isinstance(error, ModelNotFound) and not begun:
                     raise  # else it had a worker, which a placement that has just started does not know yet
-                waits = begun or not self.connection.is_connected or self.in_grace()
+                waits = (begun or not self.connection.is_connected or self.in_grace()) and not generation.spare
                 now = asyncio.get_running_loop().time()
                 retryable = error.retryable or isinstance(error, ModelNotFound)
                 if not (retryable and waits) or not trials.may_wait(now, RETRY_WAIT_S):
@@ -122,9 +122,11 @@ class Placer:
             priority=generation.priority,
             max_wait_s=None if begun else generation.max_wait_s,
             reusable=stream.assembly.reusable,
+            spare=generation.spare,
+            successor=stream.successor,
         )
         # A stream that has begun may go on by the ring, whatever its policy; a fresh one is refused instead.
-        insists = question.policy not in (None, RING, DIRECT) and not begun
+        insists = question.spare or (question.policy not in (None, RING, DIRECT) and not begun)
         tenant = generation.tenant
         answer = await self._ask_own(question, tenant, traceparent, insists=insists)
         while answer.region and not answer.worker:
@@ -169,8 +171,11 @@ class Placer:
             if isinstance(error, TimeoutError):  # other errors cost no time
                 self.breaker.unanswered(now())
             if insists:
-                what = f"placement does not answer, and only it can decide by the policy {question.policy!r}"
-                raise Unavailable(what, field="policy", retry_after_s=1.0) from None
+                only = "knows what is spare" if question.spare else f"can decide by the policy {question.policy!r}"
+                field = None if question.spare else "policy"
+                raise Unavailable(
+                    f"placement does not answer, and only it {only}", field=field, retry_after_s=1.0
+                ) from None
             return self._fall_back(question, tenant, f"is silent: {error}")
         if isinstance(answer, Failed):
             raise refusal(answer)
@@ -185,10 +190,15 @@ class Placer:
         if question.policy == DIRECT:
             return self._direct_placement(question)
         key = ring_key(tenant, session=question.session, prompt_ids=question.prompt_ids, prompt=question.prompt)
-        ring = self.members.ring(question.model)
+        ring, excluded = self.members.ring(question.model), question.excluded
+        ready = {view.record.id: view.record.role for view in self.members.view.ready(question.model)}
+        prefillers = tuple(name for name, role in ready.items() if role is WorkerRole.PREFILL)
+        planned = question.successor if question.successor in ready and question.successor not in excluded else None
         worker = (
-            ring.owner(key, excluded=question.excluded)
-            or ring.owner(key, excluded=question.excluded[-1:])
+            planned
+            or ring.owner(key, excluded=(*excluded, *prefillers))
+            or ring.owner(key, excluded=excluded)
+            or ring.owner(key, excluded=excluded[-1:])
             or ring.owner(key)
         )
         if worker is None:

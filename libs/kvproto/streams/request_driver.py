@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 
 from kvproto import codec
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 ACK_TIMEOUT_S = 2.0
 MOVED_WAIT_S = 0.3  # for the last tokens of an attempt that has moved, else they are generated again
+CANCELS_KEPT, CANCEL_KEPT_S = 1024, 60.0  # said again after a reconnect
 RELEASE_POLL_S = 0.25  # tokens of a successor do not wake the driver
 
 
@@ -55,6 +57,7 @@ class RequestDriver:
 
     def __post_init__(self) -> None:
         self.placer = Placer(self.connection, self.subjects, self.members, self.counters)
+        self._cancels: deque[tuple[float, str, str, bytes]] = deque(maxlen=CANCELS_KEPT)
 
     @staticmethod
     def now() -> float:
@@ -91,9 +94,12 @@ class RequestDriver:
                 stream.trusts_clocks = stream.trusts_clocks and error.field != EXPIRES
                 stream.trusts_versions = stream.trusts_versions and not isinstance(error, VersionMismatch)
                 stream.trail.attempt_ended(error, moved=False)
+                stream.successor = ""
                 if stream.assembly.terminal is None:  # it did not end by itself
                     received = stream.received or stream.assembly.next_indices
                     await self._cancel(worker, stream, stream.assembly.attempt, received)
+                    if placement.then:  # it need not fetch any more
+                        await self._cancel(placement.then, stream, stream.assembly.attempt)
                 if isinstance(error, WorkerLost) and not stream.closed:
                     self.counters.lost_total += 1
                 ended = (stream.request, stream.attempts, worker, error)
@@ -150,13 +156,14 @@ class RequestDriver:
             exact=generation.exact,
             chat=generation.chat,
             scored=assembly.scored,
+            then=placement.then,
         )
         mover = stream.mover
         if mover is not None and (held_at := self._holder(mover.worker, placement.worker)):
             held = (assembly.started.prompt_tokens if assembly.started else 0) + len(assembly.ids)
             body = replace(body, source=held_at, source_tokens=held, handed_over=True)
-        elif placement.source:
-            body = replace(body, **source_of(placement))
+        else:  # vaults have the blocks of a mover that is gone
+            body = replace(body, **source_of(placement), handed_over=mover is not None)
         view = self.members.view.workers.get(placement.worker) if stream.trusts_versions else None
         data = codec.encode(body, codec.version_of_offer(view.record, body) if view else None)
         if len(data) > self.connection.max_payload:
@@ -167,6 +174,9 @@ class RequestDriver:
         reply = self.inbox.of(stream.request, assembly.attempt)
         headers = headers_of(traceparent, self.connection.max_payload - len(data))
         await self.connection.publish(subject, data, reply=reply, headers=headers)
+        if placement.then:
+            ahead = self.subjects.worker_generate(placement.then, generation.tenant)
+            await self.connection.publish(ahead, codec.encode(body.ahead_from(placement.worker)))
 
     async def _listen(self, stream: Stream, worker: str, deadline: float) -> None:
         """Until the attempt's terminal frame is here. Raises what ends the wait early."""
@@ -231,6 +241,8 @@ class RequestDriver:
 
     async def _follow(self, stream: Stream, worker: str) -> None:
         """An attempt has moved: its worker has the blocks, unless it never began the attempt."""
+        terminal = stream.assembly.terminal
+        stream.successor = (terminal.to or "") if isinstance(terminal, Moved) else ""
         if stream.mover is not None and not _has_begun(stream):
             await self._cancel(worker, stream, stream.assembly.attempt)
             return
@@ -246,7 +258,17 @@ class RequestDriver:
     async def _cancel(self, worker: str, stream: Stream, attempt: int, received: tuple[int, ...] = ()) -> None:
         with contextlib.suppress(KvfleetError):
             message = CancelRequest(stream.request, attempt, self.inbox.batch, received)
-            await self.connection.publish(self.subjects.worker_cancel(worker, stream.tenant), codec.encode(message))
+            said = self.subjects.worker_cancel(worker, stream.tenant), codec.encode(message)
+            self._cancels.append((self.now(), stream.request, *said))
+            await self.connection.publish(*said)
+
+    async def cancel_again(self) -> None:
+        """What was on its way when the connection broke is lost, and its worker would go on for nobody: what it then
+        has of a deleted session, nobody knows of."""
+        for at, request, subject, data in list(self._cancels):
+            if self.now() - at < CANCEL_KEPT_S and request not in self.inbox.receivers:
+                with contextlib.suppress(KvfleetError):
+                    await self.connection.publish(subject, data)
 
     async def _pause(self, stream: Stream, worker: str, *, paused: bool) -> None:
         if not paused:

@@ -82,6 +82,7 @@ class Stream:
         self.placement: Placement | None = None
         self.trail = Trail()
         self.mover: Mover | None = None
+        self.successor = ""  # whom the mover has named
         self.worker: str | None = None
         self.worker_epoch: str | None = None
         self.accepted = False

@@ -25,6 +25,7 @@ from kvproto.testing.fleet_containers import FleetContainers, ImageMissing
 from kvproto.testing.nats_cluster import NatsCluster
 from kvproto.testing.nats_container import NatsContainer
 from kvproto.testing.nats_process import NatsProcess, ServerSpec
+from kvproto.work_queue import ensure_work_queue
 
 T = TypeVar("T")
 FleetFactory = Callable[..., FleetContainers]
@@ -194,8 +195,10 @@ def fleet_buckets(nats_url: str, namespace: str) -> Iterator[Subjects]:
             subjects.sessions_bucket,
             subjects.keys_bucket,
             subjects.responses_bucket,
+            subjects.batches_bucket,
         ):
             await connection.raw.jetstream().delete_key_value(bucket)
+        await connection.raw.jetstream().delete_stream(subjects.batch_stream)
 
     async def connected(work: Callable[[Connection], Awaitable[Any]]) -> None:
         connection = await Connection.open(nats_url, name="fleet-buckets", inbox_prefix="_adm.fixture")
@@ -204,7 +207,11 @@ def fleet_buckets(nats_url: str, namespace: str) -> Iterator[Subjects]:
         finally:
             await connection.close()
 
-    _run_apart(connected(lambda connection: ensure_buckets(connection, subjects)))
+    async def create(connection: Connection) -> None:
+        await ensure_buckets(connection, subjects)
+        await ensure_work_queue(connection, subjects)
+
+    _run_apart(connected(create))
     yield subjects
     _run_apart(connected(delete_buckets))
 

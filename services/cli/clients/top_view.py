@@ -125,7 +125,7 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
             "worker": _name(worker),
             "state": _name(_doing(one), "" if plain else STATE_STYLES.get(state, "")),
             "model": _name(one["model"]),
-            "engine": _name(one["engine"]),
+            "engine": _name(_kind(one)),
             "host": _name(one["host"]),
         }
         if state != "dead":
@@ -140,6 +140,12 @@ def _workers(snapshot: TopSnapshot, width: int, shown: int, *, plain: bool) -> T
             }
         rows.append(row)
     return _table(widths, ("worker", "state", "model", "engine", "host"), rows, width, plain=plain)
+
+
+def _kind(worker: Mapping[str, Any]) -> str:
+    """Its engine, and the half of requests that it is for."""
+    role = worker.get("role", "both")  # an older ingress says none
+    return str(worker["engine"]) if role == "both" else f"{worker['engine']}, {role}"
 
 
 def _doing(worker: Mapping[str, Any]) -> str:

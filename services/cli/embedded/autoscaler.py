@@ -48,12 +48,12 @@ class ScaleLimits:
 
 
 def read_limits(said: str | None) -> ScaleLimits | None:
-    """`MIN:MAX`. Raises typer.BadParameter."""
+    """`MIN:MAX`; a MIN of 0: no worker while there is nothing to do. Raises typer.BadParameter."""
     if said is None:
         return None
     low, _, high = said.partition(":")
-    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-        raise typer.BadParameter(f"{said!r} is not MIN:MAX with 1 <= MIN <= MAX", param_hint="--autoscale")
+    if not (low.isdecimal() and high.isdecimal() and int(low) <= int(high) >= 1):
+        raise typer.BadParameter(f"{said!r} is not MIN:MAX with 0 <= MIN <= MAX >= 1", param_hint="--autoscale")
     return ScaleLimits(int(low), int(high))
 
 
@@ -101,6 +101,7 @@ class LocalAutoscaler:
     spawn: Callable[[str], Child]
     workers: list[Child]  # the fleet's own
     placement_decides: bool = True
+    may_be_none: bool = False  # a fleet without a worker is at rest, not broken
     targets: dict[str, int] = field(default_factory=dict)
     wanted: deque[str] = field(default_factory=deque)  # models of workers to start; one leaves as its worker comes
     lock: threading.Lock = field(default_factory=threading.Lock)  # of both

@@ -76,7 +76,8 @@ class EmbeddedFleet:
                         forget(worker)
             if autoscaler is not None:
                 autoscaler.maintain()
-            if all(worker.given_up for worker in self.workers):
+            may_be_none = autoscaler is not None and autoscaler.may_be_none
+            if not may_be_none and all(worker.given_up for worker in self.workers):
                 raise FleetEnded("no worker is left")
 
     def stop(self) -> None:

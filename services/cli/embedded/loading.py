@@ -168,7 +168,8 @@ def wait_ready(
                     for line in lines.due(now, ready, wanted.workers, doing):
                         err.print(line)
                 others = health.get("placements", 0) >= wanted.placements and health.get("vaults", 0) >= wanted.vaults
-                if ready >= wanted.workers and others and health.get("status") == "ok":
+                serves = health.get("status") == "ok" if wanted.workers else health.get("nats")  # else requests wait
+                if ready >= wanted.workers and others and serves:
                     return True
                 stopping.wait(LOOK_EVERY_S)
         finally:

@@ -203,8 +203,9 @@ def up(
                     list_again()
                     return child
 
+                decides, none = limits is not None, limits is not None and not limits.minimum
                 scaler = LocalAutoscaler(
-                    login, namespace, served, grow, fleet.workers, placement_decides=limits is not None
+                    login, namespace, served, grow, fleet.workers, placement_decides=decides, may_be_none=none
                 )
                 fleet.autoscaler = scaler
                 scaler.thread.start()

@@ -9,10 +9,11 @@ import typer
 
 from kvfleet.cli.console import err, fail
 from kvfleet.cli.operator.operator_login import Ca, Cert, Key, Login, SeedFile
-from kvproto.buckets import RESPONSES_BYTES, RESPONSES_TTL_S, Bucket, ensure_buckets
+from kvproto.buckets import BATCHES_BYTES, RESPONSES_BYTES, RESPONSES_TTL_S, Bucket, ensure_buckets
 from kvproto.dataplane.keys import ensure_key, rotate_key
 from kvproto.errors import KvfleetError
 from kvproto.subjects import Subjects
+from kvproto.work_queue import ensure_work_queue
 
 PATIENCE_S = 10.0  # a cluster that starts at the same moment has no leader yet
 
@@ -25,6 +26,7 @@ async def create_buckets(
     async with login.connected("kvfleet-init") as connection:
         subjects = Subjects(namespace)
         differences = await ensure_buckets(connection, subjects, replicas=replicas, patience_s=PATIENCE_S, **responses)
+        differences += await ensure_work_queue(connection, subjects, replicas=replicas)
         keys = await Bucket.open(connection, subjects.keys_bucket)
         await ensure_key(keys)
         if rotate:
@@ -46,14 +48,21 @@ def init(
         int, typer.Option(min=1_000_000, help="size of all stored responses; the oldest give way")
     ] = RESPONSES_BYTES,
     responses_ttl_s: Annotated[float, typer.Option(min=1, help="how long they are kept")] = RESPONSES_TTL_S,
+    batches_bytes: Annotated[
+        int, typer.Option(min=1_000_000, help="size of all files and results of batches; a full one takes no more")
+    ] = BATCHES_BYTES,
     rotate_data_plane_key: Annotated[
         bool, typer.Option("--rotate-data-plane-key", help="a new key; the one before it stays accepted")
     ] = False,
 ) -> None:
-    """Create the fleet's buckets and data-plane key; says in one line what differs from an existing configuration."""
+    """Create the buckets, the queue and a data-plane key; says in one line what differs from what is there already."""
     login = Login(nats_url, nats_user, nats_password, nats_nkey_seed_file, nats_ca, nats_cert, nats_key)
     try:
-        stored = {"responses_bytes": responses_bytes, "responses_ttl_s": responses_ttl_s}
+        stored = {
+            "responses_bytes": responses_bytes,
+            "responses_ttl_s": responses_ttl_s,
+            "batches_bytes": batches_bytes,
+        }
         differences = asyncio.run(
             create_buckets(login, namespace, replicas=replicas, rotate=rotate_data_plane_key, **stored)
         )

@@ -63,6 +63,8 @@ def kv_size(
     window = f", window {found['window']:,}" if found["window"] else ""
     line = f"{found['model']}: {found['formula']} a token ({found['auto']}), context {found['context_length']:,}"
     out.print(line + window)
+    if found["state_bytes"]:
+        out.print(f"recurrent state of a sequence, and of each snapshot: {readable(found['state_bytes'])}")
     out.print(_table(found))
 
 

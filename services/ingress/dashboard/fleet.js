@@ -1,7 +1,7 @@
 // The line of sums on top, and each one's last minute as a sparkline.
 
 import { element } from './elements.js';
-import { NONE, count, rate, share } from './figures.js';
+import { NONE, count, milliseconds, rate, share } from './figures.js';
 
 const POINTS = 60;
 const SVG = 'http://www.w3.org/2000/svg';
@@ -40,6 +40,7 @@ export class FleetLine {
       ['queued', 'queued', 1],
       ['tokens', 'tokens/s', 1],
       ['hits', 'hit rate, last minute (all)', 1],
+      ['saved', 'restoring saved in pauses', 1],
     ]) {
       const tile = element('div');
       const value = element('dd', NONE);
@@ -73,6 +74,8 @@ export class FleetLine {
     this.show('queued', stats.load.waiting, count(stats.load.waiting));
     this.show('tokens', tokens, rate(tokens));
     this.show('hits', hits, share(hits), `(${share(stats.hit_rate)})`);
+    const saved = stats.load.saved_s_total;
+    this.show('saved', saved, milliseconds(1000 * saved), `${count(stats.load.paused)} paused`);
   }
 
   /** What everybody may know. */
@@ -82,6 +85,6 @@ export class FleetLine {
     this.show('vaults', health.vaults, count(health.vaults));
     if (models) this.show('models', models.length, count(models.length), models.join(', '));
     else this.show('models', null, NONE);
-    for (const name of ['running', 'queued', 'tokens', 'hits']) this.show(name, null, NONE);
+    for (const name of ['running', 'queued', 'tokens', 'hits', 'saved']) this.show(name, null, NONE);
   }
 }

@@ -106,6 +106,7 @@ export function explained(placement) {
       `cached: expected ${tiers(placement.expected_hit_tokens) || 'nothing'}, found ${found}; ` +
         `TTFT: expected ${milliseconds(placement.expected_ttft_ms)}, was ${milliseconds(actual.ttft_ms)}; ` +
         `queued ${milliseconds(actual.queue_ms)}; ${count(actual.output_tokens)} tokens generated; ` +
+        (actual.saved_ms ? `restored while it paused: ${milliseconds(actual.saved_ms)} saved; ` : '') +
         `${ending(actual)}; decided by ${placement.placement_id}`,
       'quiet',
     ),

@@ -19,6 +19,9 @@ function doing({ state, loading }) {
   return loading.total_bytes ? `${loading.doing} ${share(loading.weight_bytes / loading.total_bytes)}` : loading.doing;
 }
 
+/** Its engine, and the half of requests that it is for. */
+const kind = ({ engine, role }) => (role === 'prefill' || role === 'decode' ? `${engine}, ${role}` : engine);
+
 class WorkerRow extends Row {
   constructor(onDrain) {
     super(WORKER_COLUMNS);
@@ -47,7 +50,7 @@ class WorkerRow extends Row {
     this.drain.disabled = dead || state === 'draining';
     this.drain.setAttribute('aria-label', `Drain ${id}`);
     this.node.dataset.state = state;
-    this.fill([id, doing(worker), worker.model, worker.engine, worker.host, ...now]);
+    this.fill([id, doing(worker), worker.model, kind(worker), worker.host, ...now]);
     setText(this.blocks, dead ? NONE : `${count(load.blocks_used)} / ${count(load.blocks_total)}`);
     this.cells[BLOCKS].title = dead ? '' : `${count(load.blocks_used)} in use, ${count(load.blocks_cached)} cached`;
     const part = (blocks) => (dead || !load.blocks_total ? '0' : `${(100 * blocks) / load.blocks_total}%`);

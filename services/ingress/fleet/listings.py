@@ -27,6 +27,7 @@ class Listing(Enum):
 
     PLACEMENTS = "placements"
     TIMELINE = "timeline"
+    PAUSES = "pauses"
 
 
 class ListQuestion(NamedTuple):

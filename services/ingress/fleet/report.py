@@ -13,7 +13,8 @@ from kvfleet.ingress.http.answer_types import Described, Natural, told
 from kvproto.errors import InvalidRequest
 from kvproto.fleet_view import FleetView, WorkerView
 from kvproto.ids import is_token
-from kvproto.messages import Actual, Candidate, Decision, Load, Rates, Role, State, TierLoad, WorkerRecord
+from kvproto.messages import Actual, Candidate, Decision, Load, Rates, Role, State, TierLoad, WorkerRecord, WorkerRole
+from kvservice.return_times import ReturnSpan
 
 
 class ModelAnswer(Described):
@@ -50,6 +51,7 @@ class WorkerAnswer(Described):
     pid: Natural
     engine: str
     engine_pid: Natural
+    role: Literal["both", "prefill", "decode"]
     host: str
     started_unix_ms: Natural
     block_size: Natural
@@ -175,6 +177,7 @@ def _worker(view: WorkerView, address: str) -> WorkerAnswer:
         "load": asdict(load),
         "rates": asdict(rates),
         "blocks_held": held,
+        "role": (view.record.role or WorkerRole.BOTH).value,
     }
     return told(WorkerAnswer, view.record, **said)
 
@@ -255,6 +258,23 @@ class CandidateAnswer(Described):
     matched_tokens: TokensByTier
 
 
+class ToolAnswer(Described):
+    """How long conversations pause when it is called; null while too little is known."""
+
+    tool: str
+    pauses: Natural
+    soonest_s: float | None
+    latest_s: float | None
+
+
+class PausesAnswer(Described):
+    """As this ingress measured it. `restoring_saved_s` is of the last decisions that placement keeps."""
+
+    tools: list[ToolAnswer]
+    returns: Natural
+    restoring_saved_s: float
+
+
 class ActualAnswer(Described):
     accepted: bool
     cached_tokens: TokensByTier | None
@@ -264,6 +284,7 @@ class ActualAnswer(Described):
     ended: bool
     error_code: str | None
     total_ms: float | None
+    saved_ms: float
 
 
 class AttemptAnswer(Described):
@@ -357,7 +378,17 @@ def _actual(actual: Actual) -> ActualAnswer:
         ttft_ms=_ms(actual.ttft_s),
         error_code=actual.code,
         total_ms=_ms(actual.total_s),
+        saved_ms=round(actual.saved_s * 1000, 3),
     )
+
+
+def pauses_report(known: Mapping[str, tuple[int, ReturnSpan | None]], decisions: Iterable[Decision]) -> PausesAnswer:
+    tools = [
+        ToolAnswer(tool, count, None if span is None else span.soonest_s, None if span is None else span.latest_s)
+        for tool, (count, span) in sorted(known.items())
+    ]
+    saved = [one.actual.saved_s for one in decisions if one.actual.saved_s]
+    return PausesAnswer(tools, len(saved), round(sum(saved), 6))
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -16,7 +16,7 @@ from kvfleet import __version__
 from kvfleet.ingress.fleet import report
 from kvfleet.ingress.fleet.listings import Listing, Listings, ListQuestion
 from kvfleet.ingress.fleet.openapi import OPERATIONS, openapi_document
-from kvfleet.ingress.fleet.report import newest_report, placements_report, read_request_id
+from kvfleet.ingress.fleet.report import newest_report, pauses_report, placements_report, read_request_id
 from kvfleet.ingress.fleet.timeline import WorkerMoments, timeline_report
 from kvfleet.ingress.http.answer_types import told
 from kvfleet.ingress.http.exchange import Exchange, integer_query
@@ -109,6 +109,13 @@ class FleetRoutes:
     async def newest_placements(self, exchange: Exchange) -> None:
         """GET /v1/placements?limit=N&model=M: all tenants' for an admin key."""
         await self._list(exchange, Listing.PLACEMENTS)
+
+    async def pauses(self, exchange: Exchange) -> None:
+        """GET /v1/pauses?limit=N: of the caller's own tenant, whatever the key."""
+        caller = await self.parts.tenancy.identify(exchange)
+        limit = integer_query(exchange, "limit", DEFAULT_NEWEST)
+        question = ListQuestion(caller.tenant, None, limit, Listing.PAUSES)
+        await exchange.respond(200, await self.listings.ask(question))
 
     async def timeline(self, exchange: Exchange) -> None:
         """GET /v1/timeline?limit=N&model=M: the course of the last streams, and what became of workers: of all for an
@@ -244,6 +251,8 @@ class FleetRoutes:
         decisions: tuple[Decision, ...] = ()
         with contextlib.suppress(Unavailable):  # without placement an ingress knows its own streams
             decisions = await self.parts.client.newest_decisions(limit, tenant, model)
+        if listing is Listing.PAUSES:
+            return orjson.dumps(pauses_report(self.parts.pauses.times.known(tenant or ""), decisions))
         own, moments = self.parts.courses.of(tenant, model), self.moments
         now, every_worker = moments.unix_ms(), tenant is None
         return orjson.dumps(timeline_report(now, own, decisions, moments.moments, limit, every_worker=every_worker))

@@ -154,6 +154,8 @@ class Models:
     async def get(self, name: str, *, field: str = "model") -> ServedModel:
         """Raises ModelNotFound, NoWorkers, or Unavailable when no worker sends its bundle in time."""
         record = self.view.models().get(name) or self.regions.records().get(name)
+        if record is None and (kept := self._kept(name)) is not None:
+            return kept  # its placement refuses the request, and knows what waits for a worker
         if record is None:
             await self.source.miss(name)  # it may be one of this fleet that has no worker just now
             if self.view.knows(name):
@@ -163,6 +165,10 @@ class Models:
         if served is None:
             served = await asyncio.shield(self._fetch(record))
         return served if served.name == name else replace(served, name=name)  # an adapter has its model's tokenizer
+
+    def _kept(self, name: str) -> ServedModel | None:
+        """The newest of a model that had a worker until a while ago."""
+        return next((one for (model, _), one in reversed(self.bundles.items()) if model == name), None)
 
     def _prefetch(self, record: WorkerRecord) -> None:
         if record.bundle and (record.model, record.bundle) not in self.bundles:

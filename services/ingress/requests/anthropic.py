@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from kvchat.conversation import MAX_MESSAGES
 from kvchat.messages import CalledFunction, ChatMessage, ToolCall
 from kvchat.tools import FunctionName, FunctionSpec, NamedFunction, NamedTool, ToolAsk, ToolSpec
-from kvfleet.ingress.requests.asks import ANYWHERE, MAX_STOPS, Count, PlacementAsk, SamplingAsk, Share, Stop
+from kvfleet.ingress.requests.asks import ANYWHERE, MAX_STOPS, Count, FleetAsk, PlacementAsk, SamplingAsk, Share, Stop
 from kvfleet.ingress.requests.bodies import MAX_MODEL_CHARS, ChatAsk
 from kvfleet.ingress.requests.grammars import GrammarAsk
 from kvproto.errors import InvalidRequest
@@ -128,6 +128,7 @@ class MessagesAsk(CountAsk):
     stop_sequences: Annotated[tuple[Stop, ...], Field(max_length=MAX_STOPS)] = ()
     stream: Flag = False
     placement: PlacementAsk = ANYWHERE
+    kvfleet: FleetAsk | None = None
 
 
 _OTHERS: dict[str, tuple[Any, ...] | None] = {
@@ -149,7 +150,7 @@ def read_messages(body: Body) -> ChatAsk:
         stop=ask.stop_sequences,
         grammar=_grammar(ask.output_config),
     )
-    return chat_of(ask, sampling, stream=ask.stream, placement=ask.placement)
+    return chat_of(ask, sampling, stream=ask.stream, placement=ask.placement, kvfleet=ask.kvfleet)
 
 
 def read_count(body: Body) -> ChatAsk:

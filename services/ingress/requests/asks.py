@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from kvproto.errors import ContextLengthExceeded, InvalidRequest
@@ -120,6 +120,24 @@ class PlacementAsk:
 
 
 ANYWHERE = PlacementAsk()
+MAX_RETURN_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAsk:
+    """What a caller says to the fleet alone, in the field `kvfleet`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    expect_return_s: Annotated[Number, Field(ge=0, le=MAX_RETURN_S)] | None = (
+        None  # until this conversation's next turn
+    )
+
+
+def return_of(said: FleetAsk | None) -> float | None:
+    return None if said is None else said.expect_return_s
+
+
 _SAID = tuple(one.name for one in fields(SamplingAsk) if one.name in Sampling.__dataclass_fields__)
 
 

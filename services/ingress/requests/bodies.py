@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, StrictInt, Tag
 
 from kvchat.conversation import Conversation
-from kvfleet.ingress.requests.asks import ANY_COUNT, ANYWHERE, Count, PlacementAsk, SamplingAsk
+from kvfleet.ingress.requests.asks import ANY_COUNT, ANYWHERE, Count, FleetAsk, PlacementAsk, SamplingAsk
 from kvfleet.ingress.requests.beams import NO_BEAMS, BeamAsk
 from kvfleet.ingress.requests.grammars import GrammarAsk
 from kvproto.errors import InvalidRequest
@@ -67,6 +67,7 @@ class _OpenAiAsk:
     exact: Flag = False
     prompt_logprobs: Annotated[int, Whole(0, MAX_PROMPT_LOGPROBS)] | None = None
     return_token_ids: Flag = False
+    kvfleet: FleetAsk | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -192,6 +193,7 @@ class GenerateAsk:
     exact: Flag = False
     logprobs: Annotated[int, Whole(0, MAX_CHAT_LOGPROBS)] | None = None
     n: Annotated[int, Whole(1, 1)] = 1  # a session has one continuation
+    kvfleet: FleetAsk | None = None
 
 
 GENERATE = BodyForm(GenerateAsk, {"stream": (True,), "user": None, "metadata": None})

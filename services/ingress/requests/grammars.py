@@ -27,6 +27,8 @@ Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
+    __pydantic_config__ = ConfigDict(extra="forbid", json_schema_extra={"minProperties": 1})
+
     json: Schema | Source | None = None
     json_object: Flag | None = None
     regex: Source | None = None

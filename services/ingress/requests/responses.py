@@ -26,7 +26,16 @@ from kvchat.tools import (
     ToolAsk,
     ToolSpec,
 )
-from kvfleet.ingress.requests.asks import ANYWHERE, MAX_TEMPERATURE, Count, PlacementAsk, SamplingAsk, Share, Stops
+from kvfleet.ingress.requests.asks import (
+    ANYWHERE,
+    MAX_TEMPERATURE,
+    Count,
+    FleetAsk,
+    PlacementAsk,
+    SamplingAsk,
+    Share,
+    Stops,
+)
 from kvfleet.ingress.requests.bodies import (
     MAX_CHAT_LOGPROBS,
     MAX_MODEL_CHARS,
@@ -193,6 +202,7 @@ class ResponseFields(InputAsk):
     user: str | None = None
     placement: PlacementAsk = ANYWHERE
     exact: Flag = False
+    kvfleet: FleetAsk | None = None
 
 
 _OTHERS: dict[str, tuple[Any, ...] | None] = {
@@ -228,9 +238,13 @@ class ResponseAsk:
     def exact(self) -> bool:
         return self.fields.exact
 
+    @property
+    def kvfleet(self) -> FleetAsk | None:
+        return self.fields.kvfleet
+
     def chat(self, earlier: Iterable[ItemKind], named: Mapping[str, ItemKind]) -> ChatAsk:
         """Raises as `InputAsk.chat` does."""
-        more = {"stream": self.stream, "placement": self.placement, "exact": self.exact}
+        more = {"stream": self.stream, "placement": self.placement, "exact": self.exact, "kvfleet": self.kvfleet}
         return self.fields.chat(earlier, named, self.sampling, **more)
 
 

@@ -138,8 +138,10 @@ class ResponseJobs:
         model = await self.flow.parts.models.get(stored.head.model)
         spelling = spelling_of(model, asked.sampling)
         form = replace(form_of_stored(stored, asked), spelling=spelling, prompt_digest=prompt_digest(asked.prompt_ids))
-        turn = ResponseTurn(self.records, HeldTurn(), stored.tenant, stored.head, asked, on_open=on_open)
-        return self.flow.job(call, model, asked.prompt_ids, asked.sampling, form, turn, asked.conversation or None)
+        of = asked.conversation or None
+        job = self.flow.job(call, model, asked.prompt_ids, asked.sampling, form, HeldTurn(), of)
+        turn = ResponseTurn(self.records, job.turn, stored.tenant, stored.head, asked, on_open=on_open)
+        return replace(job, turn=turn)
 
     async def form(self, stored: StoredResponse, asked: ResponseAsked) -> ResponseForm:
         """Of one that has ended. Only log probabilities want its model: raises ModelNotFound without it."""

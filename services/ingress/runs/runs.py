@@ -331,6 +331,12 @@ class Runs:
         else:
             self._keep(run)
 
+    def forget(self, run: Run) -> None:
+        """Of one that has ended, for good, before its time."""
+        if self._ended[run.keyed].pop(run.request, None) is not None:
+            self.kept_bytes -= run.size
+            del self._runs[run.request]
+
     def drop(self, run: Run) -> None:
         """Forget one that has no reader any more, and to which nobody can come back."""
         if self._runs.get(run.request) is run:

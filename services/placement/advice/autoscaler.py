@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from kvfleet.placement.advice.autoscale import PARTS, LoadSample, Rules, Scaler, mean_rate
 from kvfleet.placement.workers.fleet import Fleet, Worker
+from kvfleet.placement.workers.heard_demand import spare_of
 from kvproto.messages import ModelSignals, Refused, State
 
 MAX_MODELS = 1024
@@ -147,24 +148,28 @@ class Autoscaler:
     def _measure(
         self, heard: list[Worker], ready: int, living: int, outside: Outside, now: float, *, known: bool
     ) -> LoadSample:
-        requests = sum(one.load.waiting + one.load.running for one in heard)
-        asked = bool(requests) or now - outside.asked_at <= OUTSIDE_S or any(one.demand.tokens_per_s for one in heard)
+        every = sum(one.load.waiting + one.load.running for one in heard)
+        spare = {one.id: spare_of(one.load).requests for one in heard}
+        requests = max(every - sum(spare.values()), 0)  # spare work keeps a worker, and wants no further one
+        asked = bool(every) or now - outside.asked_at <= OUTSIDE_S or any(one.demand.tokens_per_s for one in heard)
         if not heard:
             return LoadSample(ready, living, asked=asked, known=known)
         rate = mean_rate(one.rates for one in heard)
-        due = sum(one.demand.tokens_per_s for one in heard) + outside.tokens_per_s(now)
-        fed = [(one.load.queued_prefill_tokens, one.rates.prefill_tokens_per_s) for one in heard]
+        due = sum(one.demand.tokens_per_s for one in heard if not spare[one.id]) + outside.tokens_per_s(now)
+        queued = {one.id: one.load.queued_prefill_tokens - spare_of(one.load).queued_prefill_tokens for one in heard}
+        fed = [(queued[one.id], one.rates.prefill_tokens_per_s) for one in heard]
         waits = sorted(queued / speed if speed > 0 else 0.0 for queued, speed in fed)
         usual_wait_s = waits[(len(waits) - 1) // 2]  # half have a shorter queue: a new request goes to one of them
         slots = sum(one.load.slots for one in heard)
         blocks = sum(one.load.blocks_total for one in heard)
+        others = requests / every if every else 1.0
         return LoadSample(
             ready,
             living,
             work=max(due / rate if rate else 0.0, sum(one.demand.busy_share for one in heard)),
             queue=len(heard) * usual_wait_s / self.rules.target_ttft_s,
             slots=len(heard) * (requests + outside.requests(now)) / slots if slots else 0.0,
-            blocks=len(heard) * sum(one.load.blocks_used for one in heard) / blocks if blocks else 0.0,
+            blocks=len(heard) * sum(one.load.blocks_used for one in heard) / blocks * others if blocks else 0.0,
             asked=asked,
             known=known,
         )

@@ -61,7 +61,7 @@ def preload(
         source, depth = "", 0
         if not ask.leaving:
             held = indexer.depths(prefix.hashes, names.get(prefix.space, ()))[HOST].tolist()
-            source, depth = _who_has(held, givers.get(prefix.space, []), fleet, indexer.index.pooled)
+            source, depth = _who_has(held, givers.get(prefix.space, []), fleet, indexer.pooled)
         elif asker is not None:
             source, depth = _only_there(prefix, asker, staying, indexer)
         hashes = [one.tobytes() for one in prefix.hashes[:depth]]
@@ -99,7 +99,7 @@ def _only_there(
     """The worker that is about to go and its blocks, if no other one has as many."""
     others = [worker.id for worker in staying if worker.spaces.get(prefix.model) == prefix.space]
     held = indexer.depths(prefix.hashes, (leaving.id, *others))[HOST].tolist()
-    most = max([*held[1:], indexer.index.pooled])
+    most = max([*held[1:], indexer.pooled])
     return (leaving.id, held[0]) if held[0] > most else ("", 0)
 
 

@@ -12,7 +12,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from kvfleet.placement.workers.workloads import Levels
+import numpy as np
+import numpy.typing as npt
+
+from kvfleet.placement.workers import price_kernel as kernel
+from kvfleet.placement.workers.workloads import Levels, View
 from kvproto.errors import Overloaded
 from kvproto.messages import PlaceRequest, Refused
 
@@ -23,10 +27,23 @@ MAX_MODELS = 1024
 SAME_S = 10.0  # a request that comes back within that is counted already
 SAME_WORK_S = 60.0  # and its tokens within that
 MAX_KNOWN = 8192
+SPARE_BLOCKS = 0.85  # of a worker's blocks are held: nothing is spare
+SPARE_WAIT_S = 0.02  # of prompts that are not of spare work, at its measured rate: nothing is spare
 
 
 def limit_of(max_wait_s: float, priority: int) -> float:
     return max_wait_s * 2 ** (min(priority, 0) / HALF_BELOW)
+
+
+def has_better_to_do(view: View) -> npt.NDArray[np.bool_]:
+    """Which workers have no room for work that may wait, `[workers]`: no free slot, few free blocks, or prompts of
+    others to compute. The view's priority is above that work's."""
+    values = view.values
+    rates = np.where(values[kernel.RATE] > 0, values[kernel.RATE], kernel.UNMEASURED_RATE)
+    busy: npt.NDArray[np.bool_] = values[kernel.REQUESTS] >= values[kernel.SLOTS]
+    busy |= values[kernel.BLOCKS_USED] > SPARE_BLOCKS * values[kernel.BLOCKS]
+    busy |= values[kernel.AHEAD] / rates > SPARE_WAIT_S
+    return busy
 
 
 @dataclass(eq=False, slots=True)

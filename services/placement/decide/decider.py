@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvfleet.placement.decide.admission import RecentRefusals, TurnedAway, limit_of
+from kvfleet.placement.decide.admission import RecentRefusals, TurnedAway, has_better_to_do, limit_of
+from kvfleet.placement.decide.pairing import Pairing
 from kvfleet.placement.decide.state import PlacementState
 from kvfleet.placement.events import GenerateAsked
 from kvfleet.placement.index.prefix_index import Depths, Hashes
-from kvfleet.placement.policies import DIRECT, Choice, Policy, Question
+from kvfleet.placement.policies import DEFAULT_POLICY, DIRECT, Choice, Policy, Question
 from kvfleet.placement.record.ledger import LedgerEntry, consider
 from kvfleet.placement.workers import price_kernel as kernel
 from kvfleet.placement.workers.bookings import BOOKING_LIMIT_S, WORD_S
 from kvfleet.placement.workers.fleet import Ready, Space, Worker
-from kvfleet.placement.workers.prompts import NO_HASHES, Heat, PromptHasher, SharedPrefix
+from kvfleet.placement.workers.prompts import NO_HASHES, AddressSpace, Heat, PromptHasher, SharedPrefix
 from kvfleet.placement.workers.workloads import PRICED_TIERS, Floats, Workloads
 from kvproto.errors import InvalidRequest, ModelNotFound, NoWorkers, Overloaded
 from kvproto.hash_ring import ring_key
@@ -24,6 +25,7 @@ from kvproto.messages import Booked, Placement, PlaceRequest, Tier
 
 CANNOT_SERVE = (NoWorkers, Overloaded, ModelNotFound)  # here; another region may
 LONGEST_S = 1e9  # that an answer can say
+SPARE_RETRY_S = 0.25
 SHARED_BLOCKS = 512  # of a prompt, told to other replicas as being computed
 
 
@@ -56,6 +58,7 @@ class Decider:
     turned_away: TurnedAway = field(default_factory=TurnedAway)
     refused: RecentRefusals = field(default_factory=RecentRefusals)
     booked: list[Booked] = field(default_factory=list)  # not yet taken
+    pairing: Pairing = field(default_factory=Pairing)
 
     def __post_init__(self) -> None:
         self.workloads = self.state.fleet.workloads
@@ -65,7 +68,7 @@ class Decider:
         booked, self.booked = tuple(self.booked), []
         return booked
 
-    def decide(self, tenant: str, ask: PlaceRequest, now: float) -> Placement:
+    def decide(self, tenant: str, ask: PlaceRequest, now: float, *, pairs: bool = True) -> Placement:
         """Choose and book. Raises InvalidRequest, NotFound, ModelNotFound, or NoWorkers or Overloaded (retryable)."""
         policy = self._policy(ask.policy or self.default)
         if not self.state.fleet.is_known(ask.model):
@@ -77,21 +80,67 @@ class Decider:
         tokens = self.prompts.tokens(ask)
         if not ready.workers:
             self.refused.note(tenant, ask, tokens, now)
+            self._remember(tenant, ask, now)
+        if ask.spare and policy.name != DIRECT:
+            excluded |= self._without_spare(ask, ready.without(excluded), now)
         if ask.max_wait_s is not None and not ask.attempt and policy.name != DIRECT:
             excluded |= self._too_busy(tenant, ask, ask.max_wait_s, ready.without(excluded), tokens, now)
-        among = ready.without(excluded)
+        every = among = ready.without(excluded)
+        has_halves = bool(every.prefillers) and policy.name == DEFAULT_POLICY and ask.max_tokens > 1
+        if ask.successor and ask.successor in every.ids and policy.name != DIRECT:
+            among = every.only(frozenset({ask.successor}))
+        elif has_halves:  # other policies plan no pairs
+            among = every.for_decodes
+        if among is not every:
+            excluded |= every.ids - among.ids
         matched = self._match(tenant, ask, among, tokens)
         next_to_go = self.state.fleet.next_to_go.get(self.state.fleet.base_of(ask.model))
         if next_to_go is not None and policy.name != DIRECT and _is_new_to(next_to_go, among, matched):
             excluded |= {next_to_go}
-            among = ready.without(excluded)
+            among = among.without(frozenset({next_to_go}))
             matched = self._match(tenant, ask, among, tokens)
+        question, last_block = self._question(tenant, ask, among, excluded, matched, tokens, now)
+        if among is not every:
+            self.workloads.rates_like(question.loads, every.columns)
+        choice = policy.choose(question)
+        if choice is None:
+            self.no_worker_total += 1
+            raise NoWorkers(f"no worker that serves {ask.model[:64]} is ready", field="model")
+        self.pairing.settled((tenant, ask.request))
+        then = ""
+        if has_halves and pairs and not ask.successor and choice.prices is not None:  # without `pairs` it stays whole
+            prompts = every.for_prompts
+            found = self._match(tenant, ask, prompts, tokens)
+            other, last_there = self._question(tenant, ask, prompts, every.ids - prompts.ids, found, tokens, now)
+            self.workloads.rates_like(other.loads, every.columns)
+            if (best := policy.choose(other)) and (pair := self.pairing.plan(question, choice, other, best, now)):
+                among, matched, question, choice, then = prompts, found, other, pair.choice, pair.then
+                last_block = last_there
+                self.pairing.note((tenant, ask.request), then, now)
+        if last_block is not None:
+            self._warm(tenant, ask, among.spaces[0].address, matched.hashes[: matched.depth], now)
+        placement = self._settle(tenant, policy.name, choice, question, matched, now)
+        return replace(placement, then=then) if then else placement
+
+    def _question(
+        self,
+        tenant: str,
+        ask: PlaceRequest,
+        among: Ready,
+        excluded: frozenset[str],
+        matched: Matched,
+        tokens: int,
+        now: float,
+    ) -> tuple[Question, bytes | None]:
+        """And the last block that any of them has."""
+        self._bring_up(tenant, ask, among, matched, now)
         loads = self.workloads.view(among.columns, now, priority=ask.priority)
+        self.state.returns.foresee(loads, among.workers)
         last_block = matched.hashes[matched.depth - 1].tobytes() if matched.depth else None
         question = Question(
             key=ring_key(tenant, session=ask.session, prompt_ids=ask.prompt_ids, prompt=ask.prompt),
             ask=ask,
-            ring=ready.ring,
+            ring=among.ring,
             excluded=excluded,
             candidates=among.workers,
             alive=self.state.fleet.workers,
@@ -102,16 +151,7 @@ class Decider:
             hashes=matched.hashes,
             depth=matched.depth,
         )
-        choice = policy.choose(question)
-        if choice is None:
-            self.no_worker_total += 1
-            raise NoWorkers(f"no worker that serves {ask.model[:64]} is ready", field="model")
-        if last_block is not None and self.heat.add(last_block, now):
-            space = among.spaces[0].address
-            chain = matched.hashes[: matched.depth].copy()
-            prefix = SharedPrefix(ask.model, space, self.prompts.root(space, tenant, ask), chain)
-            self.heat.keep(last_block, prefix, now)
-        return self._settle(tenant, policy.name, choice, question, matched, now)
+        return question, last_block
 
     def least_wait_s(self, ask: PlaceRequest, now: float) -> float | None:
         """The request's least wait for a start in this region; None: no worker is ready."""
@@ -125,7 +165,7 @@ class Decider:
         """The region that should have the request, and the worker here with most of its blocks; None: it stays.
         `refused`: no worker here may take it."""
         regions = self.state.region_summaries
-        if not regions.regions.own or ask.policy == DIRECT or ask.worker:
+        if not regions.regions.own or ask.policy == DIRECT or ask.worker or ask.spare:
             return None
         wait_s = None if refused else self.least_wait_s(ask, now)
         if wait_s is None and not refused:
@@ -196,6 +236,29 @@ class Decider:
             raise self.turned_away.refuse(ask.model, ask.priority, float(waits.min()), limit_s, turn_s, now)
         return frozenset(among.workers[number].id for number in late.nonzero()[0].tolist())
 
+    def _without_spare(self, ask: PlaceRequest, among: Ready, now: float) -> frozenset[str]:
+        """Workers that have something better to do. Raises Overloaded if those are all; that is no demand for more."""
+        busy = has_better_to_do(self.workloads.view(among.columns, now, priority=ask.priority + 1))
+        if len(busy) and busy.all():
+            raise Overloaded(f"no worker of {ask.model[:64]!r} has capacity to spare", retry_after_s=SPARE_RETRY_S)
+        return frozenset(among.workers[number].id for number in busy.nonzero()[0].tolist())
+
+    def _remember(self, tenant: str, ask: PlaceRequest, now: float) -> None:
+        """What vaults have of a prompt that waits for a first worker is demand: that worker fetches it first."""
+        space = self.state.fleet.spaces.get(ask.model)
+        if space is None or not ask.prompt_ids:
+            return
+        hashes = self.prompts.hashes(space, tenant, ask)
+        self.state.indexer.depths(hashes, ())
+        if not (depth := self.state.indexer.pooled):
+            return
+        self._warm(tenant, ask, space, hashes[:depth], now)
+
+    def _warm(self, tenant: str, ask: PlaceRequest, space: AddressSpace, hashes: Hashes, now: float) -> None:
+        if self.heat.add(last := hashes[-1].tobytes(), now):
+            prefix = SharedPrefix(ask.model, space, self.prompts.root(space, tenant, ask), hashes.copy())
+            self.heat.keep(last, prefix, now)
+
     def _settle(
         self, tenant: str, policy: str, choice: Choice, question: Question, matched: Matched, now: float
     ) -> Placement:
@@ -236,6 +299,7 @@ class Decider:
             ),
         )
         feed = question.prompt_tokens - sum(hit.values())
+        state.returns.back(tenant, ask.session, feed)
         hashes, block_size = matched.hashes, matched.block_size
         space = worker.spaces[ask.model]
         if not question.candidates or space != question.candidates[0].spaces[ask.model]:
@@ -283,7 +347,7 @@ class Decider:
             size = float(space.address.block_size)
             depths = self.state.indexer.depths(hashes, space.names)
             asked.append((space, depths))
-            credit, pooled = self.workloads.credits_of(space.columns), self.state.indexer.index.pooled
+            credit, pooled = self.workloads.credits_of(space.columns), self.state.indexer.pooled
             alone, shape = len(among.spaces) == 1, (len(PRICED_TIERS), len(space.numbers))
             found, expected = (indexed, believed) if alone else (np.zeros(shape), np.zeros(shape))
             kernel.fill(depths, space.groups, credit, pooled, size, most, found, expected)
@@ -293,6 +357,14 @@ class Decider:
                 indexed[:, space.numbers], believed[:, space.numbers] = found, expected
         depth = min(int(believed[-1].max(initial=0)) // block_size, len(first))
         return Matched(indexed, believed, first, block_size, depth, asked)
+
+    def _bring_up(self, tenant: str, ask: PlaceRequest, among: Ready, matched: Matched, now: float) -> None:
+        """What a conversation's worker restores before its return counts as on its device."""
+        if (worker := self.state.returns.brings_up(tenant, ask.session, now)) is None:
+            return
+        number = next((number for number, one in enumerate(among.workers) if one.id == worker), None)
+        if number is not None:
+            matched.believed[kernel.DEVICE, number] = matched.believed[kernel.HOST, number]
 
     def _source(self, worker: Worker, matched: Matched) -> tuple[str, int]:
         """The worker to pull from: with most of the prompt as believed, then with fewest requests; and its tokens."""

@@ -11,6 +11,7 @@ from kvfleet.placement.index.kv_indexer import KvIndexer
 from kvfleet.placement.index.prefix_index import unpack
 from kvfleet.placement.record.ledger import Ledger
 from kvfleet.placement.workers.bookings import Bookings
+from kvfleet.placement.workers.expected_returns import ExpectedReturns
 from kvfleet.placement.workers.feedback import Belief
 from kvfleet.placement.workers.fleet import Fleet
 from kvfleet.placement.workers.inflight_blocks import InflightBlocks
@@ -33,6 +34,7 @@ class PlacementState:
     ledger: Ledger
     repeats: Repeats
     region_summaries: RegionSummaries
+    returns: ExpectedReturns
 
     def hear(self, milestones: Milestones, now: float) -> list[Action]:
         """Take milestones of a worker's present life, of requests placed by any replica."""

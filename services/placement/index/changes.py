@@ -14,14 +14,15 @@ from kvproto.errors import CodecError
 from kvproto.messages import Tier
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.VAULT)  # fastest first; the index numbers them so
-_NUMBER = {tier.value: number for number, tier in enumerate(TIERS)}
+STATE = Tier.STATE.number  # no tier of the index
+_NUMBER = {tier.value: tier.number for tier in (*TIERS, Tier.STATE)}
 _FIELDS = reading.HEADER + reading.MOST_CHANGES * reading.CHANGE
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
 class HolderChange:
-    """Blocks stored in a tier, or removed from it, in their order: `[n, 2]` hashes."""
+    """Blocks stored in a tier, or removed from it, in their order: `[n, 2]` hashes. STATE: those with a snapshot."""
 
     tier: int
     removed: bool

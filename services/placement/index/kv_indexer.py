@@ -10,17 +10,21 @@ itself and what the pool holds from there on. There is a Follower for each life 
 While it is behind, it keeps events, up to a limit, and still serves what it knows: a worker that lost one event has not
 lost its blocks. A snapshot goes to a holder of its own, which takes the other's place when it is whole; then the kept
 events that it does not cover are applied.
+
+A hybrid model's worker can go on only from a snapshot of its recurrent state. It tells behind which blocks it has one,
+and what it has of a prompt counts up to the last of those; with what vaults have, up to the last one here or there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvfleet.placement.index.changes import TIERS, Changes, digest_of
+from kvfleet.placement.index.changes import STATE, TIERS, Changes, digest_of
 from kvfleet.placement.index.prefix_index import Depths, Hashes, PrefixIndex, unpack
-from kvproto.block_hash import in_tier
+from kvproto.block_hash import HASH_BYTES, in_tier
 from kvproto.messages import Heartbeat, Snapshot, Tier
 
 MAX_BLOCKS = 1_000_000
@@ -31,6 +35,7 @@ SPARE_HOLDERS = 12  # for snapshots that are coming, and replaced holders until 
 CLEANED_PER_TICK = 20_000  # blocks: some milliseconds
 AHEAD_GRACE_S = 0.2  # an event may arrive after the heartbeat that counts it
 PULL_LIMIT_S = 5.0  # without a further part
+NUMBERS = {tier: tier.number for tier in (*TIERS, Tier.STATE)}
 RETRY_S = (0.0, 0.5, 1.0, 2.0, 5.0, 15.0)  # before a pull, by the number of pulls in a row
 CALM_S = 30.0  # without a reason to pull: the row ends
 KEPT_EVENTS = 4096  # while behind; a snapshot covers dropped ones
@@ -43,6 +48,21 @@ class PullSnapshot:
     worker: str
     epoch: str
     pull: int  # names it in the answer, which may be to an earlier one
+
+
+def single(hashes: Hashes) -> set[bytes]:
+    raw = hashes.tobytes()
+    return {raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES)}
+
+
+def state_ends(chain: Mapping[bytes, int], *places: set[bytes]) -> list[int]:
+    """Behind how many blocks of a chain a state stands in one of the `places`, ascending, from 0 on. `chain`: numbers
+    of its blocks, from 1 on. A set's own pace, as each worker of a decision is asked."""
+    return [0, *sorted({chain[one] for states in places for one in chain.keys() & states})]
+
+
+def last_end(ends: Sequence[int], depth: int) -> int:
+    return ends[bisect_right(ends, depth) - 1]
 
 
 class Follows(Enum):
@@ -60,6 +80,7 @@ class _Pull:
     whole: tuple[int, int, int | None, int] | None = None  # what the first part to come says of all of them
     got: set[int] = field(default_factory=set)
     found: int = 0  # digest of the parts so far
+    states: set[bytes] | None = None  # as a Follower's
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +95,7 @@ class Follower:
     seq: int = 0  # of the last event applied
     digest: int = 0
     tier_digest: int | None = 0  # None: unknown, as with older workers
+    states: set[bytes] | None = None  # blocks with a snapshot behind them; None: the model needs none
     kept: dict[int, Changes] = field(default_factory=dict)
     pull: _Pull | None = None
     pulls: int = 0  # in a row
@@ -136,14 +158,17 @@ class Follower:
         if pull.whole != whole:
             return
         try:
-            hashes, tier = unpack(part.hashes), TIERS.index(part.tier)
-        except ValueError:
+            hashes, tier = unpack(part.hashes), NUMBERS[part.tier]
+        except (ValueError, KeyError):
             self.give_up_pull(now)
             return
         pull.got.add(part.part)
         pull.heard_at = now
         pull.found ^= in_tier(digest_of(hashes), tier)
-        self.index.store(pull.holder, tier, hashes)
+        if tier == STATE:
+            pull.states = (pull.states or set()) | single(hashes)
+        else:
+            self.index.store(pull.holder, tier, hashes)
         if len(pull.got) < part.parts:
             return
         if part.tier_digest in (None, pull.found):
@@ -165,7 +190,10 @@ class Follower:
 
     def _apply(self, changes: Changes) -> None:
         for change in changes.changes:
-            if change.removed:
+            if change.tier == STATE:
+                self.states = set() if self.states is None else self.states
+                (self.states.difference_update if change.removed else self.states.update)(single(change.hashes))
+            elif change.removed:
                 self.index.remove(self.holder, change.tier, change.hashes)
             else:
                 self.index.store(self.holder, change.tier, change.hashes)
@@ -177,6 +205,8 @@ class Follower:
 
     def _take_over(self, holder: int, snapshot: Snapshot, now: float) -> None:
         self.index.retire(self.holder)
+        if self.pull is not None and (self.pull.states is not None or self.states is not None):
+            self.states = self.pull.states or set()
         self.holder, self.seq = holder, snapshot.seq
         self.digest, self.tier_digest = snapshot.digest, snapshot.tier_digest
         self.pull = None
@@ -201,7 +231,9 @@ class KvIndexer:
         self.index = PrefixIndex(max_blocks, max_workers + MAX_VAULTS + SPARE_HOLDERS, len(TIERS))
         self.unknown_total = 0  # events of workers, or lives, that are no members
         self.left_out_total = 0
+        self.pooled = 0  # as the index's, of the last `depths`; for a hybrid model to the last state in a vault
         self._followers: dict[str, Follower] = {}
+        self._recurrent: dict[str, set[bytes]] = {}  # states of hybrid models' workers
         self._pulls = 0
 
     def join(self, member: str, epoch: str, *, vault: bool = False) -> None:
@@ -221,6 +253,7 @@ class KvIndexer:
         return True
 
     def leave(self, member: str) -> None:
+        self._recurrent.pop(member, None)
         if (gone := self._followers.pop(member, None)) is not None:
             gone.end()
 
@@ -230,6 +263,7 @@ class KvIndexer:
             self.unknown_total += 1
             return
         follower.on_changes(changes, now)
+        self._note(worker, follower)
 
     def on_heartbeat(self, beat: Heartbeat, now: float, *, vault: bool = False) -> None:
         if beat.worker not in self._followers:
@@ -241,6 +275,11 @@ class KvIndexer:
     def on_snapshot(self, worker: str, part: Snapshot, now: float, pull: int | None = None) -> None:
         if (follower := self._followers.get(worker)) is not None:
             follower.on_snapshot(part, now, pull)
+            self._note(worker, follower)
+
+    def _note(self, worker: str, follower: Follower) -> None:
+        if follower.states is not None and not follower.pooled:
+            self._recurrent[worker] = follower.states
 
     def on_snapshot_refused(self, worker: str, pull: int | None, now: float) -> None:
         if (follower := self._followers.get(worker)) is not None:
@@ -270,15 +309,38 @@ class KvIndexer:
         """How many blocks from the start of the chain each worker has in `tier` or a faster one; workers with none
         are left out. Raises ValueError if the hashes do not have 16 bytes each."""
         # Only in the mean: to check each length takes as long as all else, and a wrong hash spoils only its own answer.
-        hashes = unpack(b"".join(block_hashes))
+        joined = b"".join(block_hashes)
+        hashes = unpack(joined)
         if len(hashes) != len(block_hashes):
             raise ValueError("block hashes have 16 bytes")
         depths = self.index.find(hashes)[TIERS.index(tier)].tolist()
-        return {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
+        found = {name: depths[one.holder] for name, one in self._followers.items() if depths[one.holder]}
+        chain = {one: number for number, one in enumerate(block_hashes, 1)} if self._recurrent else {}
+        vaults = self._vault_states() if tier is TIERS[-1] else []
+        for name, states in self._recurrent.items():
+            if depth := last_end(state_ends(chain, states, *vaults), found.pop(name, 0)):
+                found[name] = depth
+        return found
 
     def depths(self, hashes: Hashes, workers: tuple[str, ...]) -> Depths:
         """As `PrefixIndex.depths`; workers not followed have what vaults have."""
-        return self.index.depths(hashes, workers, self.holder_of)
+        depths = self.index.depths(hashes, workers, self.holder_of)
+        self.pooled = self.index.pooled
+        recurrent = [(at, self._recurrent[name]) for at, name in enumerate(workers) if name in self._recurrent]
+        if not recurrent:
+            return depths
+        raw = hashes.tobytes()
+        chain = {raw[at : at + HASH_BYTES]: at // HASH_BYTES + 1 for at in range(0, len(raw), HASH_BYTES)}
+        vaults = state_ends(chain, *self._vault_states())
+        self.pooled = last_end(vaults, self.index.pooled)
+        for at, states in recurrent:
+            own, held = state_ends(chain, states), depths[:, at].tolist()
+            depths[:, at] = [last_end(own, depth) for depth in held]
+            depths[-1, at] = max(depths[-1, at], last_end(vaults, held[-1]))
+        return depths
+
+    def _vault_states(self) -> list[set[bytes]]:
+        return [one.states for one in self._followers.values() if one.pooled and one.states]
 
     def holder_of(self, member: str) -> int | None:
         """Its number in the index; each snapshot changes it."""

@@ -124,6 +124,8 @@ class Executor:
                         await publish(subjects.worker_generate(worker, tenant), data, reply=reply, headers=headers)
                     case events.Cancel(worker, cancel):
                         await publish(subjects.worker_cancel(worker), codec.encode(cancel))
+                    case events.TellReturn(worker, said):
+                        await publish(subjects.worker_returns(worker), codec.encode(said))
                     case events.TakenOver(reply):
                         await publish(reply, TAKEN)
                     case Capsule():

@@ -19,7 +19,7 @@ from kvproto.errors import CodecError
 from kvproto.fleet_view import Change, WorkerView
 from kvproto.ids import is_token
 from kvproto.members import Members
-from kvproto.messages import BookedBatch, MemberRecord, Milestones, Role, Snapshot, WorkerRecord
+from kvproto.messages import BookedBatch, MemberRecord, Milestones, ReturnExpected, Role, Snapshot, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Subscriptions:
             (subjects.events_all(), self._on_events),
             (subjects.milestones_all(), self._on_milestones),
             (subjects.placement_bookings(), self._on_bookings),
+            (subjects.returns_all(), self._on_return_expected),
         ):
             self._subscriptions.append(await self.replica.listen(subject, callback))
         if self.system is not None:
@@ -89,6 +90,10 @@ class Subscriptions:
         milestones = self.replica.read(Milestones, message)
         if milestones is not None and milestones.worker == _last_token(message):
             self.tell(milestones)
+
+    async def _on_return_expected(self, message: Message) -> None:
+        if (said := self.replica.read(ReturnExpected, message)) is not None:
+            self.tell(events.ReturnHeard(_last_token(message), said))
 
     def _on_worker(self, change: Change, view: WorkerView) -> None:
         if not is_token(view.record.id):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kvfleet.placement.events import Cancel, Fail, GenerateAsked
+from kvfleet.placement.events import Cancel, Fail, GenerateAsked, TellReturn
 from kvproto.messages import (
     CancelRequest,
     Capsule,
@@ -14,10 +14,12 @@ from kvproto.messages import (
     GenerateRequest,
     PlaceRequest,
     ProducerRequest,
+    ReturnExpected,
     Sampling,
     Watch,
 )
 from kvproto.subjects import request_inbox
+from kvservice.return_times import said_span
 
 SAMPLING = tuple({one.name for one in fields(Sampling)} & {one.name for one in fields(ProducerRequest)})  # named alike
 
@@ -48,6 +50,9 @@ class Forwarded:
     retry_after_s: float | None = None  # the least that a worker which refused has said
     carried_until: float | None = None  # of a capsule: when the search for a successor ends
     let_go: Cancel | None = None  # the worker that handed it over waits for this
+    successor: str = ""  # whom that worker has named
+    session: str = ""
+    expect_return_s: float | None = None  # from its end to its conversation's next turn, as the producer says
 
     def reply(self, inbox_prefix: str) -> str:
         """The attempt tells the server's 503s apart, which carry nothing else."""
@@ -71,6 +76,13 @@ class Forwarded:
         left_ms = self.left_ms(now)
         body = replace(self.body, attempt=self.attempt, deadline_ms=None if left_ms is None else max(left_ms, 0))
         return Capsule(self.tenant, self.let_go.worker, body, self.let_go.cancel.attempt)
+
+    def tell_return(self) -> list[TellReturn]:
+        """Its turn has ended well."""
+        if self.expect_return_s is None or self.attached:
+            return []
+        span = said_span(self.expect_return_s)
+        return [TellReturn(self.worker, ReturnExpected(self.tenant, self.request, self.attempt, self.session, *span))]
 
     def release_source(self) -> list[Cancel]:
         """Tell the worker that handed it over to let go, once."""

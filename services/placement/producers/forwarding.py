@@ -80,9 +80,10 @@ class Forwarding:
         model = event.ask.model or self.state.fleet.name_of(event.model_token) or event.model_token
         max_wait_s = self.max_wait_of(event.ask)
         before = -1 if known is None else known.attempt
+        body = body_of(event, model, self.state.placement, self.config.max_producer_priority)
         forwarded = Forwarded(
-            "", event.tenant, event.request, event.inbox, event.encoding, before,
-            body_of(event, model, self.state.placement, self.config.max_producer_priority), now, max_wait_s,
+            "", event.tenant, event.request, event.inbox, event.encoding, before, body, now, max_wait_s,
+            session=body.session or "", expect_return_s=event.ask.expect_return_s,
         )  # fmt: skip
         if self._is_full():
             return self._no_room_for(forwarded)
@@ -122,9 +123,9 @@ class Forwarding:
         actions: list[Action] = [TakenOver(reply)] if reply else []
         forwarded = Forwarded(
             "", capsule.tenant, body.request, body.inbox, body.encoding, body.attempt,
-            replace(body, watcher=self.state.placement, source=source, handed_over=True), now,
+            replace(body, watcher=self.state.placement, source=source, handed_over=True, then=""), now,
             tried=[source], carried_until=now + CARRY_S,
-            let_go=Cancel(source, CancelRequest(body.request, held_attempt)),
+            let_go=Cancel(source, CancelRequest(body.request, held_attempt)), successor=body.then,
         )  # fmt: skip
         if self._is_full():
             return [] if reply else self._no_room_for(forwarded)
@@ -174,6 +175,7 @@ class Forwarding:
                 many = f"none of {len(forwarded.tried)} workers took the request"
                 raise NoWorkers(many, retry_after_s=forwarded.retry_after_s or UNHEARD_RETRY_S)
             question = question_of(body, attempt, tuple(forwarded.tried), forwarded.max_wait_s if is_first else None)
+            question = replace(question, successor=forwarded.successor)
             placement = self.decider.decide(forwarded.tenant, question, now)
         except KvfleetError as error:
             if error.retryable and forwarded.carried_until is not None and now < forwarded.carried_until:
@@ -188,8 +190,11 @@ class Forwarding:
         offer = replace(body, attempt=attempt, deadline_ms=left_ms)
         if not body.handed_over:
             offer = replace(offer, source=placement.source, source_tokens=placement.source_tokens)
-        forwarded.offer = offer
-        return self._send(forwarded, offer, now)
+        forwarded.offer = offer = replace(offer, then=placement.then)
+        sent = self._send(forwarded, offer, now)
+        if placement.then:
+            sent.append(Forward(placement.then, forwarded.tenant, offer.ahead_from(placement.worker), ""))
+        return sent
 
     def _send(self, forwarded: Forwarded, offer: GenerateRequest, now: float) -> list[Action]:
         forwarded.unheard, forwarded.offered_at = False, now

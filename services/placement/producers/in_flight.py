@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, takewhile
 
-from kvfleet.placement.events import Action, AskStillRunning, Cancel, failed_frame
+from kvfleet.placement.events import Action, AskStillRunning, Cancel, TellReturn, failed_frame
 from kvfleet.placement.producers.forwarded import Forwarded
 from kvfleet.placement.workers.fleet import Fleet
 from kvproto.errors import Cancelled, WorkerLost
-from kvproto.messages import TERMINAL, Encoding, Failed, Frame, Milestone, Progress, ResendRequest, Watch
+from kvproto.messages import TERMINAL, Encoding, Failed, Finished, Frame, Milestone, Progress, ResendRequest, Watch
 
 ACKNOWLEDGE_S = 0.05
 MOST_S = 1.0
@@ -157,7 +157,7 @@ class RequestsInFlight:
         if isinstance(frame, Failed) and frame.code == Cancelled.code:
             return self._tell_cancelled(held, frame.output_tokens)
         if isinstance(frame, TERMINAL):
-            return self.end(held)
+            return [*(self._tell_return(held) if isinstance(frame, Finished) else ()), *self.end(held)]
         if isinstance(frame, Progress) and key in self.watched:
             self.watch(held, now)
         return []
@@ -170,8 +170,14 @@ class RequestsInFlight:
             if held is None or (held.tenant, held.worker, held.attempt) != (one.tenant, worker, one.attempt):
                 continue
             cancelled = one.code == Cancelled.code
+            if one.code is None:
+                actions += self._tell_return(held)
             actions += self._tell_cancelled(held, one.output_tokens) if cancelled else self.end(held)
         return actions
+
+    def _tell_return(self, held: Forwarded) -> list[TellReturn]:
+        known = self.fleet.workers.get(held.worker)
+        return held.tell_return() if known is not None and known.pauses else []
 
     def _tell_cancelled(self, held: Forwarded, output_tokens: int) -> list[Action]:
         """Workers tell no bare producer of it, as an offer that placement took back ends so too; but a worker that

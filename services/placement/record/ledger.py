@@ -96,6 +96,7 @@ class Ledger:
     kept_in_all: int = KEPT_IN_ALL
     keeps_hashes: bool = False
     hits: HitTokens = field(default_factory=HitTokens)
+    saved_s_total: float = 0.0  # of restoring, done while conversations paused
     entries: OrderedDict[tuple[str, str, int], LedgerEntry] = field(default_factory=OrderedDict)
     ended: OrderedDict[tuple[str, str, int], None] = field(default_factory=OrderedDict)  # first ended first
     attempts: dict[Key, list[int]] = field(default_factory=dict)
@@ -125,7 +126,13 @@ class Ledger:
             case Passed.ACCEPTED:
                 entry.actual = replace(before, accepted=True)
             case Passed.STARTED:
-                entry.actual = replace(before, accepted=True, cached=milestone.cached, queue_s=milestone.seconds)
+                entry.actual = replace(
+                    before,
+                    accepted=True,
+                    cached=milestone.cached,
+                    queue_s=milestone.seconds,
+                    saved_s=milestone.saved_s,
+                )
                 if before.cached is None:
                     self._count(entry, milestone)
             case Passed.FIRST_TOKEN:
@@ -168,6 +175,7 @@ class Ledger:
             yield tuple(found), more
 
     def _count(self, entry: LedgerEntry, started: Milestone) -> None:
+        self.saved_s_total += started.saved_s
         attained = min(sum(started.cached.values()), started.prompt_tokens, entry.prompt_tokens)
         hits = self.hits
         hits.prompt_total += min(started.prompt_tokens, entry.prompt_tokens)

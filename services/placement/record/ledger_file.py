@@ -40,6 +40,7 @@ class LedgerFile:
             "expected_tokens": sum(decision.expected_hit.values()),
             "cached_tokens": None if actual.cached is None else sum(actual.cached.values()),
             "ttft_s": actual.ttft_s,
+            "saved_s": actual.saved_s,
             "code": actual.code,
         }
         try:

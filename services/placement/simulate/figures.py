@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvfleet.placement.simulate.fleet_shape import Speed
 from kvfleet.placement.simulate.scaling import Scaling
 from kvfleet.placement.simulate.sim_cache import LruCache
+from kvfleet.placement.simulate.tiered_worker import TieredWorker
 from kvfleet.placement.simulate.trace import Arrival, Trace
 from kvfleet.placement.workers.workloads import Floats
 
@@ -35,8 +36,10 @@ class SimulationRun:
     lives: dict[str, tuple[float, float]]  # of each worker: when it came and when it went
     changes: list[float]  # times of churn
     fed_tokens: int = 0  # of all attempts, lost ones too
+    gaps: dict[float, float] = field(default_factory=dict)  # seconds between two tokens of a sequence -> how many
     scaling: Scaling | None = None  # of a fleet that grows and shrinks
     ended_s: float = 0.0  # when the last request was done
+    tiered: list[TieredWorker] = field(default_factory=list)  # all workers that had a tier below
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,10 @@ class Figures:
     goodput_per_s: float  # requests with a first token within the objective, per second of the trace
     moved: float  # turns that went to another worker than the turn before, of all turns that had one before
     moved_per_change: float | None  # see `moved_per_change`
+    itl_p50_s: float  # of the time between two tokens of a sequence
+    itl_p99_s: float
+    return_ttft_p50_s: float | None = None  # of turns after one that called a tool
+    pauses_saved_s: float | None = None  # of restoring, where workers have a tier below
 
 
 def figures(policy: str, trace: Trace, run: SimulationRun, attainable: int, slo_s: float = SLO_TTFT_S) -> Figures:
@@ -82,7 +89,26 @@ def figures(policy: str, trace: Trace, run: SimulationRun, attainable: int, slo_
         float((waits <= slo_s).sum()) / max(trace.duration_s, 1.0),
         moved / max(turns, 1),
         moved_per_change(run),
+        _quantile(run.gaps, 0.5),
+        _quantile(run.gaps, 0.99),
+        _return_ttft_s(run),
+        sum(one.saved_s for one in run.tiered) if run.tiered else None,
     )
+
+
+def _quantile(gaps: dict[float, float], share: float) -> float:
+    """0 where no sequence had a second token."""
+    left = share * sum(gaps.values())
+    for gap_s in sorted(gaps):
+        left -= gaps[gap_s]
+        if left <= 0:
+            return gap_s
+    return 0.0
+
+
+def _return_ttft_s(run: SimulationRun) -> float | None:
+    waits = [turn.ttft_s for before, turn in _turns(run) if before.arrival.tool and turn.ttft_s is not None]
+    return float(np.median(waits)) if waits else None
 
 
 def ttfts(run: SimulationRun) -> Floats:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from kvfleet.placement.advice.autoscale import Rules
 from kvfleet.placement.policies import DEFAULT_POLICY
-from kvfleet.placement.simulate.fleet_shape import Autoscale, Delays, FleetShape, Speed, Victim
+from kvfleet.placement.simulate.fleet_shape import Autoscale, Below, Delays, FleetShape, Speed, Victim
 from kvfleet.placement.simulate.report import as_values, autoscale_table, headline, loads_table, seconds, table
 from kvfleet.placement.simulate.study import POLICIES, Study, make_study
 from kvfleet.placement.simulate.trace import Trace, read_trace
@@ -26,8 +26,9 @@ from kvservice.settings import die
 
 PROGRAM = "kvfleet simulate"
 MOST_WORKERS = 4096
-SPEED, DELAYS, SHAPE, RULES = Speed(), Delays(), FleetShape(), Rules()
+SPEED, DELAYS, SHAPE, RULES, BELOW = Speed(), Delays(), FleetShape(), Rules(), Below(1)
 CACHE_SHARE = 10  # a worker's default cache: a tenth of the blocks of the trace
+LINK_GB_PER_S = 10.0  # of a fleet with roles: of a 100 Gbit/s network
 DRAIN_S = 30.0  # default for workers that an autoscaler lets go
 
 
@@ -74,6 +75,8 @@ def flags() -> argparse.ArgumentParser:
     fleet.add_argument("--policy", type=_policies, default=(DEFAULT_POLICY,), help=f"{', '.join(POLICIES)}, or all")
     fleet.add_argument("--cache-blocks", type=_count, help="of each worker; default: a tenth of the trace's blocks")
     fleet.add_argument("--replicas", type=_count, default=SHAPE.replicas, help="of placement")
+    fleet.add_argument("--prefill-workers", type=_count, help="so many of them for prompts alone, others for the rest")
+    fleet.add_argument("--link-gb-per-s", type=_positive, help="from worker to worker; default: 0, with roles 10")
     fleet.add_argument("--churn-s", type=_positive, help="so often one worker leaves and another one joins")
     fleet.add_argument("--drain-s", type=_positive, help="for so long it goes on with what it has; default: not at all")
     scale = made.add_argument_group("as many workers as there is work for")
@@ -91,6 +94,9 @@ def flags() -> argparse.ArgumentParser:
     worker.add_argument("--decode-ms", type=_positive, default=1e3 * SPEED.decode_base_s, help="a decode step")
     worker.add_argument("--decode-each-ms", type=_positive, default=1e3 * SPEED.decode_each_s, help="more per sequence")
     worker.add_argument("--slots", type=_count, default=SPEED.slots, help="sequences that run at once")
+    worker.add_argument("--below-blocks", type=_count, help="of a tier below its device; default: there is none")
+    worker.add_argument("--below-tokens-per-s", type=_positive, default=BELOW.tokens_per_s, help="restored from there")
+    worker.add_argument("--pauses", action="store_true", help="told when conversations come back from a `tool`")
     wire = made.add_argument_group("what lies between")
     wire.add_argument("--event-delay-ms", type=_delay, default=1e3 * DELAYS.event_s, help="how late block events come")
     wire.add_argument("--share-bookings", action=argparse.BooleanOptionalAction, default=True, help="among replicas")
@@ -145,6 +151,9 @@ def _shape(asked: argparse.Namespace, trace: Trace) -> FleetShape:
         drain_s=asked.drain_s or (DRAIN_S if asked.autoscale else 0.0),
         seed=asked.seed,
         autoscale=_scales(asked)[0] if asked.autoscale else None,
+        prefill_workers=asked.prefill_workers or 0,
+        link_bytes_per_s=1e9 * (asked.link_gb_per_s or (LINK_GB_PER_S if asked.prefill_workers else 0.0)),
+        below=Below(asked.below_blocks, asked.below_tokens_per_s, asked.pauses) if asked.below_blocks else None,
     )
 
 
@@ -154,6 +163,12 @@ def main(argv: list[str] | None = None) -> None:
         trace = read_trace(asked.trace, asked.limit)
         if (asked.workers is None) == (asked.autoscale is None):
             die(f"{PROGRAM}: one of --workers and --autoscale is needed", 2)
+        if (asked.prefill_workers or 0) >= (asked.workers or MOST_WORKERS) or (
+            asked.prefill_workers and asked.autoscale
+        ):
+            die(f"{PROGRAM}: --prefill-workers needs a fixed fleet of more --workers", 2)
+        if asked.pauses and asked.below_blocks is None:
+            die(f"{PROGRAM}: --pauses needs --below-blocks", 2)
         if asked.plot is not None:  # fail before minutes of work, not after them
             launch.with_extra("plot", lambda: launch.imported("matplotlib"))
             asked.plot.open("a").close()

@@ -17,6 +17,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "of attainable": lambda one: f"{one.hit_of_attainable:.1%}",
     "TTFT p50": lambda one: seconds(one.ttft_p50_s),
     "p99": lambda one: seconds(one.ttft_p99_s),
+    "ITL p99": lambda one: seconds(one.itl_p99_s),
     "load CoV": lambda one: f"{one.load_cov:.3f}",
     "max/mean": lambda one: f"{one.load_max_over_mean:.2f}",
     "goodput/s": lambda one: f"{one.goodput_per_s:.2f}",
@@ -40,6 +41,11 @@ def table(study: Study) -> list[str]:
     rows = [[cell(result.figures) for cell in COLUMNS.values()] for result in study.results]
     lines = align([list(COLUMNS), *rows])
     changed = [result.figures for result in study.results if result.figures.moved_per_change is not None]
+    returns = [one.figures for one in study.results if one.figures.return_ttft_p50_s is not None]
+    for one in returns:
+        saved = "" if not one.pauses_saved_s else f", {seconds(one.pauses_saved_s)} of restoring done in pauses"
+        wait = seconds(one.return_ttft_p50_s or 0.0)
+        lines.append(f"{one.policy}: TTFT p50 of turns that come back from a tool {wait}{saved}")
     if changed:
         shares = ", ".join(f"{one.policy} {one.moved_per_change:.1%}" for one in changed)
         lines += ["", f"sessions moved by each change of the fleet (1/N is {1 / study.shape.workers:.1%}): {shares}"]

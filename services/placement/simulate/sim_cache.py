@@ -68,6 +68,12 @@ class LruCache:
                 idle[block] = None
         return self._make_room()
 
+    def rest_first(self, ids: Sequence[int]) -> None:
+        """Of these what is idle is evicted before all others, the last of them first."""
+        for block in ids:
+            if block in self._idle:
+                self._idle.move_to_end(block, last=False)
+
     def _make_room(self) -> list[int]:
         gone = []
         while len(self._held) + len(self._idle) > self.blocks and self._idle:
@@ -84,9 +90,14 @@ class SimulatedJob:
     accepted_at: float = 0.0
     generated: int = 0  # tokens, before this attempt
     cached_tokens: int = 0
+    restored_tokens: int = 0  # of them, from below the device
     left: float = 0.0  # prompt tokens still to be prefilled
     new: list[int] = field(default_factory=list)  # blocks that its prefill adds
     depth: int = 0  # cached blocks, while it waits
+    then: str = ""  # the worker that goes on after its first token
+    source: str = ""  # a worker that has more of it
+    brought: int = 0  # leading tokens that come with it from another worker
+    began_at: float = 0.0  # its prefill
 
     @property
     def tokens(self) -> int:

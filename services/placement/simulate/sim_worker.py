@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvfleet.placement.simulate.fleet_shape import Speed
@@ -27,11 +28,12 @@ class SimulatedProgress:
     started: list[SimulatedJob] = field(default_factory=list)
     first_token: list[SimulatedJob] = field(default_factory=list)
     ended: list[SimulatedJob] = field(default_factory=list)
-    changes: list[tuple[bool, list[int]]] = field(default_factory=list)  # (removed, blocks), in their order
+    moved: list[SimulatedJob] = field(default_factory=list)  # after their first token
+    changes: list[tuple[bool, list[int], int]] = field(default_factory=list)  # (removed, blocks, tier), in their order
 
-    def change(self, removed: bool, blocks: list[int]) -> None:
+    def change(self, removed: bool, blocks: list[int], tier: int = 0) -> None:
         if blocks:
-            self.changes.append((removed, blocks))
+            self.changes.append((removed, blocks, tier))
 
 
 @dataclass(eq=False)
@@ -47,6 +49,8 @@ class SimWorker:
     event_seq: int = 0
     prefilled: dict[int, float] = field(default_factory=dict)  # minute -> tokens
     fed: float = 0.0  # all tokens
+    gaps: dict[float, float] = field(default_factory=dict)  # seconds between two tokens of a sequence -> how many
+    link_bytes_per_s: float = 0.0
     _prefilling: SimulatedJob | None = None
     # A heap of (last step, number, attempt, job).
     _decoding: list[tuple[float, int, int, SimulatedJob]] = field(default_factory=list)
@@ -64,10 +68,21 @@ class SimWorker:
             self._plan()
         return progress
 
+    def land(self, ids: Sequence[int], now: float) -> SimulatedProgress:
+        """Blocks of another worker."""
+        progress = self.advance(now)
+        new, gone = self.cache.hold(ids)
+        gone += self.cache.let_go(ids)
+        self._waiting.on_changed((*new, *gone))
+        progress.change(False, new)
+        progress.change(True, gone)
+        return progress
+
     def advance(self, now: float) -> SimulatedProgress:
         progress = SimulatedProgress()
-        while (at := min(self._prefill_ends, self._decode_ends)) <= now:
+        while (at := min(self._prefill_ends, self._decode_ends, self._beside_at)) <= now:
             self._flow(at)
+            self._happen_beside(progress)
             self._happen(progress)
         self._flow(now)
         return progress
@@ -83,11 +98,12 @@ class SimWorker:
         return jobs
 
     def next_at(self) -> float | None:
-        at = min(self._prefill_ends, self._decode_ends)
+        at = min(self._prefill_ends, self._decode_ends, self._beside_at)
         return None if at == math.inf else at
 
     def load(self) -> Load:
         left = self._prefilling.left if self._prefilling else 0.0
+        left += sum(job.left for job in self._aside)
         return Load(
             waiting=len(self._waiting),
             running=self.running,
@@ -100,11 +116,28 @@ class SimWorker:
         )
 
     def rates(self) -> Rates:
-        return Rates(self._prefill_rate, self._step_rate, self._step_rate * len(self._decoding))
+        links = {"peer": self.link_bytes_per_s} if self.link_bytes_per_s else {}
+        return Rates(self._prefill_rate, self._step_rate, self._step_rate * len(self._decoding), links)
 
     @property
     def running(self) -> int:
         return len(self._decoding) + (self._prefilling is not None)
+
+    @property
+    def _beside_at(self) -> float:
+        """When something beside the steps happens."""
+        return math.inf
+
+    @property
+    def _aside(self) -> Iterable[SimulatedJob]:
+        """Admitted, and not yet in prefill."""
+        return ()
+
+    def _happen_beside(self, progress: SimulatedProgress) -> None:
+        """Nothing, without a tier below."""
+
+    def _left(self, job: SimulatedJob, progress: SimulatedProgress) -> None:
+        """A request has ended."""
 
     def _plan(self) -> None:
         """Set the rates, and when the next job ends."""
@@ -129,6 +162,8 @@ class SimWorker:
                 self._count(done, now)
             if self._decoding:
                 self._steps += seconds * self._step_rate
+                gap_s, tokens = round(1 / self._step_rate, 4), seconds * self._step_rate * len(self._decoding)
+                self.gaps[gap_s] = self.gaps.get(gap_s, 0.0) + tokens
         self.now = now
 
     def _count(self, tokens: float, now: float) -> None:
@@ -147,8 +182,14 @@ class SimWorker:
             self._prefilling = None
             progress.first_token.append(job)
             progress.change(False, job.new)
-            last = self._steps + job.output_tokens - 1
-            heapq.heappush(self._decoding, (last, job.arrival.number, job.attempt, job))
+            if job.then and job.output_tokens > 1:
+                progress.moved.append(job)
+                gone = self.cache.let_go(job.arrival.ids)
+                progress.change(True, gone)
+                self._waiting.on_changed(gone)
+            else:
+                last = self._steps + job.output_tokens - 1
+                heapq.heappush(self._decoding, (last, job.arrival.number, job.attempt, job))
         if decoded:
             self._steps = max(self._steps, self._decoding[0][0])
         while self._decoding and self._decoding[0][0] <= self._steps + ROUNDING:
@@ -157,6 +198,7 @@ class SimWorker:
             gone = self.cache.let_go(job.arrival.ids)
             progress.change(True, gone)
             self._waiting.on_changed(gone)
+            self._left(job, progress)
         self._admit(progress)
         self._plan()
 
@@ -167,7 +209,8 @@ class SimWorker:
         if not self.cache.fits(self._waiting.first.arrival.ids):
             return False
         job = self._waiting.popleft()
-        job.cached_tokens = min(job.depth * self.block_tokens, job.tokens - 1)
+        job.cached_tokens = min(max(job.depth * self.block_tokens, job.brought), job.tokens - 1)
+        job.began_at = self.now
         job.left = float(job.tokens - job.cached_tokens)
         job.new, gone = self.cache.hold(job.arrival.ids)
         self._waiting.on_changed((*job.new, *gone))

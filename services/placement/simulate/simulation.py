@@ -25,6 +25,7 @@ from kvfleet.placement.events import (
     Answer,
     Event,
     PlaceAsked,
+    ReturnHeard,
     Tick,
     WorkerLeft,
     WorkerRegistered,
@@ -33,10 +34,12 @@ from kvfleet.placement.index.changes import Changes, HolderChange
 from kvfleet.placement.index.prefix_index import Hashes
 from kvfleet.placement.policies import Policy, build_policies
 from kvfleet.placement.simulate.figures import Outcome, SimulationRun
-from kvfleet.placement.simulate.fleet_shape import FleetShape, Victim
+from kvfleet.placement.simulate.fleet_shape import MODEL, FleetShape, Victim
 from kvfleet.placement.simulate.scaling import Scaling
 from kvfleet.placement.simulate.sim_cache import SimulatedJob
+from kvfleet.placement.simulate.sim_returns import SimulatedReturns, shared_blocks
 from kvfleet.placement.simulate.sim_worker import SimulatedProgress, SimWorker
+from kvfleet.placement.simulate.tiered_worker import TieredWorker
 from kvfleet.placement.simulate.trace import Arrival, Trace
 from kvfleet.placement.workers.prompts import AddressSpace
 from kvproto.messages import (
@@ -46,11 +49,12 @@ from kvproto.messages import (
     Milestones,
     Passed,
     PlaceRequest,
+    ReturnExpected,
     State,
     WorkerRecord,
 )
+from kvservice.return_times import ReturnSpan
 
-MODEL = "simulated"
 HEARTBEAT_S = 0.5
 TICK_S = 0.5  # of a small fleet; a tick looks at every worker
 WORKERS_PER_TICK_S = 500
@@ -95,6 +99,8 @@ class Simulation:
         self._hash_of = np.zeros((trace.distinct_blocks, 2), dtype=np.uint64)  # of each block number
         for arrival in trace.arrivals:
             self._hash_of[list(arrival.ids)] = arrival.hashes
+        self._returns = SimulatedReturns() if shape.below is not None and shape.below.pauses else None
+        self._shared = shared_blocks(trace) if shape.below is not None else frozenset()
         self._run = SimulationRun([Outcome(arrival) for arrival in trace.arrivals], {}, {}, [])
         self._left = len(trace.arrivals)
         scale = shape.autoscale
@@ -138,7 +144,9 @@ class Simulation:
         self._run.ended_s = self._now
         return self._run
 
-    def _place(self, job: SimulatedJob, excluded: tuple[str, ...] = ()) -> None:
+    def _place(self, job: SimulatedJob, excluded: tuple[str, ...] = (), successor: str = "") -> None:
+        if self._returns is not None and not job.attempt:
+            self._returns.came(job.arrival, self._now)
         core = self.cores[int(self._random.random() * len(self.cores))]
         ask = PlaceRequest(
             request=str(job.arrival.number),
@@ -147,6 +155,7 @@ class Simulation:
             attempt=job.attempt,
             excluded=excluded,
             max_tokens=job.output_tokens,
+            successor=successor,
         )
         for action in core.handle(PlaceAsked("", "public", ask), self._now):
             if isinstance(action, Answer):
@@ -155,6 +164,7 @@ class Simulation:
                 outcome.attempts += 1
                 if not job.attempt:
                     outcome.worker = placement.worker
+                job.then, job.source = placement.then, placement.source
                 self._after(self.shape.delays.place_s, partial(self._submit, placement.worker, job, excluded))
             elif isinstance(action, BookedBatch) and (delay := self.shape.delays.booking_s) is not None:
                 self._after(delay, partial(self._to_all, BookedBatch(core.placement, action.items), author=core))
@@ -164,9 +174,41 @@ class Simulation:
         if worker is None:  # nobody listens
             self._again(job, (*excluded, name), job.generated)
             return
+        source = self._workers.get(job.source) if self.shape.link_bytes_per_s else None
+        if source is not None:
+            depth = source.cache.match(job.arrival.ids)
+            ids, tokens = job.arrival.ids[:depth], depth * self.trace.block_tokens
+            tokens -= worker.cache.match(ids) * self.trace.block_tokens
+            job.source = ""
+            if tokens > 0:
+                self._after(self.shape.fetch_s(tokens), partial(self._land, name, job, ids, excluded))
+                return
         job.accepted_at = self._now
         self._tell(worker, [self._milestone(job, Passed.ACCEPTED)])
         self._take(worker, worker.submit(job, self._now))
+
+    def _land(self, name: str, job: SimulatedJob, ids: tuple[int, ...], excluded: tuple[str, ...]) -> None:
+        """Blocks of another worker have come, and the request can begin with them."""
+        if (worker := self._workers.get(name)) is not None:
+            self._take(worker, worker.land(ids, self._now))
+        self._submit(name, job, excluded)
+
+    def _hand_over(self, worker: SimWorker, job: SimulatedJob) -> None:
+        """After its first token it goes on where it was planned to, if that worker is there still."""
+        new = job.tokens - job.cached_tokens
+        after_s = self.shape.hand_over_s(new, self._now - job.began_at)
+        following = SimulatedJob(job.arrival, job.attempt + 1, generated=job.generated + 1, brought=job.tokens)
+        full = job.arrival.ids[: job.arrival.prompt_tokens // self.trace.block_tokens]
+
+        def follow() -> None:
+            if (successor := self._workers.get(job.then)) is not None:
+                self._take(successor, successor.land(full, self._now))
+            else:
+                following.brought = 0
+            self._place(following, (worker.name,), job.then)
+
+        self._run.gaps[round(after_s, 4)] = self._run.gaps.get(round(after_s, 4), 0.0) + 1
+        self._after(after_s, follow)
 
     def _again(self, job: SimulatedJob, excluded: tuple[str, ...], generated: int) -> None:
         if job.attempt + 1 < ATTEMPTS:
@@ -191,8 +233,13 @@ class Simulation:
             outcome = self._run.outcomes[job.arrival.number]
             if outcome.ttft_s is None:
                 outcome.ttft_s = self._now - job.arrival.at_s
+        for job in progress.moved:
+            told.append(replace(self._milestone(job, Passed.ENDED), output_tokens=1, code="moved"))
+            self._hand_over(worker, job)
         for job in progress.ended:
             told.append(self._milestone(job, Passed.ENDED))
+            if self._returns is not None and (span := self._returns.ended(job.arrival, self._now)) is not None:
+                self._after(self.shape.delays.milestone_s, partial(self._expect, worker, job.arrival, span))
             self._run.outcomes[job.arrival.number].ended = True
             self._left -= 1
         if told:
@@ -201,6 +248,12 @@ class Simulation:
             self._publish(worker, progress)
         self._news[worker.name] = worker
         self._wake(worker)
+
+    def _expect(self, worker: SimWorker, arrival: Arrival, span: ReturnSpan) -> None:
+        if isinstance(worker, TieredWorker) and worker.name in self._workers:
+            self._take(worker, worker.expect(arrival.session, arrival.ids, span, self._now))
+            said = ReturnExpected("public", str(arrival.number), 0, arrival.session, *span)
+            self._to_all(ReturnHeard(worker.name, said))
 
     def _wake(self, worker: SimWorker) -> None:
         at = worker.next_at()
@@ -222,13 +275,13 @@ class Simulation:
             passed,
             max(self._now - job.accepted_at, 0.0),
             job.tokens if passed is Passed.STARTED else 0,
-            {"device": job.cached_tokens} if passed is Passed.STARTED and job.cached_tokens else {},
+            _by_tier(job) if passed is Passed.STARTED else {},
             job.output_tokens if passed is Passed.ENDED else 0,
         )
 
     def _publish(self, worker: SimWorker, progress: SimulatedProgress) -> None:
         worker.event_seq += 1
-        changes = [HolderChange(0, removed, self._hash_of[blocks]) for removed, blocks in progress.changes]
+        changes = [HolderChange(tier, removed, self._hash_of[blocks]) for removed, blocks, tier in progress.changes]
         event = Changes(worker.epoch, worker.event_seq, tuple(changes), 0)
         self._after(self.shape.delays.event_s, partial(self._tell_indexes, worker.name, event))
 
@@ -266,20 +319,27 @@ class Simulation:
         self._after(max(TICK_S, self.shape.workers / WORKERS_PER_TICK_S), self._tick)
 
     def _join(self) -> None:
-        name = f"w{len(self._records)}"
-        worker = SimWorker(name, self.shape.speed, self.shape.cache_blocks, self.trace.block_tokens, self._now)
+        number = len(self._records)
+        name = f"w{number}"
+        worker = self._worker(name)
+        worker.gaps, worker.link_bytes_per_s = self._run.gaps, self.shape.link_bytes_per_s
         self._workers[name] = worker
         self._run.prefilled[name] = worker.prefilled
         self._run.lives[name] = self._now, math.inf
         self._staying.add(name)
-        record = WorkerRecord(
-            id=name, epoch=worker.epoch, lease="", state=State.READY, model=MODEL, address="", host="", pid=0,
-            versions=(1, 1), block_size=self.trace.block_tokens,
-        )  # fmt: skip
-        self._records[name] = record
+        record = self._records[name] = self.shape.record(number, worker.epoch, self.trace.block_tokens)
         beat = Heartbeat(name, worker.epoch, State.READY, worker.load(), worker.rates())
         self._to_all(WorkerRegistered(record, beat))
         self._to_all(beat)
+
+    def _worker(self, name: str) -> SimWorker:
+        shape = self.shape
+        common = name, shape.speed, shape.cache_blocks, self.trace.block_tokens, self._now
+        if shape.below is None:
+            return SimWorker(*common)
+        worker = TieredWorker(*common, below=shape.below, shared=self._shared)
+        self._run.tiered.append(worker)
+        return worker
 
     def _scale(self, scaling: Scaling) -> None:
         more, victim = scaling.look(self._staying, self._workers, self.cores, self._now)
@@ -332,3 +392,8 @@ class Simulation:
 
     def _after(self, seconds: float, what: Callable[[], None]) -> None:
         self._at(self._now + seconds, what)
+
+
+def _by_tier(job: SimulatedJob) -> dict[str, int]:
+    tiers = {"device": job.cached_tokens - job.restored_tokens, "host": job.restored_tokens}
+    return {tier: tokens for tier, tokens in tiers.items() if tokens > 0}

@@ -22,6 +22,7 @@ class Arrival:
     ids: tuple[int, ...]  # of its blocks, small numbers: what the simulated caches hold
     hashes: Hashes  # [blocks, 2]; the last block may be partial
     session: str
+    tool: str = ""  # that its answer calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def make_trace(rows: Sequence[Row], block_tokens: int) -> Trace:
         session = row.session or f"s{_session_of(ids, by_tail, new_sessions)}"
         prompt, output = max(row.prompt_tokens, 1), max(row.output_tokens, 1)
         found = hashes[np.array(ids, dtype=np.int64)]
-        arrivals.append(Arrival(len(arrivals), row.at_s - first, prompt, output, ids, found, session))
+        arrivals.append(Arrival(len(arrivals), row.at_s - first, prompt, output, ids, found, session, row.tool))
     return Trace(tuple(arrivals), block_tokens)
 
 

@@ -5,24 +5,23 @@ Events come in the order of the members view, so ready set and ring equal those 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from kvfleet.placement.workers.feedback import Experience
+from kvfleet.placement.workers.heard_demand import HeardDemand
 from kvfleet.placement.workers.prompts import AddressSpace, address_spaces
 from kvfleet.placement.workers.workloads import Columns, Workloads
 from kvproto.hash_ring import HashRing
 from kvproto.ids import model_token
-from kvproto.messages import Heartbeat, Load, Milestone, Milestones, Rates, State, WorkerRecord
+from kvproto.messages import Heartbeat, Load, Milestone, Milestones, Rates, State, WorkerRecord, WorkerRole
 
 MAX_MODELS = 4096  # names remembered, living or not
 SILENT_AFTER_S = 1.5  # three heartbeats missed
 PING_AGAIN_S = 0.5
-HITS_S = 60.0  # window of the hit rate
-HITS_SAMPLE_S = 5.0  # between totals kept for it
 GAPS_KEPT = 64  # newest ones; an outage makes a gap
 
 
@@ -52,55 +51,6 @@ class SeenMilestones:
         return replace(said, items=tuple(fresh))
 
 
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    at: float
-    beats: int
-    busy: int
-    prefilled: int
-    queued: int
-
-
-@dataclass(slots=True)
-class HeardDemand:
-    """The work in one life's heartbeats."""
-
-    heard_at: float = float("-inf")
-    beats: int = 0
-    busy: int = 0
-    totals: deque[_Totals] = field(default_factory=deque)  # one per sample, the first about a window ago
-    hits: deque[tuple[float, int, int]] = field(default_factory=deque)  # when, prompt and hit tokens; of a minute
-
-    def hear(self, load: Load, now: float) -> None:
-        self.heard_at = now
-        self.beats += 1
-        self.busy += load.queued_prefill_tokens > 0
-        if not self.hits or now - self.hits[-1][0] >= HITS_SAMPLE_S:
-            self.hits.append((now, load.prompt_tokens_total, load.hit_tokens_total))
-        while len(self.hits) > 1 and now - self.hits[1][0] >= HITS_S:
-            self.hits.popleft()
-
-    def sample(self, load: Load, now: float, window_s: float) -> None:
-        prefilled = max(load.fed_tokens_total - load.generated_tokens_total, 0)
-        self.totals.append(_Totals(now, self.beats, self.busy, prefilled, load.queued_prefill_tokens))
-        while len(self.totals) > 2 and self.totals[1].at <= now - window_s:
-            self.totals.popleft()
-
-    @property
-    def busy_share(self) -> float:
-        first, last = self.totals[0], self.totals[-1]
-        beats = last.beats - first.beats
-        return (last.busy - first.busy) / beats if beats else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens fed, and those that came to wait."""
-        first, last = self.totals[0], self.totals[-1]
-        if last.at <= first.at:
-            return 0.0
-        return max(last.prefilled - first.prefilled + last.queued - first.queued, 0) / (last.at - first.at)
-
-
 @dataclass(slots=True)
 class Worker:
     id: str
@@ -112,12 +62,14 @@ class Worker:
     column: int  # of the workloads
     kv_format: bytes = b""  # of the blocks that it exchanges with others; b"": none
     attaches: bool = False  # an attempt there may have several readers
+    role: WorkerRole | None = None  # None: an older version
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
     milestones: SeenMilestones = field(default_factory=SeenMilestones)
     demand: HeardDemand = field(default_factory=HeardDemand)
     experience: Experience = field(default_factory=Experience)
     pinged_at: float = -1e9
+    pauses: bool = False  # it follows ReturnExpected
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +78,27 @@ class Space:
 
     address: AddressSpace
     numbers: Columns  # their places among the ready workers
-    names: tuple[str, ...]  # theirs, and after them those of draining workers, which still give blocks
+    names: tuple[str, ...]  # theirs, and after them those of others that only give blocks
     columns: Columns  # as the names
     groups: Columns  # as the names: equal numbers can pull from one another, -1 cannot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ready:
-    """The ready workers of one model, by id, and the plain ring over them; `draining` are its draining ones. An adapter
-    is a model of those that have it."""
+    """The ready workers of one model, by id, and the plain ring over them; `givers` only give blocks: draining workers,
+    and those of the other role. An adapter is a model of those that have it."""
 
     model: str
     workers: tuple[Worker, ...]
     ring: HashRing
     columns: Columns  # of the workers, in their order
     spaces: tuple[Space, ...]
-    draining: tuple[Worker, ...] = ()
+    givers: tuple[Worker, ...] = ()
+    prefillers: frozenset[str] = frozenset()  # for prompts alone, whose blocks others can have; none where all are
 
     @staticmethod
-    def of(model: str, workers: Iterable[Worker], ring: HashRing, draining: Iterable[Worker] = ()) -> Ready:
-        listed, givers = tuple(workers), tuple(draining)
+    def of(model: str, workers: Iterable[Worker], ring: HashRing, giving: Iterable[Worker] = ()) -> Ready:
+        listed, givers = tuple(workers), tuple(giving)
         numbers_of: dict[AddressSpace, list[int]] = {}
         for number, worker in enumerate(listed):
             numbers_of.setdefault(worker.spaces[model], []).append(number)
@@ -157,14 +110,33 @@ class Ready:
             groups = np.array([formats.get(worker.kv_format, -1) for worker in alike], dtype=np.int64)
             names = tuple(worker.id for worker in alike)
             spaces.append(Space(space, np.array(numbers), names, _columns(alike), groups))
-        return Ready(model, listed, ring, _columns(listed), tuple(spaces), givers)
+        prompts = frozenset(w.id for w in listed if w.role is WorkerRole.PREFILL and w.kv_format)
+        prefillers = prompts if len(prompts) < len(listed) else frozenset()
+        return Ready(model, listed, ring, _columns(listed), tuple(spaces), givers, prefillers)
 
     def without(self, excluded: frozenset[str]) -> Ready:
         """The others; the ring stays that of all."""
         if not excluded:
             return self
-        kept = [[w for w in workers if w.id not in excluded] for workers in (self.workers, self.draining)]
+        kept = [[w for w in workers if w.id not in excluded] for workers in (self.workers, self.givers)]
         return Ready.of(self.model, kept[0], self.ring, kept[1])
+
+    def only(self, kept: frozenset[str]) -> Ready:
+        """These workers; the others give blocks."""
+        given = tuple(worker for worker in self.workers if worker.id not in kept)
+        return Ready.of(self.model, (w for w in self.workers if w.id in kept), self.ring, (*given, *self.givers))
+
+    @cached_property
+    def ids(self) -> frozenset[str]:
+        return frozenset(worker.id for worker in self.workers)
+
+    @cached_property
+    def for_decodes(self) -> Ready:
+        return self.only(self.ids - self.prefillers)
+
+    @cached_property
+    def for_prompts(self) -> Ready:
+        return self.only(self.prefillers)
 
 
 class Fleet:
@@ -186,7 +158,7 @@ class Fleet:
         column = self.workloads.add(_token_bytes(record), record.block_size, now)
         worker = Worker(
             record.id, record.epoch, record.model, record.state, now, address_spaces(record), column,
-            _exchange_format(record), record.attaches,
+            _exchange_format(record), record.attaches, record.role, pauses=record.pauses,
         )  # fmt: skip
         if heartbeat is not None and heartbeat.epoch == record.epoch:
             worker.load, worker.rates = heartbeat.load, heartbeat.rates
@@ -203,7 +175,10 @@ class Fleet:
         if worker is None or (worker.epoch, worker.model, worker.spaces[worker.model]) != told:
             self._join(record, heartbeat, now)
             return True
-        worker.heard_at, worker.attaches = now, record.attaches
+        worker.heard_at, worker.attaches, worker.pauses = now, record.attaches, record.pauses
+        if worker.role is not record.role:
+            worker.role = record.role
+            self._changed(worker)
         if worker.spaces != spaces:
             self._serve(worker, spaces)
         self.workloads.weigh(worker.column, _token_bytes(record))  # known once its model is loaded

@@ -201,6 +201,13 @@ class Workloads:
                 values[kernel.AHEAD_REQUESTS, number] = min(values[kernel.REQUESTS, number], requests)
         return View(values, now)
 
+    def rates_like(self, view: View, others: Columns) -> None:
+        """Where a worker of the view has measured no rate of prefill, that of `others` stands for it."""
+        rates = self._values[kernel.RATE].take(others)
+        if (measured := rates[rates > 0]).size:
+            missing = view.values[kernel.RATE] <= 0
+            view.values[kernel.RATE, missing] = measured.size / (1 / measured).sum()
+
     def credits_of(self, columns: Columns) -> Floats:
         credits: Floats = self._values[kernel.CREDIT].take(columns)
         return credits

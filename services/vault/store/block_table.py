@@ -104,11 +104,13 @@ class BlockTable:
     _tidy_at: int = SLACK
     _tick: int = 0
 
-    def held(self) -> Iterator[bytes]:
-        yield from self.resident
-        for block_hash in self.on_disk:
+    def held(self) -> Iterator[BlockHeader]:
+        """Each block once: what memory has of it, if it has."""
+        for entry in self.resident.values():
+            yield entry.header
+        for block_hash, header in self.on_disk.items():
             if block_hash not in self.resident:
-                yield block_hash
+                yield header
 
     def versions(self, block_hash: bytes) -> list[BlockHeader]:
         entry, on_disk = self.resident.get(block_hash), self.on_disk.get(block_hash)
@@ -277,7 +279,7 @@ class BlockTable:
         assert {entry for entry in entries if entry.pins} == {entry for entry in self._pinned if entry.resident}
         assert self.locked_bytes == sum(entry.bytes for entry in (*arriving, *self._pinned))
         self.memory.check_integrity([entry.raw for entry in {*entries, *arriving, *self._pinned}])
-        held = [self.versions(block_hash)[0] for block_hash in self.held()]
+        held = list(self.held())
         assert self.held_blocks == len(held)
         assert self.continued == Counter(header.parent for header in held)
         assert self._continued_here == Counter(entry.header.parent for entry in (*entries, *arriving))
@@ -301,6 +303,13 @@ def net(changes: Iterable[StoredChange]) -> list[StoredChange]:
         last[change.hash] = change
     different = [change for change in last.values() if change.removed == first[change.hash]]
     return sorted(different, key=lambda change: not change.removed)  # stable
+
+
+def state_events(changes: Iterable[StoredChange]) -> list[TierEvents]:
+    """In the order of the changes, of recurrent states: each by the block behind which it stands."""
+    grouped = groupby(changes, key=attrgetter("removed"))
+    runs = [(removed, BlockRun(b"", tuple(change.parent for change in group))) for removed, group in grouped]
+    return [TierEvents(Tier.STATE, removed, (run,)) for removed, run in runs]
 
 
 def tier_events(changes: Iterable[StoredChange]) -> list[TierEvents]:

@@ -115,6 +115,13 @@ class VaultStore:
                 for block_hash in hashes
             ]
 
+    def headers_of(self, hashes: Sequence[bytes], *, coming: bool = False) -> list[BlockHeader | None]:
+        """Of what is held under these hashes, with `coming` also of what is on its way here."""
+        with self._lock:
+            entries = self.table.arriving.values() if coming else ()
+            arriving = {entry.header.hash: entry.header for entry in entries}
+            return [next(iter(self.table.versions(one)), arriving.get(one)) for one in hashes]
+
     def reserve(self, header: BlockHeader) -> memoryview | None:
         why = _why_wrong(header)
         with self._lock:
@@ -230,8 +237,8 @@ class VaultStore:
             changes, self.table.changes = self.table.changes, []
             return changes
 
-    def holdings(self) -> tuple[list[StoredChange], list[bytes]]:
-        """The changes since the last `take_changes`, and all hashes that are held after exactly those."""
+    def holdings(self) -> tuple[list[StoredChange], list[BlockHeader]]:
+        """The changes since the last `take_changes`, and what is held after exactly those."""
         with self._lock:
             changes, self.table.changes = self.table.changes, []
             return changes, list(self.table.held())

@@ -23,11 +23,12 @@ Five rules keep it simple:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvfleet.worker.blocks.content_index import Content, ContentIndex
-from kvfleet.worker.eviction.base import EvictionPolicy
+from kvfleet.worker.eviction.base import EvictionBalance, EvictionPolicy
 from kvfleet.worker.eviction.lru import LruEviction
 from kvproto.block_hash import ForkedRoot, Root, digest_term, parent_of
 from kvproto.messages import BlockRun, Tier, TierEvents
@@ -35,13 +36,15 @@ from kvproto.messages import BlockRun, Tier, TierEvents
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix: `tokens` of it, in full `blocks` and then the first `donor_tokens` of block `donor`."""
+    """A cached prefix: `tokens` of it, in full `blocks` and then the first `donor_tokens` of block `donor`. `state`:
+    the slot of the recurrent state behind it; -1: none."""
 
     blocks: list[int]
     donor: int | None
     donor_tokens: int
     tokens: int
     lossy: bool = False
+    state: int = -1
 
 
 class BlockPool:
@@ -57,6 +60,7 @@ class BlockPool:
         self.evictions = 0
         self.digest = 0  # of the full blocks with a content address
         self.index = ContentIndex()  # others only read it
+        self.on_unlisted: Callable[[Content], None] | None = None
         self._policy = policy or LruEviction()
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -132,11 +136,20 @@ class BlockPool:
         block = self.index.find(block_hash)
         return block is not None and self.index[block].lossy
 
+    @property
+    def balance(self) -> EvictionBalance:
+        return self._policy.balance
+
+    def asked(self, hashes: Sequence[bytes], limit: int, cached: int) -> None:
+        """See `EvictionPolicy.asked`."""
+        self._policy.asked(hashes, limit, cached)
+
     def acquire(self, blocks: Sequence[int]) -> None:
         """Hold cached or held blocks once more, in chain order."""
         for block in blocks:
             if not self._refs[block]:
                 self._wake(block)
+                self._policy.reused(block)
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -163,6 +176,23 @@ class BlockPool:
             else:
                 self._rest(block)
 
+    def rest_first(self, hashes: Sequence[bytes]) -> int:
+        """The idle blocks of a chain go before all others from now on, from its end back to a block that is held or
+        that others continue. Returns how many."""
+        first: set[int] = set()
+        chain = self.chain_to(hashes)
+        for block, block_hash in zip(reversed(chain), reversed(hashes[: len(chain)]), strict=True):
+            after = [one for one in self.index.children(block_hash) if one not in first]
+            if self._refs[block] or any(self._refs[one] or self.index[one].hash is not None for one in after):
+                break
+            for one in (*after, block):  # after it there is at most the rest of the same sequence
+                first.add(one)
+                self._policy.demote(one)
+                if self._policy.is_offered(one):
+                    self._policy.withdraw(one)
+                    self._policy.offer(one)
+        return len(first)
+
     def fill(
         self, block: int, root: Root, hashes: Sequence[bytes], at: int, ids: Sequence[int], *, lossy: bool = False
     ) -> int:
@@ -184,6 +214,7 @@ class BlockPool:
         """List a held block, of a content that is not cached; it may have several holders."""
         content = Content.of(root, hashes, at, ids, full=True, lossy=lossy)
         self.index.add(block, content)
+        self._policy.stored(block, content.hash, at, self.index.find(content.before))
         self.digest ^= digest_term(hashes[at])
         if self._stored and self._stored[-1][1][-1] == content.parent:
             self._stored[-1][1].append(hashes[at])
@@ -201,6 +232,7 @@ class BlockPool:
         for shorter in self.index.shorter_tails(tail.parent, tail.ids):
             self._forget(shorter)
         self.index.add(block, tail)
+        self._policy.stored(block, None, at, self.index.find(tail.before))
 
     def erase(self, root: Root, hashes: Sequence[bytes], ids: Sequence[int], keep: int = 0) -> int:
         """Forget what only this token sequence has: from its end back to a block that is held or that others continue,
@@ -294,7 +326,10 @@ class BlockPool:
         self._free.append(block)
 
     def _unlist(self, block: int) -> bytes | None:
-        block_hash = self.index.remove(block).hash
+        content = self.index.remove(block)
+        if self.on_unlisted is not None:
+            self.on_unlisted(content)
+        block_hash = content.hash
         if block_hash is not None:
             self.digest ^= digest_term(block_hash)
             self._removed.append(block_hash)
@@ -311,3 +346,12 @@ class BlockPool:
                     self._free.append(block)
                 if (gone := self._unlist(block)) is not None:
                     above.append(gone)
+
+
+class Lendable(NamedTuple):
+    """A block, held by its chain, or a recurrent state: `held` while it is read; None: it is read at once."""
+
+    content: Content
+    kv_format: bytes
+    read: Callable[[], memoryview]
+    held: tuple[BlockPool, list[int]] | None = None

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from kvproto.block_hash import Root, pack_ids, parent_of, root_at
-from kvproto.dataplane.block import RUN_BLOCKS
+from kvproto.block_hash import Root, pack_ids, parent_of, root_at, state_after
+from kvproto.dataplane.block import RUN_BLOCKS, STATE_IDS
 from kvproto.hash_ring import HashRing
+from kvproto.messages import Tier
 
 KEEPERS = 2
 
@@ -30,14 +31,38 @@ class BlockName(NamedTuple):
     ids: bytes
     run: bytes = b""
 
+    def state(self) -> BlockName:
+        """Of the recurrent state at the block's end, which lies where the block does."""
+        return BlockName(self.root, state_after(self.hash), self.hash, STATE_IDS, self.run or self.hash)
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """Recurrent states of a hybrid model as vaults and peers have them: 16 bytes that are equal where states mean the
+    same, a state's size, and how many blocks lie between two."""
+
+    format: bytes
+    nbytes: int
+    every: int
+
 
 @dataclass(slots=True)
 class Finding:
-    """How many leading blocks a vault and a peer have, without a gap. Complete once `ready`."""
+    """How many leading blocks a vault and a peer have, without a gap, and behind how many a recurrent state that they
+    have stands. Complete once `ready`."""
 
     ready: bool = False
     vault: int = 0
     peer: int = 0
+    vault_states: tuple[int, ...] = ()  # ascending, as the next
+    peer_states: tuple[int, ...] = ()
+
+    def states(self, least: int, most: int) -> list[tuple[int, Tier]]:
+        """States behind more than `least` blocks, and no more than `most`, deepest first, a peer's before a vault's."""
+        found = [(point, Tier.PEER) for point in self.peer_states] + [
+            (point, Tier.VAULT) for point in self.vault_states
+        ]
+        return sorted((one for one in found if least < one[0] <= most), key=lambda one: -one[0])
 
 
 @dataclass(slots=True)
@@ -66,6 +91,14 @@ def names_of(root: Root, hashes: Sequence[bytes], ids: Sequence[int], block_size
         )
         for at, block_hash in enumerate(hashes)
     ]
+
+
+def state_points(names: Sequence[BlockName], every: int) -> list[int]:
+    """Behind how many blocks of a chain a state may be kept: `every` so many, at the end of its public part, and at
+    each of its last blocks' ends, as a worker takes them before it hands a sequence over."""
+    last = len(names)
+    forks = (at for at in range(1, last) if names[at - 1].root != names[at].root)
+    return sorted({*range(every, last + 1, every), *forks, *range(max(1, last - RUN_BLOCKS), last + 1)})
 
 
 class RingShare(NamedTuple):

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvproto.block_hash import Root, before, parent_of, root_at
+from kvproto.block_hash import STATE_ID, Root, before, parent_of, root_at, state_after
 
 
 class Content(NamedTuple):
@@ -31,6 +31,11 @@ class Content(NamedTuple):
     ) -> Content:
         own = hashes[at] if full else None
         return cls(parent_of(root, hashes, at), tuple(ids), own, before(root, hashes, at), root_at(root, at), lossy)
+
+    @classmethod
+    def of_state(cls, root: bytes, block_hash: bytes, *, lossy: bool) -> Content:
+        """Of the recurrent state at this block's end, as others know it."""
+        return cls(block_hash, (STATE_ID,), state_after(block_hash), block_hash, root, lossy)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -80,11 +80,12 @@ class Engine:
         self._times = times = scheduler.pacer.times
         scheduler.claims = lambda sequence, match, spare: tiers.claims(sequence, match, spare, times.prompt_seconds)
         scheduler.on_preempt = tiers.offloader.save
+        tiers.pauses.prompt_seconds = times.prompt_seconds
         self._verifier = Verifier(runner, tiers)
         self.counters = EngineCounters()
         self.grammars = Grammars(lambda: detokenizer.to_json(), runner.vocab_size, runner.eos_ids)
         self.sequences = LiveSequences(runner, scheduler, detokenizer, self.counters.costs, self.grammars)
-        self.kv = KvHoldings(runner, tiers, self.sequences)
+        self.kv = KvHoldings(runner, tiers, self.sequences, scheduler.tables.slots)
         self._audit = PoolAudit(pool)
         self._clock = clock
         self.deliver: Callable[[StepResult], None] | None = None  # takes outputs before a step has ended
@@ -202,6 +203,7 @@ class Engine:
         aborted step empties it."""
         if plan.slices:
             self.runner.copy_blocks(plan.copies)
+        self.runner.copy_states(plan.state_copies)
         self.tiers.copied()
         if not plan.slices:
             self._tell_text()
@@ -212,6 +214,7 @@ class Engine:
             ran = run_step(self.runner.run, plan.slices, self.scheduler.pacer.budget)
         except StepAborted:
             self.counters.steps_aborted_total += 1
+            self.scheduler.spoil(plan)
             plan.slices, plan.sequences, plan.decodes = [], [], 0
             return []
         finally:
@@ -225,8 +228,8 @@ class Engine:
 
     def _commit(self, plan: StepPlan, ran: list[Ran]) -> None:
         self._traced.steps += bool(ran)
-        advance = self.scheduler.tables.advance
-        size = self.pool.block_size
+        self.scheduler.settled()
+        advance, size = self.scheduler.tables.advance, self.pool.block_size
         windowed = self.scheduler.tables.window is not None
         for sequence, part, came in zip(plan.sequences, plan.slices, ran, strict=True):
             if sequence.has_ended:  # by the text of the step before, or by another beam
@@ -238,7 +241,7 @@ class Engine:
             count = len(part.ids)
             sequence.account.step_tokens += count
             end = part.start + count
-            if windowed or end - sequence.filled * size >= size:
+            if windowed or sequence.snapshots or end - sequence.filled * size >= size:
                 advance(sequence, end)
             else:
                 sequence.computed = end
@@ -321,17 +324,18 @@ class Engine:
             self.scheduler.slide(sequence)
 
     def _start(self, sequence: Sequence, now: float) -> None:
+        saved_s = 0.0
         if self.sequences.is_first_start(sequence):
             restored, waited = sum(sequence.restored.values()), now - sequence.enqueued
             self.counters.started(sequence.account, len(sequence.ids), sequence.cached_tokens, restored, waited)
-            self.tiers.started(sequence)
+            saved_s = self.tiers.started(sequence)
         sequence.started = True
         if (trace := sequence.spec.trace) is not None:
             self._traced.started(sequence, trace, now)
         request, attempt, choice = sequence.key
         prompt, cached, waited = sequence.num_prompt, sequence.cached_tokens, now - sequence.enqueued
         again = len(sequence.ids) - cached if sequence.num_outputs else 0
-        started = SequenceStarted(request, attempt, prompt, cached, waited, choice, sequence.restored, again)
+        started = SequenceStarted(request, attempt, prompt, cached, waited, choice, sequence.restored, again, saved_s)
         self._outputs.append(started)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -377,15 +381,13 @@ class Engine:
         return StepResult(outputs, self._take_changes(), fed, prefill, count, seconds)
 
     def _take_changes(self) -> list[TierEvents]:
-        return self.pool.take_changes(Tier.DEVICE) + self.tiers.host.take_changes()
+        return self.pool.take_changes(Tier.DEVICE) + self.tiers.host.take_changes() + self.kv.state_changes()
 
     def load(self) -> Load:
         return load_of(self.scheduler, self.tiers, self.counters, self._clock())
 
     def rates(self) -> Rates:
-        times = self._times
-        steps, tokens = times.decode_steps_per_s, times.decode_tokens_per_s
-        return Rates(times.prefill_tokens_per_s, steps, tokens, self.tiers.rates(), times.longest.seconds)
+        return self._times.rates(self.tiers.rates())
 
     def audit(self) -> None:
         """Check some blocks of device and host, others each time. Raises AssertionError."""

@@ -11,7 +11,11 @@ from tokenizers import Tokenizer
 
 from kvfleet.worker.blocks import block_codec
 from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.chain_location import StateForm
+from kvfleet.worker.blocks.state_slots import StateSlots
 from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.eviction.base import EvictionPolicy
+from kvfleet.worker.eviction.reuse import ReuseEviction
 from kvfleet.worker.model.base import BlockMemory, ModelRunner
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvfleet.worker.model.kv_size import KvLayout, size_lines
@@ -20,6 +24,7 @@ from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.text.detokenizer import Detokenizer
 from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.host_states import HostStates
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.errors import OutOfMemory
@@ -38,7 +43,7 @@ def build_engine(
     settings: WorkerSettings,
     folder: Path,
     bundle: Bundle,
-    remote_for: Callable[[BlockMemory], RemoteTiers] | None = None,
+    remote_for: Callable[[BlockMemory, StateForm | None], RemoteTiers] | None = None,
     progress: LoadProgress | None = None,
 ) -> Engine:
     """Load the model, which blocks, and build its engine. `remote_for` makes the client of vaults and peers; `progress`
@@ -46,7 +51,14 @@ def build_engine(
     progress = progress or LoadProgress()
     runner = _fake_runner(settings, bundle) if settings.runner == "fake" else _torch_runner(settings, folder, progress)
     progress.doing = "reserving memory for blocks"
-    pool = BlockPool(runner.num_blocks, runner.block_size)
+    policy: EvictionPolicy | None = None
+    if settings.eviction == "reuse":
+        policy = ReuseEviction(
+            runner.num_blocks,
+            runner.block_size,
+            lambda position, tokens: scheduler.pacer.times.prompt_seconds(position, tokens),
+        )
+    pool = BlockPool(runner.num_blocks, runner.block_size, policy)
     if runner.num_blocks * runner.block_size < runner.context_length:
         log.warning(
             "%d blocks hold %d tokens, less than the model's context of %d: longer requests fail as out of memory",
@@ -60,12 +72,15 @@ def build_engine(
         slots=settings.slots,
         itl_target_s=settings.itl_target_ms / 1000,
         window=runner.window,
+        states=_state_slots(settings, runner),
     )
-    remote = None
-    if remote_for is not None and runner.window is None:
+    host = _host_tier(settings, runner)
+    states = _host_states(settings, runner, scheduler.tables.slots, host)
+    remote, form = None, None if states is None else states.form
+    if remote_for is not None and runner.window is None and bool(runner.num_states) == (form is not None):
         block_codec.warm_up()
-        remote = remote_for(runner.memory)
-    tiers = Tiers(pool, runner.memory, _host_tier(settings, runner), remote)
+        remote = remote_for(runner.memory, form)
+    tiers = Tiers(pool, runner.memory, host, remote, states=states)
     detokenizer = Detokenizer(Tokenizer.from_str(bundle.tokenizer_json))
     return Engine(runner, pool, scheduler, detokenizer, tiers=tiers)
 
@@ -88,6 +103,26 @@ def _host_tier(settings: WorkerSettings, runner: ModelRunner) -> HostTier:
     return HostTier(memory, runner.bytes_per_block, runner.block_size)
 
 
+def _state_slots(settings: WorkerSettings, runner: ModelRunner) -> StateSlots | None:
+    if not runner.num_states:
+        return None
+    hands_over = settings.role == "prefill"
+    return StateSlots(runner.num_states, runner.block_size, settings.state_every, at_prompt_ends=hands_over)
+
+
+def _host_states(
+    settings: WorkerSettings, runner: ModelRunner, slots: StateSlots | None, host: HostTier
+) -> HostStates | None:
+    if slots is None or runner.state_memory is None or not host.blocks:
+        return None
+    size = settings.host_state_bytes
+    size = host.blocks * host.block_bytes // 3 if size is None else size
+    size -= size % runner.state_memory.block_bytes
+    memory = runner.memory.host_memory(size) if size else memoryview(b"")
+    log.info("%s of host memory for %d snapshots", readable(size), size // runner.state_memory.block_bytes)
+    return HostStates(slots, runner.state_memory, memory)
+
+
 def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
     return FakeRunner(
         num_blocks=settings.blocks or FAKE_BLOCKS,
@@ -95,6 +130,7 @@ def _fake_runner(settings: WorkerSettings, bundle: Bundle) -> ModelRunner:
         vocab_size=bundle.vocab_size,
         context_length=bundle.context_length,
         eos_ids=bundle.stop_ids,
+        num_states=settings.states or 0,
         pace=FakePace(settings.fake_tokens_per_s or None, settings.fake_prefill_tokens_per_s or None),
     )
 
@@ -118,7 +154,7 @@ def _torch_runner(settings: WorkerSettings, folder: Path, progress: LoadProgress
     from kvfleet.worker.model.assembly import build_runner, with_kv_dtype
     from kvfleet.worker.model.attention.choice import backend_for
     from kvfleet.worker.model.gpu.memory_profile import meter_of, step_bytes
-    from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, share_of_free
+    from kvfleet.worker.model.kv_pool import blocks_that_fit, free_bytes, share_of_free, states_that_fit
     from kvfleet.worker.model.loader import load_model
     from kvfleet.worker.model.runner import TorchRunner
 
@@ -143,7 +179,13 @@ def _torch_runner(settings: WorkerSettings, folder: Path, progress: LoadProgress
         step = max(prompt, decodes) + (decodes if graphs else 0)
         share = share_of_free(settings.kv_memory_fraction, loaded.device, settings.workers_on_host)
         blocks = blocks_that_fit(loaded.kv_shape, settings.block_size, loaded.device, share, step)
-    shape = loaded.kv_shape
+    shape, states = loaded.kv_shape, 0
+    if loaded.states is not None:
+        per_block, per_state = shape.bytes_per_block(settings.block_size), loaded.states.nbytes
+        states = settings.states or states_that_fit(per_state, blocks * per_block, settings.slots)
+        if settings.blocks is None:
+            blocks = max(1, blocks - -(-states * per_state // per_block))
+        log.info("%d recurrent states of %s: %s", states, readable(per_state), readable(states * per_state))
     if blocks * shape.bytes_per_block(settings.block_size) > free_bytes(loaded.device):
         raise OutOfMemory(f"{blocks} KV blocks need more than the {readable(free_bytes(loaded.device))} that are free")
     layout = KvLayout(shape.layers, shape.kv_heads, shape.head_dim, loaded.context_length, loaded.window, shape.parts)
@@ -152,8 +194,9 @@ def _torch_runner(settings: WorkerSettings, folder: Path, progress: LoadProgress
         log.info(line)
     log.info("%s, %d threads", loaded.device, threads)
     return build_runner(
-        loaded, blocks, settings.block_size, settings.attention, graphs, progress=progress, backend=backend
-    )
+        loaded, blocks, settings.block_size, settings.attention, graphs, progress=progress, backend=backend,
+        states=states,
+    )  # fmt: skip
 
 
 def _group_runner(settings: WorkerSettings, folder: Path, threads: int, progress: LoadProgress) -> ModelRunner:

@@ -12,7 +12,7 @@ from kvproto.messages import Load
 def load_of(scheduler: Scheduler, tiers: Tiers, counters: EngineCounters, now: float) -> Load:
     pool, queued, accounts = scheduler.pool, scheduler.queued(), counters.costs.accounts.values()
     return Load(
-        waiting=len(scheduler.waiting) + tiers.restorer.waiting,
+        waiting=len(scheduler.waiting) + tiers.waiting,
         running=scheduler.rows,
         slots=scheduler.slots,
         blocks_used=pool.used,
@@ -29,4 +29,8 @@ def load_of(scheduler: Scheduler, tiers: Tiers, counters: EngineCounters, now: f
         evictions_total=pool.evictions,
         tiers=tiers.loads(),
         oldest_wait_s=max((now - one.enqueued for one in scheduler.waiting if not one.started), default=0),
+        paused=tiers.pauses.waiting,
+        brought_blocks_total=tiers.pauses.brought_total,
+        given_back_blocks_total=tiers.pauses.given_back_total,
+        saved_s_total=tiers.pauses.saved_s_total,
     )

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvfleet.worker.engine.engine import Engine
+from kvfleet.worker.eviction.base import EvictionBalance
 from kvfleet.worker.port.capacity import Attempt
 from kvfleet.worker.port.engine_port import EngineFacts, EnginePort
 from kvfleet.worker.port.outputs import SequenceFailed, StepResult
@@ -105,6 +106,12 @@ class EngineThread(EnginePort):
     def resume(self, request: str, attempt: int) -> None:
         self.post(lambda engine: engine.resume(request, attempt))
 
+    def expect_return(self, request: str, attempt: int, soonest_s: float, latest_s: float) -> None:
+        def expect(engine: Engine) -> None:
+            engine.tiers.pauses.expect((request, attempt), soonest_s, latest_s)
+
+        self.post(expect)
+
     def make_room(self, request: str, attempt: int, count: int) -> asyncio.Future[frozenset[Attempt]]:
         return self.call(lambda engine: engine.make_room(request, attempt, count))
 
@@ -131,6 +138,10 @@ class EngineThread(EnginePort):
     def protected_blocks_total(self) -> int:
         protector = self.engine.tiers.protector
         return 0 if protector is None else protector.protected_total
+
+    @property
+    def balance(self) -> EvictionBalance:
+        return self.engine.pool.balance
 
     def copied_bytes(self) -> tuple[int, int]:
         """From host to device, and from device to host."""
@@ -177,11 +188,11 @@ class EngineThread(EnginePort):
                         self._wake.wait(NOTHING_RAN_S)
                 elif not self._stopping and not self.engine.verify():
                     self._measure(0.0)
-                    if (due_in := self.engine.tiers.restorer.due_in()) is None and time.monotonic() >= self._check_due:
+                    if (due_in := self.engine.tiers.due_in()) is None and time.monotonic() >= self._check_due:
                         # Better to crash on wrong books than to serve wrong blocks.
                         self.engine.audit()
                         self._check_due = time.monotonic() + CHECK_PERIOD_S
-                    self._wake.wait(IDLE_PERIOD_S if due_in is None else due_in)
+                    self._wake.wait(min(IDLE_PERIOD_S if due_in is None else due_in, self.engine.tiers.pauses.due_in()))
             self._end(EngineFailure(_STOPPED))
         except Exception as error:  # the thread's top: no request may wait for ever
             logger.exception("the engine failed")

@@ -6,6 +6,9 @@ A heap with lazy deletion: withdrawing is O(1); the block of a stale entry is no
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+
+from kvfleet.worker.eviction.base import EvictionBalance
 
 COMPACT_FROM = 64  # heap entries; below that stale ones cost nothing
 
@@ -18,8 +21,15 @@ class LruEviction:
         self._offered: dict[int, int] = {}  # block -> tick under which its live heap entry stands
         self._heap: list[tuple[int, int]] = []
 
+    @property
+    def balance(self) -> EvictionBalance:
+        return EvictionBalance()
+
     def touch(self, block: int, tick: int) -> None:
         self._last_use[block] = tick
+
+    def demote(self, block: int) -> None:
+        self._last_use[block] = 0
 
     def offer(self, block: int) -> None:
         tick = self._last_use.get(block, 0)
@@ -44,3 +54,9 @@ class LruEviction:
 
     def is_offered(self, block: int) -> bool:
         return block in self._offered
+
+    def asked(self, hashes: Sequence[bytes], limit: int, cached: int) -> None: ...
+
+    def stored(self, block: int, block_hash: bytes | None, at: int, before: int | None) -> None: ...
+
+    def reused(self, block: int) -> None: ...

@@ -56,10 +56,12 @@ def build_runner(
     make: Callable[..., TorchRunner] = TorchRunner,
     progress: LoadProgress | None = None,
     backend: AttentionBackend | None = None,
+    states: int = 1,
 ) -> TorchRunner:
     """A runner on as many threads as torch has; `reference` leaves the model as transformers made it, and so does `cpu`
     on a part of a model: only its attention is fast there. On a GPU decode steps of up to `graphs` sequences are
-    recorded. `progress` is told; `backend`: what `backend_for` gave before.
+    recorded, but for hybrid models. `progress` is told; `backend`: what `backend_for` gave before; `states`: slots for
+    recurrent states, if the model has any.
 
     Raises InvalidRequest if the attention cannot run here, and OutOfMemory if the KV pool does not fit.
     """
@@ -75,11 +77,11 @@ def build_runner(
         if loaded.ranks == 1:
             optimise(loaded.model, threads, lambda: trial_logits(loaded, block_size))
         _check_unchanged(loaded, before, trial_logits(loaded, block_size, backend))
-    runner = make(loaded, backend, blocks, block_size)
+    runner = make(loaded, backend, blocks, block_size, *([states] if loaded.states is not None else []))
     runner.pool.reach(0)
     sampler.warm_up(loaded.device)
     log.info("%s attention on %s", backend.name, loaded.device)
-    if loaded.device.type == "cuda":
+    if loaded.device.type == "cuda" and loaded.states is None:
         progress.doing = "recording decode steps"
         record_decodes(runner, loaded, backend, min(graphs, blocks), cuda_graphs(loaded.device))
     return runner

@@ -55,17 +55,11 @@ class BlockFormat(Protocol):
     rows: tuple[int, int, str]  # of a block: how many, of how many numbers, and their dtype; int8: each has a scale
 
 
-class BlockMemory(BlockFormat, Protocol):
-    """The bytes of a KV pool's blocks. From any thread, beside steps: a reader ensures that the block is full and
-    stays, a writer that it alone holds the block."""
+class PieceMemory(Protocol):
+    """Pieces of a pool, by number, as bytes: blocks, or recurrent states. From any thread, beside steps: a reader
+    ensures that the piece is complete and stays, a writer that it alone holds it."""
 
     block_bytes: int
-
-    def host_memory(self, size: int) -> memoryview:
-        """Zero bytes on the host, to copy blocks to and from. Raises MemoryError."""
-
-    def view(self, block: int) -> memoryview | None:
-        """The block itself, writable; None where the host cannot address it."""
 
     def read(self, block: int, target: memoryview) -> None: ...
 
@@ -83,6 +77,22 @@ class BlockMemory(BlockFormat, Protocol):
             self.write(block, host[slot * self.block_bytes : (slot + 1) * self.block_bytes])
             yield 1
 
+
+class StatePieces(PieceMemory, Protocol):
+    """Recurrent states. `kv_format`: 16 bytes, equal where theirs mean the same."""
+
+    kv_format: bytes
+
+
+class BlockMemory(BlockFormat, PieceMemory, Protocol):
+    """The bytes of a KV pool's blocks."""
+
+    def host_memory(self, size: int) -> memoryview:
+        """Zero bytes on the host, to copy blocks to and from. Raises MemoryError."""
+
+    def view(self, block: int) -> memoryview | None:
+        """The block itself, writable; None where the host cannot address it."""
+
     def landed(self, blocks: Sequence[int]) -> None:
         """These were written, also through `view`. Called by the thread that runs steps, before it uses them."""
 
@@ -98,6 +108,8 @@ class ModelRunner(Protocol):
     block_size: int
     bytes_per_block: int  # K and V of `block_size` tokens for all layers
     num_layers: int
+    state_memory: StatePieces | None  # the states' bytes, by slot, if it has any
+    num_states: int  # slots for recurrent states; 0: the model has none
     window: int | None  # tokens, itself included, that a token sees in the layer that sees furthest; None: all of them
     eos_ids: tuple[int, ...]  # tokens with which the model ends a text
     memory: BlockMemory
@@ -109,8 +121,9 @@ class ModelRunner(Protocol):
         """One forward pass: store KV of all slices' tokens in their blocks, score and draw where a slice says so.
 
         A slice attends to all tokens before it in its own blocks and to nothing else. One result per slice, in order.
-        Running the same slices again gives the same state. Raises OutOfMemory if the pass does not fit, and StepAborted
-        where `abort.check` does; the slots of the slices' tokens are then undefined.
+        Running the same slices again gives the same blocks. Recurrent states and snapshots are written once the pass
+        has ended well. Raises OutOfMemory if the pass does not fit, and StepAborted where `abort.check` does; the slots
+        of the slices' tokens are then undefined.
         """
 
     def take_device_seconds(self) -> float | None:
@@ -118,6 +131,9 @@ class ModelRunner(Protocol):
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target) in the given order."""
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole recurrent states (source slot, target slot) in the given order; source -1: none."""
 
     def difference(self, block: int, other: int) -> float:
         """Largest difference between two blocks' numbers, as a share of the largest number in them."""

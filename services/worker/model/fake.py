@@ -19,9 +19,9 @@ from itertools import islice
 from typing import Any
 
 from kvcpu.vector.numbers import SCALE_BYTES
-from kvfleet.worker.model.base import Abort, BlockMemory, StepAborted, host_memory
+from kvfleet.worker.model.base import Abort, BlockMemory, StatePieces, StepAborted, host_memory
 from kvfleet.worker.schedule.step_plan import Scoring, Slice
-from kvproto.dataplane.block import kv_format
+from kvproto.dataplane.block import kv_format, state_format
 from kvproto.messages import TokenLogprobs
 from kvsampling.draw import Candidates, Draw, Ran, Scored, ScoredPrompt
 
@@ -65,6 +65,21 @@ class FakeMemory(BlockMemory):
             self._totals[block] = self._slots[(block + 1) * self._size - 1]
 
 
+class FakeStateMemory(StatePieces):
+    """States of a FakeRunner, as bytes."""
+
+    def __init__(self, states: array[int]) -> None:
+        self.block_bytes = states.itemsize
+        self.kv_format = state_format(bytes(16), [])
+        self._bytes = memoryview(states).cast("B")
+
+    def read(self, block: int, target: memoryview) -> None:
+        target[:] = self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def write(self, block: int, source: memoryview) -> None:
+        self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes] = source
+
+
 @dataclass(frozen=True, slots=True)
 class FakePace:
     """How fast a FakeRunner pretends to be; None: as fast as it goes."""
@@ -89,6 +104,7 @@ class FakeRunner:
     abort: Abort = field(default_factory=Abort)
     device: str = "cpu"
     num_layers: int = 1
+    num_states: int = 0  # a state is a sum over all of a sequence's tokens, of which the next token is made too
     window: int | None = None
     tolerance: float = 0.0
     overlaps: bool = False
@@ -98,6 +114,8 @@ class FakeRunner:
         self.meanwhile: Callable[[], None] = lambda: None
         self.bytes_per_block = SLOT_BYTES * self.block_size
         self.slots = array("Q", bytes(self.bytes_per_block * self.num_blocks))
+        self.states = array("Q", bytes(SLOT_BYTES * self.num_states))
+        self.state_memory: StatePieces | None = FakeStateMemory(self.states) if self.num_states else None
         self._totals = [0] * self.num_blocks  # a full block's last slot, for sums without arithmetic per block
         self.memory: BlockMemory = FakeMemory(self.slots, self._totals, self.block_size)
 
@@ -108,6 +126,8 @@ class FakeRunner:
         ran: list[Ran] = []
         for part in slices:
             self._store(part)
+            if part.state >= 0:
+                self._move_on(part)
             drawn = None if part.draw is None else self._token(part, part.draw)
             ran.append(drawn if part.scoring is None else ScoredPrompt(self._scores(part, part.scoring), drawn))
         return ran
@@ -132,6 +152,18 @@ class FakeRunner:
 
     def difference(self, block: int, other: int) -> float:
         return float(self.memory.view(block) != self.memory.view(other))
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.states[target] = self.states[source] if source >= 0 else 0
+
+    def _move_on(self, part: Slice) -> None:
+        state, snapshots = self.states[part.state], dict(part.snapshots)
+        for position, token in enumerate(part.ids, part.start):
+            state = (state * _INDEX + _value(token, position)) & _MASK
+            if (slot := snapshots.get(position + 1)) is not None:
+                self.states[slot] = state
+        self.states[part.state] = state
 
     def _store(self, part: Slice) -> None:
         size, slots = self.block_size, self.slots
@@ -163,6 +195,8 @@ class FakeRunner:
     def _token(self, part: Slice, draw: Draw) -> int | Scored | Candidates:
         """Hashes what was seen with what the draw depends on."""
         seen = self._seen(part, part.end)
+        if part.state >= 0:
+            seen ^= self.states[part.state]
         sampling = draw.sampling
         token = favourite = self._hashed(seen)
         if draw.candidates:

@@ -25,6 +25,7 @@ from kvsampling.sampler import is_out_of_memory
 from kvservice.host import free_bytes as host_bytes_free
 
 CPU_SHARE, GPU_SHARE = 0.3, 0.9  # of the free memory, for KV
+STATE_SHARE, STATES_PER_SLOT = 1 / 3, 4
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -141,6 +142,11 @@ def blocks_that_fit(shape: KvShape, block_size: int, device: torch.device, share
         step = f", less steps of {step_bytes / 2**30:.2f} GiB," if step_bytes else ""
         raise OutOfMemory(f"{share:.0%} of {free / 2**30:.2f} GiB free memory{step} holds no KV block")
     return blocks
+
+
+def states_that_fit(state_bytes: int, memory: int, slots: int) -> int:
+    """Recurrent states of running sequences and of snapshots, in STATE_SHARE of the memory for KV."""
+    return min(STATES_PER_SLOT * slots, max(2, int(memory * STATE_SHARE) // state_bytes))
 
 
 class PoolMemory(BlockMemory):

@@ -4,7 +4,8 @@
 
 Latent attention stores one latent for all heads in their place: without the 2, and with one head. Only int8 has scales,
 one for each token and head. A block holds `block_size` tokens for all layers. Where every layer
-has a sliding window, a sequence holds no more blocks than its widest window touches.
+has a sliding window, a sequence holds no more blocks than its widest window touches. A recurrent state
+is of one size, for a sequence as for a snapshot.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class KvLayout:
     context_length: int
     window: int | None = None  # of the layer that sees furthest; None: the whole context
     parts: int = 2  # K and V, or latents alone
+    state_bytes: int = 0  # of a sequence's recurrent state, whatever its length
 
     def bytes_per_token(self, kv_dtype: str) -> int:
         row = self.head_dim * NUMBER_BYTES[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)

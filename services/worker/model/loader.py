@@ -17,7 +17,8 @@ from kvfleet.worker.model.load_progress import LoadProgress, numbers_in
 from kvfleet.worker.model.parallel.sharding import RankPart, shard
 from kvfleet.worker.model.probe import probe
 from kvfleet.worker.model.quick_imports import load_meta
-from kvfleet.worker.model.support import name_of, own_context, supported_context
+from kvfleet.worker.model.recurrent import StateShape, recurrent_modules
+from kvfleet.worker.model.support import name_of, own_context, refusal, supported_context
 from kvproto.errors import InvalidRequest, UnsupportedModel
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class LoadedModel:
     window: int | None = None  # see ModelRunner.window
     first_position: int = 0  # of a sequence's first token, as the model counts
     sinks: bool = False  # some layer's attention has them
+    states: StateShape | None = None  # of recurrent layers
     ranks: int = 1  # processes that share the model; `kv_shape` is one's
 
 
@@ -74,6 +76,8 @@ def load_model(
                 model = _trained_model(source, what)
             generation = model.generation_config
         if part is not None:
+            if recurrent_modules(model):
+                raise refusal(config, "a hybrid model over several ranks", "one rank serves it")
             shard(model, part)
         progress.doing = "trying the model"
         return model.to(where), generation
@@ -111,6 +115,7 @@ def adopt_model(
         window=attention.window,
         first_position=attention.first_position,
         sinks=attention.sinks,
+        states=attention.states,
     )
 
 

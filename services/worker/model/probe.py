@@ -3,8 +3,9 @@
 Configuration fields can be wrong or missing; the calls that attention receives cannot. A model passes if every layer
 attends once through transformers' AttentionInterface, causally, with keys and values of one shape, and no feature that
 the paged backends lack. They get no mask, so the function of two positions that the model's mask is made of must agree
-with the layer's keywords. Only attention may mix tokens: sequences of a batch follow each other in one row. Positions
-start where the model's plain forward pass starts: RoBERTa and its kin start behind the index of their padding token.
+with the layer's keywords. Only attention may mix tokens: sequences of a batch follow each other in one row. Recurrent
+layers mix them too, by states of their own (`recurrent`): they are left out here. Positions start where the model's
+plain forward pass starts: RoBERTa and its kin start behind the index of their padding token.
 
 `layout_of` needs a `config.json` alone: it builds the model on torch's meta device. Where a forward pass depends on
 numbers (some mixtures of experts), it reads the usual fields.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from kvcpu.blocks import KvShape
 from kvfleet.worker.model.attention.latent import keep_latents, latent_heads, over_latents
 from kvfleet.worker.model.kv_size import KvLayout
+from kvfleet.worker.model.recurrent import Skipped, StateShape, attach_states, mixing, recurrent_modules, states_of
 from kvfleet.worker.model.support import name_of, own_attention, refusal
 from kvproto.errors import UnsupportedModel
 
@@ -55,12 +57,13 @@ class Attention:
     window: int | None  # of the layer that sees furthest; None: the whole context
     first_position: int  # of a sequence's first token, as the model counts
     sinks: bool  # in some layer
+    states: StateShape | None = None  # of recurrent layers beside it
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     layer: int
-    kind: str  # the class that calls
+    module: Any  # that calls
     key: Tensor
     value: Tensor
     window: int | None
@@ -105,21 +108,25 @@ class _Notes:
             if masked != window:
                 windows = f"{masked} tokens by its mask and of {window} by its layer"
                 raise UnsupportedModel(f"attention with a window of {windows}")
-        self.calls.append(_Call(module.layer_idx, type(module).__name__, key, value, window, sinks is not None, latent))
+        self.calls.append(_Call(module.layer_idx, module, key, value, window, sinks is not None, latent))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def probe(model: Any, context_length: int) -> Attention:
     """Raises UnsupportedModel naming the feature and the model."""
     try:
+        states = states_of(model)
+        attach_states(model)
         calls = _attention_calls(model, context_length)
-        shape = _one_shape(calls, model.config.num_hidden_layers)
+        shape = _one_shape(calls, model.config.num_hidden_layers, recurrent_modules(model).keys())
+        for stored, call in enumerate(sorted(calls, key=lambda call: call.layer)):
+            call.module.kv_layer = stored  # of the pool, which has no place for layers without attention
         _check_tokens_do_not_mix(model, context_length)
         first = _first_position(model)
     except UnsupportedModel as error:
         raise refusal(model.config, error.message) from error
     window = furthest([call.window for call in calls], context_length)
-    return Attention(shape, window, first, any(call.sinks for call in calls))
+    return Attention(shape, window, first, any(call.sinks for call in calls), states)
 
 
 def _attention_calls(model: Any, context_length: int) -> list[_Call]:
@@ -181,7 +188,7 @@ def _run(model: Any, name: str, notes: _Notes, positions: list[int] | None, want
     token = next(one for one in TOKENS if one != getattr(model.config, "pad_token_id", None))
     told = {} if positions is None else {"position_ids": torch.tensor([positions], device=device)}
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), mixing(Skipped()):
             output = model(
                 input_ids=torch.full((1, 3), token, dtype=torch.int64, device=device),
                 **told,
@@ -223,37 +230,41 @@ def _named(layers: list[int]) -> str:
     return f"layers {shown}{', ...' if len(layers) > most else ''}" if len(layers) > 1 else f"layer {shown}"
 
 
-def _one_shape(calls: list[_Call], layers: int) -> KvShape:
+def _one_shape(calls: list[_Call], layers: int, recurrent: Iterable[int] = ()) -> KvShape:
     often = Counter(call.layer for call in calls)
-    silent = sorted(set(range(layers)) - set(often))
+    silent = sorted(set(range(layers)) - set(often) - set(recurrent))
     if silent:
         raise UnsupportedModel(f"attention outside AttentionInterface (in {_named(silent)} of {layers})")
     several = sorted(layer for layer, count in often.items() if count > 1)
     if several:
-        raise UnsupportedModel(f"attention that a layer calls several times ({calls[0].kind}, in {_named(several)})")
-    if len(often) != layers:
+        raise UnsupportedModel(
+            f"attention that a layer calls several times ({type(calls[0].module).__name__}, in {_named(several)})"
+        )
+    if len(often) > layers or not often:
         raise UnsupportedModel(f"attention in {len(often)} layers where the configuration has {layers}")
     key, latent = calls[0].key, calls[0].latent
     alike = (call.key.shape == key.shape and call.latent == latent for call in calls)
     if not all(alike) or any(call.value.dtype != call.key.dtype for call in calls):
         raise UnsupportedModel("storing keys and values of several shapes")
-    return KvShape(layers, key.shape[1], key.shape[3], key.dtype, latent=latent)
+    return KvShape(len(often), key.shape[1], key.shape[3], key.dtype, latent=latent)
 
 
 def layout_of(config: Any, context_length: int) -> KvLayout:
     """Raises UnsupportedModel, naming feature and model, where the engine would refuse the attention."""
     try:
         model, calls = _meta_calls(config)
+        states = states_of(model)
     except (RuntimeError, NotImplementedError):  # there are no numbers on the meta device
         return from_fields(config, context_length)
     shapes = {shape for shape, _ in calls.values()}
-    if len(calls) != config.num_hidden_layers:
+    if set(range(config.num_hidden_layers)) - calls.keys() - recurrent_modules(model).keys():
         raise refusal(config, own_attention(model))
     if len(shapes) != 1:
         raise refusal(config, "storing keys and values of several shapes")
     ((heads, head_dim, parts),) = shapes
     window = furthest([window for _, window in calls.values()], context_length)
-    return KvLayout(len(calls), heads, head_dim, context_length, window, parts)
+    nbytes = 0 if states is None else states.nbytes
+    return KvLayout(len(calls), heads, head_dim, context_length, window, parts, nbytes)
 
 
 def from_fields(config: Any, context_length: int) -> KvLayout:

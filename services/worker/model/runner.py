@@ -19,13 +19,15 @@ from torch import Tensor
 
 from kvcpu.blocks import Ints
 from kvfleet.worker.model.attention.interface import AttentionBackend, attending
-from kvfleet.worker.model.base import Abort, BlockMemory
+from kvfleet.worker.model.base import Abort, BlockMemory, StatePieces
 from kvfleet.worker.model.batch import RaggedBatch
 from kvfleet.worker.model.gpu.decode_graphs import DecodeGraphs
 from kvfleet.worker.model.gpu.gpu_memory import memory_of, stream_of
 from kvfleet.worker.model.gpu.step_timer import timer_of
 from kvfleet.worker.model.kv_pool import KvPool
 from kvfleet.worker.model.loader import LoadedModel
+from kvfleet.worker.model.recurrent import mixing
+from kvfleet.worker.model.state_pool import StateMemory, StatePool, StateStep
 from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import EngineFailure, KvfleetError, OutOfMemory
 from kvproto.messages import TokenLogprobs
@@ -41,7 +43,9 @@ class TorchRunner:
 
     _aborts_between_layers = True
 
-    def __init__(self, loaded: LoadedModel, backend: AttentionBackend, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, backend: AttentionBackend, num_blocks: int, block_size: int, num_states: int = 0
+    ) -> None:
         self._model = loaded.model
         self._device = loaded.device
         self._first_position = loaded.first_position
@@ -54,8 +58,13 @@ class TorchRunner:
         self.graphs: DecodeGraphs | None = None
         self.pool = KvPool(loaded.kv_shape, num_blocks, block_size, loaded.device)
         self.read_kv, self.difference = self.pool.read, self.pool.difference
+        self.num_states = num_states if loaded.states is not None else 0
+        self.states = StatePool(loaded.states, max(1, num_states), loaded.device) if loaded.states is not None else None
         self._stream = stream_of(loaded.device)
         self.memory: BlockMemory = memory_of(self.pool, self._stream)
+        self.state_memory: StatePieces | None = None
+        if self.states is not None:
+            self.state_memory = StateMemory(self.states, self.memory.kv_format)
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length
         self.eos_ids = loaded.eos_ids
@@ -74,7 +83,7 @@ class TorchRunner:
             if draw.matcher is not None:
                 draw.matcher.prepare(draw.output_ids)
         try:
-            with torch.inference_mode(), self._kept_layers(slices):
+            with torch.inference_mode(), self._kept_layers(slices), self._mixing(batch) as step:
                 self._timer.begin()
                 drawing = begin(self._logits_to_draw(batch), batch.draws)
                 self._timer.end()
@@ -86,6 +95,8 @@ class TorchRunner:
                 ]
                 if any(part.scoring is not None for part in slices):
                     self._timer.end()
+                if step is not None:
+                    step.commit()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -158,6 +169,18 @@ class TorchRunner:
             yield
         finally:
             layers.forward = forward
+
+    @contextlib.contextmanager
+    def _mixing(self, batch: RaggedBatch) -> Iterator[StateStep | None]:
+        step = None if self.states is None else StateStep(self.states, batch)
+        with mixing(step):
+            yield step
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            assert self.states is not None
+            with torch.inference_mode():
+                self.states.copy(copies)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self.pool.copy(copies)

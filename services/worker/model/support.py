@@ -11,7 +11,7 @@ from kvproto.errors import UnsupportedModel
 
 CHUNKED_ATTENTION = "chunked_attention"
 ATTENTION = {"full_attention", "sliding_attention", CHUNKED_ATTENTION, "attention"}
-RECURRENT = {"linear_attention", "mamba", "conv", "recurrent", "hybrid"}
+RECURRENT = {"linear_attention", "mamba", "mamba2", "hybrid"}  # whose states transformers' cache keeps, see `recurrent`
 ALIBI_MODELS = {"bloom", "mpt"}
 RECURRENT_MODELS = {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}
 ELSEWHERE = "what runs the model's own code, such as `transformers serve`, serves it"
@@ -77,10 +77,10 @@ def _unsupported_architecture(config: Any) -> Obstacle | None:
     if getattr(config, "quantization_config", None):
         return Obstacle("a quantized checkpoint", "the same model in bfloat16, float16 or float32 may be served")
     layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
-    if kind in RECURRENT_MODELS or layers & RECURRENT:
-        return Obstacle("a recurrent or hybrid model (mamba or linear attention layers)")
-    if layers - ATTENTION:
-        return Obstacle(f"a model with layers of type {min(layers - ATTENTION)}")
+    if kind in RECURRENT_MODELS or (layers and layers <= {"linear_attention", "mamba", "mamba2"}):
+        return Obstacle("a recurrent model without attention")
+    if unknown := layers - ATTENTION - RECURRENT:
+        return Obstacle(f"a model with layers of type {min(unknown)}")
     if kind in ALIBI_MODELS or getattr(config, "alibi", False):
         return Obstacle("ALiBi position bias")
     if getattr(config, "reorder_and_upcast_attn", False):

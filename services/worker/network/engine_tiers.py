@@ -39,6 +39,10 @@ class EngineTiers(LookingTiers):
         self.thread.wake()
 
     @property
+    def lends(self) -> bool:
+        return self.remote is not None
+
+    @property
     def is_lending(self) -> bool:
         return bool(self.thread.engine.tiers.lent)
 
@@ -55,7 +59,7 @@ class EngineTiers(LookingTiers):
         await self.thread.call(
             lambda engine: engine.tiers.restorer.preload(hot.root, hot.hashes, tier, chain.source, limit_s)
         )
-        while await self.thread.call(lambda engine: engine.tiers.restorer.preloading):
+        while await self.thread.call(lambda engine: engine.tiers.restorer.brings(hot.hashes)):
             await asyncio.sleep(PRELOAD_POLL_S)
 
     async def offer(self, chains: Sequence[HotChain]) -> None:
@@ -66,8 +70,12 @@ class EngineTiers(LookingTiers):
         await self.thread.call(offer)
         await self.settled()
 
+    async def leaves_soon(self) -> bool:
+        kv = self.thread.engine.kv
+        return kv.states is None or await self.thread.call(lambda _: kv.leave_soon())
+
     async def settled(self) -> None:
-        while not await self.thread.call(lambda engine: engine.tiers.offloader.is_settled):
+        while not await self.thread.call(lambda engine: engine.tiers.is_settled):
             await asyncio.sleep(SETTLED_POLL_S)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvproto.connection import Connection
 from kvproto.errors import Unavailable
 from kvproto.members import Members
-from kvproto.messages import Role, WorkerRecord
+from kvproto.messages import Role, WorkerRecord, WorkerRole
 from kvproto.subjects import Subjects
 from kvproto.tasks import end
 
@@ -31,12 +31,22 @@ class Successors:
 
     def somebody_is_ready(self, models: Iterable[str] = ()) -> bool | None:
         """Whether another worker of this model takes new work, and one for each of these; None: not known yet."""
+        ready = self._ready()
+        return None if ready is None else _serve_all(ready, models)
+
+    def somebody_decodes(self, models: Iterable[str] = ()) -> bool | None:
+        """The same of workers that are not for prompts alone."""
+        ready = self._ready()
+        return (
+            None if ready is None else _serve_all([one for one in ready if one.role is not WorkerRole.PREFILL], models)
+        )
+
+    def _ready(self) -> list[WorkerRecord] | None:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="successors")
         if not self._watching.done():
             return None
-        ready = [view.record for view in self._workers.view.ready(self.me.model) if view.record.id != self.me.id]
-        return bool(ready) and all(any(one.serves(model) for one in ready) for model in models)
+        return [view.record for view in self._workers.view.ready(self.me.model) if view.record.id != self.me.id]
 
     async def _watch(self) -> None:
         try:
@@ -48,3 +58,7 @@ class Successors:
         if self._watching is not None:
             await end([self._watching])
         await self._workers.stop()
+
+
+def _serve_all(ready: list[WorkerRecord], models: Iterable[str]) -> bool:
+    return bool(ready) and all(any(one.serves(model) for one in ready) for model in models)

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvfleet.worker.blocks.block_codec import BlockShape
-from kvfleet.worker.engine.engine_thread import EngineThread
+from kvfleet.worker.blocks.chain_location import StateForm
 from kvfleet.worker.model.base import BlockFormat
-from kvfleet.worker.network.lending import PeerStore
+from kvfleet.worker.network.lending import Lender, PeerStore, Post
 from kvfleet.worker.settings import WorkerSettings
 from kvfleet.worker.tiers.remote import RemoteTiers
 from kvfleet.worker.tiers.source import SourceAddress, peers_of, vaults_of
-from kvfleet.worker.tiers.tiers import Tiers
 from kvfleet.worker.tiers.transfers import RemoteSettings
 from kvproto import codec
 from kvproto.buckets import Bucket, BucketFollower
@@ -77,7 +76,7 @@ class Peers:
                 entry = await self.bucket.get(member_key(Role.WORKER.value, worker))
             records = [codec.decode(WorkerRecord, entry.value)] if entry.value is not None else []
         except (Unavailable, CodecError, TimeoutError) as error:
-            log.info("the address of worker %s is not known: %s", worker, error or "no answer in time")
+            log.info("the address of worker %s is not known: %s", worker, str(error) or "no answer in time")
             return
         before = self._addresses()
         found = next(iter(peers_of(records, self.me)), None)
@@ -116,16 +115,16 @@ class TierNetwork:
         self._far_keys = KeyRing(far) if far else None
         self._tls = server_context(settings), client_context(settings)
 
-    def remote_for(self, blocks: BlockFormat) -> RemoteTiers:
+    def remote_for(self, blocks: BlockFormat, states: StateForm | None = None) -> RemoteTiers:
         shape, codec = BlockShape(*blocks.rows), BlockCodec(self.settings.vault_codec)
-        settings = RemoteSettings(self.worker, self.host, blocks.kv_format, shape, codec)
+        settings = RemoteSettings(self.worker, self.host, blocks.kv_format, shape, codec, states=states)
         self.remote = RemoteTiers(settings, self.ring, tls=self._tls[1], far_keys=self._far_keys, tracer=self.tracer)
         return self.remote
 
-    def listen(self, tiers: Tiers, thread: EngineThread) -> tuple[str, ...]:
+    def listen(self, lender: Lender, post: Post) -> tuple[str, ...]:
         """Serve peers. Returns the addresses for the worker's record. Raises Unavailable."""
         self._server = DataPlaneServer(
-            PeerStore(tiers, thread.post),
+            PeerStore(lender, post),
             self.ring,
             self.worker,
             tcp=(self.settings.data_plane_host, self.settings.data_plane_port),

@@ -22,7 +22,8 @@ from kvproto.block_hash import Root
 from kvproto.messages import Adapter, GenerateRequest, Grammar, HotChain, Inspection, Load, Rates, Tier
 from kvservice.distribution import Distribution
 
-Hashed = Mapping[tuple[int, ...], Sequence[BlockName]]  # a request's chains, by the output of a choice so far
+Names = Sequence[BlockName]  # of a chain, from its first block on
+Hashed = Mapping[tuple[int, ...], Names]  # a request's chains, by the output of a choice so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,11 @@ class EnginePort(Protocol):
         ...
 
     def resume(self, request: str, attempt: int) -> None: ...
+
+    def expect_return(self, request: str, attempt: int, soonest_s: float, latest_s: float) -> None:
+        """The conversation of an attempt that ended is likely to go on in that time. An engine whose record does not
+        say `pauses` does nothing about it."""
+        return
 
     def make_room(self, request: str, attempt: int, count: int) -> Awaitable[frozenset[Attempt]]:
         """Fail `count` fresh sequences of lower priority, or else this attempt if fresh. Returns the attempts."""
@@ -120,6 +126,11 @@ class TierPort(Protocol):
     """`meet` is awaited before a worker is asked for blocks, unless it is None: its address is known."""
 
     @property
+    def lends(self) -> bool:
+        """Whether peers can read blocks from here at all."""
+        ...
+
+    @property
     def is_lending(self) -> bool:
         """Whether peers read blocks from here right now."""
         ...
@@ -142,6 +153,10 @@ class TierPort(Protocol):
         """How many leading blocks vaults have, if they answer in time."""
         ...
 
+    async def at_peer(self, names: Names, peer: str, limit_s: float) -> int:
+        """How many leading blocks another worker has, if it answers in time."""
+        ...
+
     async def rates(self) -> Mapping[str, float]:
         """Bytes per second by tier, of those that there are."""
         ...
@@ -153,6 +168,11 @@ class TierPort(Protocol):
     async def offer(self, chains: Sequence[HotChain]) -> None:
         """Have vaults keep them. Returns when they are there."""
         ...
+
+    async def leaves_soon(self) -> bool:
+        """What runs is about to be handed over. Whether another worker can go on from where it is; asked again until
+        then."""
+        return True
 
     async def settled(self) -> None:
         """Until nothing is on its way to lower tiers."""

@@ -27,6 +27,7 @@ class SequenceStarted:
     choice: int = 0
     restored: dict[Tier, int] = field(default_factory=dict)  # cached tokens brought from below for it
     recomputed_tokens: int = 0  # of a continued attempt: prompt and outputs computed again
+    saved_s: float = 0.0  # of restoring, done while its conversation paused
 
     @property
     def cached_by_tier(self) -> dict[str, int]:

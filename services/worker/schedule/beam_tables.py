@@ -77,6 +77,7 @@ class BeamTables:
             elif parent is lead:
                 beam = lead.fork()
                 beam.blocks, lead.blocks = lead.blocks, []
+                beam.state_slot, lead.state_slot = lead.state_slot, -1
             group.running.append(beam)
         for beam, (_, token) in zip(group.running, branches, strict=True):
             beam.append(token, self.tables.pool.block_size)

@@ -16,15 +16,19 @@ from dataclasses import dataclass
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
 from kvfleet.worker.blocks.pool_integrity import check_integrity
+from kvfleet.worker.blocks.state_slots import StateSlots
 from kvfleet.worker.schedule.sequence import Sequence, SequenceState
+from kvfleet.worker.schedule.state_tables import StateTables
 
 
 @dataclass(eq=False)
 class BlockTables:
     pool: BlockPool
     window: int | None = None
+    slots: StateSlots | None = None  # of recurrent states
 
     def __post_init__(self) -> None:
+        self.states = None if self.slots is None else StateTables(self.pool, self.slots)
         self._size = self.pool.block_size
         self.pool.windowed = self.pool.windowed or self.window is not None
 
@@ -46,7 +50,7 @@ class BlockTables:
                 end = min(sequence.agrees_with(sibling), sibling.computed, limit, (full + 1) * self._size)
                 if end > match.tokens and sibling.blocks[full] >= 0:
                     match = Match(match.blocks, sibling.blocks[full], end - full * self._size, end, sibling.lossy)
-        return match
+        return match if self.states is None else self.states.cut(match, sequence)
 
     def fits(self, sequence: Sequence, match: Match, others: int, given: int = 0) -> bool:
         """Whether it can run beside `others`, each of which may soon need a block, with `given` blocks more."""
@@ -59,9 +63,14 @@ class BlockTables:
     def hold(self, sequence: Sequence, match: Match) -> list[tuple[int, int]]:
         """Start a sequence. Returns the block copies to make first."""
         full = len(match.blocks)
+        if sequence.is_scored:
+            here = max(0, full - sum(sequence.restored.values()) // self._size)
+            self.pool.asked(sequence.hashes, (len(sequence.ids) - 1) // self._size, here)
         passed = min(self._first_reached(match.tokens), full)
         held = match.blocks[passed:]
         self.pool.acquire(held)
+        if self.states is not None:  # before room is made: the donor may go, and the state behind it
+            self.states.begin(sequence, match)
         new = self.pool.blocks_for(len(sequence.ids)) - full if self.window is None else int(match.donor is not None)
         sequence.blocks = [-1] * passed + held + self.pool.allocate(new)
         sequence.passed = passed
@@ -83,6 +92,8 @@ class BlockTables:
     def fork(self, sequence: Sequence) -> tuple[Sequence, list[tuple[int, int]]]:
         """A beam that shares the full blocks and has the partial one as a copy, to be made first."""
         beam, full = sequence.fork(), sequence.computed // self._size
+        if self.states is not None:
+            self.states.fork(sequence, beam)
         self.pool.acquire(sequence.blocks[sequence.passed : full])
         beam.blocks = sequence.blocks[:full]
         if not sequence.computed % self._size:
@@ -104,6 +115,8 @@ class BlockTables:
             self.pool.release(sequence.blocks[sequence.passed : reached])
             sequence.blocks[sequence.passed : reached] = [-1] * (reached - sequence.passed)
             sequence.passed = reached
+        if self.states is not None:
+            self.states.computed(sequence)
 
     def publish(self, beam: Sequence, tokens: int) -> None:
         """List the full blocks of a beam's first tokens, if all before them are listed; it lets go of them next."""
@@ -126,6 +139,8 @@ class BlockTables:
             ids = sequence.block_ids(last, size)
             block, hashes = sequence.blocks[last], sequence.hashes
             self.pool.keep_tail(block, sequence.root, hashes, last, ids, lossy=sequence.lossy)
+        if self.states is not None:
+            self.states.end(sequence, keep=keep_tail and self._is_findable(sequence, last))
         self.pool.release(sequence.blocks[sequence.passed :])
         sequence.blocks = []
         sequence.computed = sequence.filled = sequence.passed = 0

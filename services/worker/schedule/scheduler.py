@@ -2,6 +2,8 @@
 
 Per step: what is past its deadline fails; a waiting sequence of higher priority may push lower ones out; every running
 sequence that needs one token decodes; then begun and waiting prompts share the pacer's tokens in the order of service.
+Spare work (the lowest priority) sits out steps that have a prompt of other work, and is a small share of other steps:
+see the pacer.
 
 This never livelocks: blocks are only taken from sequences of worse rank, and ranks never change, so the best-ranked
 running sequence advances to its end; a preempted one is admitted again only when all its known tokens fit; a sequence
@@ -16,6 +18,7 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.state_slots import StateSlots
 from kvfleet.worker.schedule.beam_tables import BeamTables
 from kvfleet.worker.schedule.block_tables import BlockTables
 from kvfleet.worker.schedule.sequence import BeamGroup, Sequence, SequenceState, level_of
@@ -24,6 +27,7 @@ from kvfleet.worker.schedule.step_plan import Scoring, Slice, StepPlan
 from kvfleet.worker.schedule.tenant_shares import TenantShares
 from kvfleet.worker.schedule.waiting_queue import PromptLeaders, ServiceOrder, WaitingQueue
 from kvproto.errors import DeadlineExceeded, KvfleetError, OutOfMemory
+from kvproto.messages import SPARE_PRIORITY
 from kvsampling.draw import Draw
 
 _rank = attrgetter("rank")
@@ -32,7 +36,7 @@ _rank = attrgetter("rank")
 class Scheduler:
     """`token_budget`: most tokens per step. `slots`: most running sequences. `itl_target_s`: how long a step beside
     running streams may always take. `window`: most tokens that a token attends to in every layer, itself included; None
-    if any layer attends to all."""
+    if any layer attends to all. `states`: slots for recurrent states, of models that have them."""
 
     def __init__(
         self,
@@ -42,21 +46,26 @@ class Scheduler:
         slots: int = 64,
         itl_target_s: float = 0.0,
         window: int | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         if token_budget < 1 or slots < 1:
             raise ValueError(f"token_budget {token_budget} and slots {slots} must be positive")
         self.pool = pool
         self.slots = slots
+        if states is not None:
+            self.slots = states.most_sequences = min(slots, states.most_sequences)
         self.preemptions = 0
-        self.tables = BlockTables(pool, window)
+        self.tables = BlockTables(pool, window, states)
         self.beams = BeamTables(self.tables)
+        self._leading = 1 if states is None else states.every // pool.block_size
         self.pacer = StepPacer(token_budget, itl_target_s)
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # sorted by rank
-        self.rows = 0  # sequences that they run: beams count
+        self.rows = self.spare_rows = 0  # sequences that they run, where beams count; of them those of spare work
         # Set by the tiers below. `claims`: whether a sequence waits for blocks from there, leaving so many to others.
         self.claims: Callable[[Sequence, Match, int], bool] = lambda sequence, match, spare: False
         self.on_preempt: Callable[[Sequence], None] = lambda sequence: None
+        self._rests = False  # whether spare work takes no part in this step: a prompt of other work is to be computed
         self._shares = TenantShares()
         self._next_deadline = float("inf")  # no earlier than this
 
@@ -82,6 +91,18 @@ class Scheduler:
     def slide(self, sequence: Sequence) -> None:
         self.tables.let_go(sequence)
         sequence.slide(self.pool.block_size)
+        if self.tables.states is not None:
+            self.tables.states.restart(sequence)
+
+    def settled(self) -> None:
+        """The step that was planned has run."""
+        if self.tables.states is not None:
+            self.tables.states.settled()
+
+    def spoil(self, plan: StepPlan) -> None:
+        """The step was given up, as all its sequences are cancelled; a part of it may have moved their states on."""
+        if self.tables.states is not None:
+            self.tables.states.spoil(plan.sequences)
 
     def queued(self) -> list[tuple[Sequence, int]]:
         size = self.pool.block_size
@@ -92,8 +113,10 @@ class Scheduler:
 
     def holders(self) -> list[Sequence]:
         """Those with block tables: running sequences, and the beams of a search instead of their lead."""
-        every = (beam for one in self.running for beam in (one, *(one.beams.running if one.beams is not None else ())))
-        return [one for one in every if one.blocks]
+        return [one for one in self._rows() if one.blocks]
+
+    def _rows(self) -> list[Sequence]:
+        return [beam for one in self.running for beam in (one, *(one.beams.running if one.beams is not None else ()))]
 
     def _found(self, sequence: Sequence) -> int:
         return self.pool.index.depth(sequence.hashes) if sequence.is_scored else 0
@@ -102,12 +125,31 @@ class Scheduler:
         plan = StepPlan()
         if now >= self._next_deadline:
             self._expire(plan, now)
+        self._rests = self._has_prompt_ahead()
         if self.waiting:
             self._push_out(now)
+        self._plan(plan, now)
+        if self._rests and not plan.slices:  # what is ahead cannot run now: no room, or it waits for a leader
+            self._rests = False
+            self._plan(plan, now)
+        if self.tables.states is not None:
+            self.tables.states.plan(plan)
+        return plan
+
+    def _plan(self, plan: StepPlan, now: float) -> None:
         begun = self._plan_decodes(plan)
         if begun or (self.waiting and self.rows < self.slots):
             self._plan_prompts(plan, begun, now)
-        return plan
+
+    def _has_prompt_ahead(self) -> bool:
+        """Of other than spare work, waiting or begun. It costs nothing where nothing waits and nothing is spare."""
+        if self.waiting and self.waiting.highest_priority > SPARE_PRIORITY:
+            return True
+        running = self.running if self.waiting or self.spare_rows else ()
+        return any(s.spec.priority > SPARE_PRIORITY and s.remaining > 1 for s in running)
+
+    def _is_resting(self, sequence: Sequence) -> bool:
+        return self._rests and sequence.spec.priority <= SPARE_PRIORITY
 
     def _expire(self, plan: StepPlan, now: float) -> None:
         live = [s for s in (*self.waiting, *self.running) if s.spec.deadline is not None]
@@ -127,12 +169,12 @@ class Scheduler:
         lowest = min((s.spec.priority for s in self.running), default=None)
         if lowest is None or self.waiting.highest_priority <= lowest:
             return
-        begun = [s for s in self.running if s.remaining > 1]
+        begun = [s for s in self.running if s.remaining > 1 and not self._is_resting(s)]
         first = ServiceOrder(begun, self.waiting.groups(), now).pop()
         if first is None or first.state is SequenceState.RUNNING:
             return
         match = self.tables.match(first)
-        if first.is_scored and PromptLeaders(begun, self.pool.block_size).find(first, match) is not None:
+        if first.is_scored and PromptLeaders(begun, self.pool.block_size, self._leading).find(first, match) is not None:
             return
         victims: list[Sequence] = []
         given, rows = 0, self.rows
@@ -152,7 +194,12 @@ class Scheduler:
         size = self.pool.block_size
         slices, sequences = plan.slices, plan.sequences
         begun = []
+        room = self.pacer.spare_rows(self.rows - self.spare_rows) if self.spare_rows else 0
         for sequence in tuple(self.running):
+            if sequence.spec.priority <= SPARE_PRIORITY:
+                room -= sequence.width
+                if self._rests or room < 0:
+                    continue
             if sequence.beams is not None and sequence.beams.has_begun:
                 self._plan_beams(plan, sequence, sequence.beams)
                 continue
@@ -204,12 +251,16 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, begun: list[Sequence], now: float) -> None:
         allowance = self.pacer.allowance(plan.decodes)
+        if not self._rests and any(s.spec.priority <= SPARE_PRIORITY for s in begun or self.waiting):
+            self.pacer.cut_for_spare(allowance, plan.decodes, beside_others=self.rows > self.spare_rows)
         waiting = self.waiting.groups() if self.rows < self.slots else []
         order = ServiceOrder(begun, waiting, now)
-        leaders = PromptLeaders(begun, self.pool.block_size)
+        leaders = PromptLeaders(begun, self.pool.block_size, self._leading)
         unplanned = {id(sequence) for sequence in begun}
         while allowance.grant(0) and (sequence := order.pop()) is not None:
             served: Sequence | None = sequence
+            if self._is_resting(sequence):
+                continue
             if sequence.state is SequenceState.WAITING:
                 if self.rows + sequence.width > self.slots:
                     order.drop_waiting()
@@ -229,7 +280,7 @@ class Scheduler:
     def _admit(self, plan: StepPlan, sequence: Sequence, leaders: PromptLeaders) -> Sequence | None:
         """Returns whose turn it is: the sequence's, its leader's, or None: no room. One that waits for blocks from
         below leaves the queue, and its turn is over."""
-        if (leader := leaders.known(sequence)) is not None:
+        if (leader := leaders.known(sequence)) is not None and not self._is_resting(leader):
             return leader
         match = self.tables.match(sequence)
         reuses = sequence.is_scored  # else it computes its prompt whatever others have of it
@@ -245,7 +296,7 @@ class Scheduler:
         plan.copies += self.tables.hold(sequence, match)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_rank)
-        self.rows += sequence.width
+        self._count(sequence, sequence.width)
         leaders.add(sequence)
         if not sequence.started:
             sequence.started = True
@@ -297,10 +348,14 @@ class Scheduler:
             at = bisect_left(self.running, sequence.rank, key=_rank)
             assert self.running[at] is sequence
             del self.running[at]
-            self.rows -= sequence.width
+            self._count(sequence, -sequence.width)
         if sequence.beams is not None:
             self.beams.restart(sequence)
         self.tables.let_go(sequence, keep_tail=keep_tail)
+
+    def _count(self, sequence: Sequence, rows: int) -> None:
+        self.rows += rows
+        self.spare_rows += rows * (sequence.spec.priority <= SPARE_PRIORITY)
 
     def _fail_for_memory(self, plan: StepPlan, sequence: Sequence) -> None:
         tokens, blocks = len(sequence.ids), self.tables.at_once(len(sequence.ids))
@@ -315,7 +370,10 @@ class Scheduler:
         assert [s.rank for s in self.running] == sorted(s.rank for s in self.running)
         assert all(not sequence.blocks and not sequence.computed for sequence in self.waiting)
         assert self.rows == sum(sequence.width for sequence in self.running) <= self.slots
+        assert self.spare_rows == sum(s.width for s in self.running if s.spec.priority <= SPARE_PRIORITY)
         self.tables.check_integrity(self.holders(), others)
+        if self.tables.states is not None:
+            self.tables.states.check_integrity(self._rows())
 
 
 def _draw(sequence: Sequence) -> Draw:

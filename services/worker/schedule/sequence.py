@@ -85,6 +85,8 @@ class Sequence:
     computed: int = 0
     filled: int = 0
     passed: int = 0
+    state_slot: int = -1  # of its recurrent state, while it has blocks
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # that its next slice takes: tokens before, slot
     charged: int = 0  # leading tokens charged to the tenant
     leader: Sequence | None = None  # computes the first `shared` tokens while this one waits
     shared: int = 0
@@ -201,6 +203,7 @@ class Sequence:
         beam.ids, beam.hashes, beam.blocks = self.ids.copy(), self.hashes.copy(), []
         beam.outputs = None if self.outputs is None else self.outputs[:]
         beam.lead, beam.beams, beam.private = self.whole, None, True
+        beam.state_slot, beam.snapshots = -1, []
         return beam
 
     def agrees_with(self, sibling: Sequence) -> int:

@@ -29,6 +29,7 @@ from math import inf, sqrt
 
 from kvfleet.worker.schedule.step_plan import Slice
 from kvproto.errors import KvfleetError, OutOfMemory
+from kvproto.messages import Rates
 from kvsampling.draw import Ran, ScoredPrompt
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ LEAST_TOKENS = 16
 RECOVER_STEPS = 64  # that fit, until a step may be larger again
 GROWTH = 1.25
 
+SPARE_SHARE = 0.05  # by which spare work may lengthen a step of others
+SPARE_STEP_S = 0.04  # of a step that is of spare work alone, unless a single row takes that long
 UNMEASURED_TOKENS_PER_S = 1000.0
 TELLING = 64  # prompt tokens from which on their own cost dominates a step, not reading the weights
 LEAST_SHARE = 0.05  # of a mixed step's seconds that its prompt tokens take at least
@@ -52,6 +55,9 @@ PREFILL_WEIGHT = 0.2  # of the newest step with prompt tokens, in the rate
 KEPT = 0.96  # share of the past that each step with prompt tokens leaves, in the regression
 SURE_AFTER = 3  # observations from which on a wild one is cut
 POSITION_SPREAD = 64.0  # positions closer together than that tell little about the slope
+ROWS_KEPT = 0.99  # share of the past that each step of decodes leaves, in the regression over rows
+LEAST_VARIANCE = 0.25  # of rows, below which they tell nothing
+MANY_ROWS = 4096
 RECENT_STEPS = 64
 RECENT_S = 10.0
 
@@ -73,11 +79,56 @@ class LongestStep:
         self._steps.append((now, seconds))
 
 
+class RowCost:
+    """Seconds of a step without prompt tokens, as a line over its decodes, by a regression that forgets."""
+
+    def __init__(self) -> None:
+        self._n = self._x = self._xx = self._y = self._xy = 0.0
+        self._known: tuple[float, float | None] = (0.0, None)  # the line, as steps of several sizes last told it
+
+    def observe(self, decodes: int, seconds: float) -> None:
+        if self._n >= SURE_AFTER:
+            seconds = min(seconds, 3 * self._y / self._n)
+        self._n = ROWS_KEPT * self._n + 1
+        self._x = ROWS_KEPT * self._x + decodes
+        self._xx = ROWS_KEPT * self._xx + decodes * decodes
+        self._y = ROWS_KEPT * self._y + seconds
+        self._xy = ROWS_KEPT * self._xy + decodes * seconds
+
+    def more_rows(self, decodes: int, share: float) -> int:
+        """How many more such a step may have and take that share longer. One until steps of several sizes were seen, to
+        see them."""
+        base, slope = self._line()
+        if slope is None:
+            return 1
+        expected = base + slope * decodes
+        return MANY_ROWS if slope * MANY_ROWS <= share * expected else int(share * expected / slope)
+
+    def rows_within(self, seconds: float) -> int:
+        """How many a step may have and take so long, or half as long again as one of a single row."""
+        base, slope = self._line()
+        if slope is None:
+            return MANY_ROWS
+        seconds = max(seconds, 1.5 * (base + slope))
+        return MANY_ROWS if base + slope * MANY_ROWS <= seconds else max(1, int((seconds - base) / slope))
+
+    def _line(self) -> tuple[float, float | None]:
+        """Base and slope; None: not known yet."""
+        if self._n:
+            x, y = self._x / self._n, self._y / self._n
+            variance = self._xx / self._n - x * x
+            if variance >= LEAST_VARIANCE:
+                slope = max((self._xy / self._n - x * y) / variance, 0.0)
+                self._known = max(y - slope * x, 0.0), slope
+        return self._known
+
+
 class StepTimes:
     """All estimates are 0 until measured."""
 
     def __init__(self) -> None:
         self.longest = LongestStep()
+        self.rows = RowCost()
         self.decode_seconds = 0.0  # of a step without prompt tokens
         self._decodes = 0  # in the newest of these
         self._mean_decodes = 0.0
@@ -98,6 +149,11 @@ class StepTimes:
     @property
     def decode_tokens_per_s(self) -> float:
         return self._mean_decodes * self.decode_steps_per_s
+
+    def rates(self, restored: dict[str, float]) -> Rates:
+        """`restored`: bytes per second by tier."""
+        steps, tokens = self.decode_steps_per_s, self.decode_tokens_per_s
+        return Rates(self.prefill_tokens_per_s, steps, tokens, restored, self.longest.seconds)
 
     @property
     def prompt_cost(self) -> tuple[float, float]:
@@ -126,6 +182,7 @@ class StepTimes:
             return
         if not prompt_tokens:
             if decodes:
+                self.rows.observe(decodes, seconds)
                 self._observe_decodes(decodes, seconds)
             return
         if decodes and self.decode_seconds:
@@ -194,6 +251,10 @@ class Allowance:
         root = sqrt(at_position * at_position + 2 * self.slope * self.seconds)
         return min(self.tokens, max(self.least, int(2 * self.seconds / (at_position + root))))
 
+    def cut(self, seconds: float, least: int) -> None:
+        """No more than so long, and no prompt to its end for that."""
+        self.seconds, self.least, self.rest = min(self.seconds, seconds), min(self.least, least), 1.0
+
     def spend(self, position: int, tokens: int) -> None:
         self.tokens -= tokens
         self.least = max(0, self.least - tokens)
@@ -245,6 +306,18 @@ class StepPacer:
         if not base:
             return Allowance(min(tokens, MIN_CHUNK), inf, MIN_CHUNK)
         return Allowance(tokens, limit - decode_seconds, MIN_CHUNK, base, slope)
+
+    def spare_rows(self, others: int) -> int:
+        """Rows of spare work that decode in a step with so many of others, and lengthen it by SPARE_SHARE."""
+        rows = self.times.rows
+        return rows.more_rows(others, SPARE_SHARE) if others else rows.rows_within(SPARE_STEP_S)
+
+    def cut_for_spare(self, allowance: Allowance, decodes: int, *, beside_others: bool) -> None:
+        """The step's prompts are of spare work."""
+        if beside_others:
+            allowance.cut(SPARE_SHARE * self.times.decode_seconds, least=0)
+        else:
+            allowance.cut(SPARE_STEP_S / 2 if decodes else SPARE_STEP_S, least=1)
 
     def observe(self, decodes: int, prompt_tokens: int, position_sum: float, seconds: float, now: float = 0.0) -> None:
         if decodes or prompt_tokens:

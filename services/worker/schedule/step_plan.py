@@ -32,13 +32,16 @@ class Scoring:
 class Slice:
     """One sequence's part of a step: run tokens `ids` at positions `start` ... `start + len(ids) - 1`. Token p lives in
     slot p % block_size of `blocks[p // block_size]`, -1 where no layer reaches the block any more. `draw` is None
-    where more of the prompt follows, or nothing is to be drawn."""
+    where more of the prompt follows, or nothing is to be drawn. A recurrent state is that of the tokens before
+    `start`, and becomes that of all."""
 
     ids: Items[int]
     start: int
     blocks: Items[int]
     draw: Draw | None
     scoring: Scoring | None = None
+    state: int = -1  # slot of the sequence's recurrent state; -1: the model has none
+    snapshots: Items[tuple[int, int]] = ()  # tokens before it and slot: the state there goes to that slot as well
 
     @property
     def end(self) -> int:
@@ -49,7 +52,8 @@ class Slice:
 
         def part(ids: Items[int], start: int, draw: Draw | None) -> Slice:
             scoring = self.scoring and self.scoring.between(start, start + len(ids))
-            return replace(self, ids=ids, start=start, draw=draw, scoring=scoring)
+            taken = [(at, slot) for at, slot in self.snapshots if start < at <= start + len(ids)]
+            return replace(self, ids=ids, start=start, draw=draw, scoring=scoring, snapshots=taken)
 
         return part(self.ids[:middle], self.start, None), part(self.ids[middle:], self.start + middle, self.draw)
 
@@ -61,6 +65,7 @@ class StepPlan:
     slices: list[Slice] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)  # whose slice it is, same order
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)  # also (slots; source -1: none)
     started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
     failed: list[tuple[Sequence, KvfleetError]] = field(default_factory=list)
     decodes: int = 0  # the first so many slices: sequences that run on their one last token

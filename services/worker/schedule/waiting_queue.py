@@ -150,18 +150,22 @@ class PromptLeaders:
 
     A sequence gives its turn to the running one that is at its next block, its leader. So a request of high priority
     never waits for one that is not served. Choices of one prompt follow the first of them to the prompt's last token,
-    other sequences follow by the hash of the next full block.
+    other sequences follow by the hash of the next full block, or of the next of every `step` from which on more than K
+    and V can be reused.
     """
 
-    def __init__(self, begun: Iterable[Sequence], block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, begun: Iterable[Sequence], block_size: int, step: int = 1) -> None:
+        self._block_size, self._step = block_size, step
         self._at_block: dict[bytes, Sequence] = {}
         for sequence in begun:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.filled < len(sequence.hashes):
-            self._at_block.setdefault(sequence.hashes[sequence.filled], sequence)
+        if (at := self._next(sequence.filled)) < len(sequence.hashes):
+            self._at_block.setdefault(sequence.hashes[at], sequence)
+
+    def _next(self, full: int) -> int:
+        return (full // self._step + 1) * self._step - 1
 
     def known(self, sequence: Sequence) -> Sequence | None:
         """The leader of an earlier step, while it still leads."""
@@ -183,10 +187,10 @@ class PromptLeaders:
                     sequence.leader, sequence.shared = sibling, shared
                     return sibling
                 break  # it has all that can be had from a sibling
-        full = len(match.blocks)
-        leader = self._at_block.get(sequence.hashes[full]) if full < len(sequence.hashes) else None
+        at = self._next(len(match.blocks))
+        leader = self._at_block.get(sequence.hashes[at]) if at < len(sequence.hashes) else None
         if leader is not None:
-            sequence.leader, sequence.shared = leader, min((leader.filled + 1) * self._block_size, limit)
+            sequence.leader, sequence.shared = leader, min((at + 1) * self._block_size, limit)
         return leader
 
 

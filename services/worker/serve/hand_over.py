@@ -4,6 +4,9 @@
                        │                ▲                  and pull the blocks from here
                        └─ nobody is ────┘ they go on here; when time runs out, their blocks go to vaults, and they go
 
+A worker for prompts alone hands each request over in the same way, as soon as it has its first token; where no worker
+decodes, the request goes on here.
+
 A reader that can resume (a Client, an ingress) gets `Moved` and goes on at a new worker, which fetches the blocks
 from here; at the first frame from there the reader cancels the attempt here, which ends the wait. A bare producer's
 request goes as a `Capsule` to a placement, which places it anew and cancels it here when its successor has started.
@@ -27,10 +30,13 @@ from kvservice.tracing import work_for
 log = logging.getLogger(__name__)
 
 FINISH_S = 0.5  # requests that end within this are not moved
+STAND_S = 2.0  # for each sequence of a hybrid model to come to the end of a block, where its state is kept
 LAST_S = 1.5  # of the time to drain, for moves when no worker was ready to take over
 CAPSULE_S = 1.0  # for a placement to take one
 LEAST_S = 0.1  # for a capsule when time has run out
 POLL_S = 0.02
+PREFILLED_S = 5.0  # for a request to leave after its prefill: its blocks may go to vaults
+FETCHED_S = 10.0  # by then a moved request's blocks were fetched, or its reader is gone
 
 
 @dataclass(eq=False)
@@ -38,6 +44,7 @@ class HandOver:
     parts: WorkerParts
     moved_total: int = 0
     _moved: list[AttemptRecord] = field(default_factory=list)  # a record has readers until all have cancelled it here
+    _prefilled: set[tuple[str, int]] = field(default_factory=set)  # on their way out
 
     async def run(self, limit_s: float) -> None:
         """Returns when nothing here is needed any more, after `limit_s` at the latest."""
@@ -48,40 +55,72 @@ class HandOver:
             while condition() and loop.time() < end:
                 await asyncio.sleep(POLL_S)
 
+        await self._stand()
         await wait(lambda: self.parts.frames.running, loop.time() + min(FINISH_S, limit_s / 4))
+        standing = loop.time() + min(STAND_S, limit_s / 4)
+        while self.parts.frames.running and loop.time() < standing and not await self._stand():
+            await asyncio.sleep(POLL_S)
         alone = max(loop.time(), until - LAST_S)
         await wait(lambda: self.parts.frames.running and not self._somebody_is_ready(), alone)
         if not self.parts.frames.running:
             return
-        await self._move(until)
+        await self._move(self.parts.frames.running, until, keep=not self._somebody_is_ready())
         await wait(lambda: any(record.readers for record in self._moved), until)
         await wait(lambda: self.parts.tiers.is_lending, until)
+
+    async def _stand(self) -> bool:
+        """Whether all that runs is where it can be gone on from; what a dead engine has is not waited for."""
+        try:
+            return await self.parts.tiers.leaves_soon()
+        except KvfleetError:
+            return True
+
+    def claims(self, record: AttemptRecord) -> bool:
+        """Whether it is to leave now, by the plan that it came with: said once, so that it leaves once. A beam search
+        would begin anew elsewhere."""
+        asked = record.asked
+        if asked is None or not asked.then or not record.has_spoken or record.key in self._prefilled:
+            return False
+        if asked.sampling.beams is not None or self.parts.somebody_decodes((asked.model,)) is False:
+            return False
+        self._prefilled.add(record.key)
+        return True
+
+    async def after_prefill(self, record: AttemptRecord) -> None:
+        """Of a record that was claimed."""
+        clock = asyncio.get_running_loop().time
+        self._moved = [one for one in self._moved if one.readers and clock() - one.finished_at < FETCHED_S]
+        try:
+            await self._move([record], clock() + PREFILLED_S, keep=not self.parts.tiers.lends)
+        finally:
+            self._prefilled.discard(record.key)
 
     def _somebody_is_ready(self) -> bool | None:
         """For all that runs here: an adapter's requests go on only where it is loaded."""
         asked = {record.asked.model for record in self.parts.frames.running if record.asked is not None}
         return self.parts.somebody_is_ready(asked)
 
-    async def _move(self, until: float) -> None:
+    async def _move(self, leaving: list[AttemptRecord], until: float, *, keep: bool) -> None:
+        """With `keep` their blocks go to vaults: nobody is there to fetch them, or they cannot be fetched here."""
         clock = asyncio.get_running_loop().time
-        to_vaults = not self._somebody_is_ready()
         settled_by = max(until - LAST_S / 2, (clock() + until) / 2)  # readers are told even if a step hangs
-        keys = [record.key for record in self.parts.frames.running]
-        for record in self.parts.frames.running:
+        keys = [record.key for record in leaving]
+        for record in leaving:
             if record.trace is not None:
                 record.trace.moving_since = time.time_ns()
         try:
             async with asyncio.timeout_at(settled_by):
-                await self.parts.engine.let_go(keys, keep=to_vaults)
-                if to_vaults:
+                await self.parts.engine.let_go(keys, keep=keep)
+                if keep:
                     await self.parts.tiers.settled()
         except TimeoutError:
             log.warning("the engine has not let go of all blocks in time")
         except KvfleetError as error:  # the engine is gone
             log.warning("blocks are not handed over: %s", error)
         self.parts.broadcast.flush()  # placement should know what is here before it decides
-        watched = [record for record in self.parts.frames.running if _needs_placement(record)]
-        moved = [record for record in self.parts.frames.running if not _needs_placement(record)]
+        leaving = [record for record in leaving if record.terminal is None and not record.is_offered]
+        watched = [record for record in leaving if _needs_placement(record)]
+        moved = [record for record in leaving if not _needs_placement(record)]
         now = clock()
         self.parts.outbox.send_frames([self._end(record, now) for record in moved])
         await asyncio.gather(*(self._send(record, until) for record in watched))
@@ -93,7 +132,8 @@ class HandOver:
             return self.parts.frames.end(record, record.failed(Cancelled("the request was cancelled")), now)
         self.moved_total += 1
         self._moved.append(record)
-        return self.parts.frames.end(record, Moved(*record.key, record.output_tokens), now)
+        to = record.asked.then or None if record.asked is not None and record.has_spoken else None
+        return self.parts.frames.end(record, Moved(*record.key, record.output_tokens, to), now)
 
     async def _send(self, record: AttemptRecord, until: float) -> None:
         """Have a placement move a bare producer's request; if none does, the producer is told to ask again."""

@@ -22,13 +22,14 @@ from kvfleet.worker.streams.records import AttemptRecord
 from kvproto import codec
 from kvproto.connection import Subscription
 from kvproto.errors import DeadlineExceeded, KvfleetError
-from kvproto.messages import Frame, Heartbeat, State, WorkerStats
+from kvproto.messages import Frame, Heartbeat, State, WorkerRole, WorkerStats
 from kvproto.subjects import receipt_inboxes
 from kvproto.tasks import VitalTasks, end
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_PERIOD_S = 0.5
+ENGINE_FAILED = "the engine failed"
 
 
 class WorkerLoop:
@@ -73,6 +74,7 @@ class WorkerLoop:
             *own.values(),
             (receipt_inboxes(self.parts.connection.inbox_prefix), desk.on_unheard),
             (names.worker_admin(me), self.admin.on_admin),
+            (names.worker_returns(me), desk.on_return_expected),
             (names.blocks(me), self.admin.on_snapshot),
         ):
             self._subscriptions.append(await self.parts.connection.subscribe(subject, callback))
@@ -141,13 +143,13 @@ class WorkerLoop:
     def on_crash(self, error: BaseException) -> None:
         """A step or `on_results` raised: engine or streams are in an unknown state, so the process ends. Its requests
         go on elsewhere."""
-        log.critical("the engine failed", exc_info=error)
+        log.critical(ENGINE_FAILED, exc_info=error)
         self.tasks.spawn(self._end_after_crash(error), "crash")
 
     async def _end_after_crash(self, error: BaseException) -> None:
         self.parts.broadcast.flush()
         await self.outbox.drain()
-        self._on_fatal(f"the engine failed: {type(error).__name__}: {error}")
+        self._on_fatal(f"{ENGINE_FAILED}: {type(error).__name__}: {error}")
 
     def on_results(self, results: list[StepResult]) -> None:
         now = asyncio.get_running_loop().time()
@@ -161,6 +163,10 @@ class WorkerLoop:
         if framed:
             self.outbox.send_frames(framed)
         self.parts.broadcast.changes(results)
+        if self.record.role is WorkerRole.PREFILL and not self._is_draining:
+            for record in {id(record): record for record, _ in framed}.values():
+                if self.hand_over.claims(record):
+                    self.tasks.spawn(self.hand_over.after_prefill(record), "hand-over")
 
     async def _beat(self) -> None:
         while True:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 from kvfleet.worker.port.capacity import Attempt, Departures
 from kvfleet.worker.port.engine_port import Hashed
 from kvfleet.worker.serve.chat_intake import ChatIntake, TakenChat
+from kvfleet.worker.serve.fetch_ahead import FetchAhead, Spawn
 from kvfleet.worker.serve.request_intake import check_capacity, check_request, content_of, of_its_asker, sequences_of
 from kvfleet.worker.serve.worker_parts import WorkerParts
 from kvfleet.worker.streams import request_trace
@@ -27,7 +28,7 @@ from kvproto.block_hash import Root
 from kvproto.connection import Message, is_no_responders
 from kvproto.errors import CodecError, InvalidRequest, KvfleetError, Unavailable, WorkerLost
 from kvproto.fleet_view import RECONNECT_GRACE_S
-from kvproto.messages import Accepted, CancelRequest, GenerateRequest, PauseRequest, ResendRequest
+from kvproto.messages import Accepted, CancelRequest, GenerateRequest, PauseRequest, ResendRequest, ReturnExpected
 from kvproto.subjects import is_inbox, may_read, producers_tenant, tenant_of_word
 from kvproto.trace_context import in_headers, sampled
 
@@ -36,8 +37,7 @@ log = logging.getLogger(__name__)
 INLINE_CHARACTERS = 4096  # about a millisecond of tokenising
 INLINE_IDS = 4096  # of hashing
 
-T = TypeVar("T", CancelRequest, PauseRequest, ResendRequest)
-Spawn = Callable[[Coroutine[object, object, None], str], object]
+T = TypeVar("T", CancelRequest, PauseRequest, ResendRequest, ReturnExpected)
 
 
 class Asked(NamedTuple):
@@ -67,6 +67,7 @@ class RequestDesk:
         self._fleet_key = parts.settings.fleet_key.encode()
         self._engine, self._frames, self._outbox = parts.engine, parts.frames, parts.outbox
         self._chats = ChatIntake(parts.bundle, parts.text)
+        self.ahead = FetchAhead(parts, self.spawn)
 
     def close(self) -> None:
         self._preparers.shutdown(wait=False, cancel_futures=True)
@@ -87,12 +88,14 @@ class RequestDesk:
             if not may_read(request.inbox, tenant):
                 raise InvalidRequest("is another tenant's", field="inbox")
             asked = Asked(request, tenant, message.reply)
-            if asked.key in self._preparing:
+            if asked.key in self._preparing or (request.ahead and give_way):
                 return
+            if not request.ahead:
+                self.ahead.end(request.request, tenant=tenant)
             meeting = self.parts.tiers.meet(request.source)
             known, grammar = len(request.prompt_ids) + _generated(request), request.sampling.grammar
-            is_chat = request.chat is not None
-            if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or meeting or grammar or is_chat:
+            aside = meeting or grammar or request.chat or request.ahead
+            if len(request.prompt or "") > INLINE_CHARACTERS or known > INLINE_IDS or aside:
                 self._preparing.add(asked.key)  # so that a cancel finds it
                 self.spawn(self._prepare_aside(asked, meeting), "preparing")
                 return
@@ -113,14 +116,17 @@ class RequestDesk:
             if request.chat is not None:
                 chat = await on_thread(self._chats.take, request, request.chat)
             grammar = (chat or request).sampling.grammar
-            if grammar is not None:
+            if grammar is not None and not request.ahead:
                 await self._engine.learn(grammar, asked.tenant)
             ids = chat.ids if chat else request.prompt_ids or await on_thread(self._encode, request.prompt or "")
             root = self.parts.models.root(request.model, asked.tenant, ids)
             hashed: Hashed = {}
-            if self.parts.tiers.would_look(request, len(ids) + _generated(request)):
+            if request.ahead or self.parts.tiers.would_look(request, len(ids) + _generated(request)):
                 hashed = await on_thread(self.parts.tiers.hash, request, root, ids)
-            if asked.key in self._preparing:  # else it was cancelled meanwhile
+            if request.ahead:
+                for names in hashed.values() if asked.key in self._preparing else ():
+                    self.ahead.begin(request, asked.tenant, root, names)
+            elif asked.key in self._preparing:  # else it was cancelled meanwhile
                 give_way = self._check(request)  # others came meanwhile
                 self._take(asked, ids, root, give_way, hashed, chat)
         except KvfleetError as error:
@@ -255,6 +261,7 @@ class RequestDesk:
             and (not cancel.inbox or cancel.inbox == inbox)
         }
         self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker)
+        self.ahead.end(cancel.request, cancel.attempt, asker)
         for record in self._frames.running:
             if record.request == cancel.request and record.is_of(asker) and cancel.attempt in (None, record.attempt):
                 self._leave(record, cancel.inbox, cancel.received)
@@ -292,6 +299,10 @@ class RequestDesk:
         if not pause.inbox or record.is_read_at(pause.inbox):
             self._frames.pause(record, pause.inbox, paused=pause.paused)
             self._park(record, again=pause.paused)
+
+    async def on_return_expected(self, message: Message) -> None:
+        if (said := self._read(ReturnExpected, message)) is not None:
+            self._engine.expect_return(said.request, said.attempt, said.soonest_s, said.latest_s)
 
     def _park(self, record: AttemptRecord, *, again: bool = False) -> None:
         """Parked while all readers want that. `again`: one has just repeated it."""

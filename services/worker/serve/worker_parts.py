@@ -24,7 +24,8 @@ from kvservice.tracing import Tracer
 @dataclass(eq=False)
 class WorkerParts:
     """`somebody_is_ready`: whether another worker of this model takes new work,
-    and one for each of the models that it is told; None if unknown yet."""
+    and one for each of the models that it is told; None if unknown yet. `somebody_decodes`: the same of those that are
+    not for prompts alone."""
 
     settings: WorkerSettings
     connection: Connection
@@ -36,6 +37,7 @@ class WorkerParts:
     text: TextPort
     tracer: Tracer = tracing.NULL
     somebody_is_ready: Callable[[Iterable[str]], bool | None] = lambda models: False
+    somebody_decodes: Callable[[Iterable[str]], bool | None] = lambda models: None
     adapters: AdapterPort | None = None
     record: WorkerRecord = field(init=False)
     models: ServedModels = field(init=False)

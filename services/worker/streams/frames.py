@@ -170,7 +170,7 @@ class FrameBook:
                 return []  # another choice found what the first one left
             waited, again = output.queue_seconds, output.recomputed_tokens
             started = Started(*record.key, self.worker, output.prompt_tokens, output.cached_by_tier, waited, again)
-            return [self._start(record, started, now)]
+            return [self._start(record, started, now, output.saved_s)]
         if isinstance(output, SequenceFailed):
             return [self.end(record, record.failed(output.error), now)]
         assert isinstance(output, ChoiceFinished)
@@ -195,11 +195,14 @@ class FrameBook:
         )
         return self.end(record, finished, now)
 
-    def _start(self, record: AttemptRecord, started: Started, now: float) -> tuple[AttemptRecord, Frame]:
+    def _start(
+        self, record: AttemptRecord, started: Started, now: float, saved_s: float = 0.0
+    ) -> tuple[AttemptRecord, Frame]:
         """The milestone is of when it left the queue: its first step's outputs come a prefill later."""
         record.started = started
         left_at = min(record.accepted_at + started.queue_s, now)
-        self.milestones.note(record, Passed.STARTED, left_at, started.prompt_tokens, dict(started.cached))
+        said = started.prompt_tokens, dict(started.cached), 0, None, saved_s
+        self.milestones.note(record, Passed.STARTED, left_at, *said)
         return record, started
 
     def end(self, record: AttemptRecord, terminal: Terminal, now: float) -> tuple[AttemptRecord, Frame]:

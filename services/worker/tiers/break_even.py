@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvfleet.worker.tiers.remote import RemoteTiers  # which the engine has without its sockets
 
 SURE = 1.5  # times the predicted seconds of a restore, before it counts as quicker
+LATE = 1.5  # a restore's deadline: times its predicted seconds,
+SLACK = 0.2  # and that part of the seconds of computing
 HANDLING_S = 0.002  # of a restore, beside the transfer
 LOOK_WORTH_S = 0.02  # of computing: less is not worth a question
 ANSWER_LIMIT_S = 0.03
@@ -67,9 +69,12 @@ def cheapest(offers: Sequence[Offer], start: int, *, block_bytes: int, compute_s
     return parts[:best]
 
 
-def is_worth_going_on(missing: int, arrived: int, elapsed_s: float, *, block_s: float) -> bool:
-    """Whether a late restore brings its missing blocks, at the pace so far, well before they could be computed."""
-    return arrived > 0 and 2 * elapsed_s / arrived < block_s and missing > 0
+def going_on_s(missing: int, arrived: int, elapsed_s: float, *, block_s: float) -> float:
+    """For how long a late restore goes on; 0.0 unless its missing blocks come, at the pace so far, well before they
+    could be computed."""
+    if not arrived or 2 * elapsed_s / arrived >= block_s:
+        return 0.0
+    return LATE * missing * elapsed_s / arrived
 
 
 def location_of(sequence: EngineSequence) -> ChainLocation | None:

@@ -44,8 +44,8 @@ def fault_of(header: BlockHeader, name: BlockName, settings: RemoteSettings, *, 
         return "other"
     if header.ids != name.ids and (name.ids or not header.is_genuine()):
         return "other"
-    shape = settings.shape
-    if header.format != settings.kv_format:
+    kv_format, shape = settings.form(name.ids)
+    if header.format != kv_format:
         return FOREIGN
     if header.raw_bytes != shape.raw_bytes:
         return "format"
@@ -150,6 +150,7 @@ class FetchPart:
     source: Source
     shares: list[RingShare]
     _blocks: int = 0
+    _raw_bytes: int = 0
     _wire_bytes: int = 0
     _began: float | None = None
     _stopped: float | None = None
@@ -157,8 +158,8 @@ class FetchPart:
 
     def __post_init__(self) -> None:
         self.job = ConnectionJob(self._run, self._fail)
-        self.wanted_bytes = sum(len(share.at) for share in self.shares) * self.fetch.intake.settings.shape.raw_bytes
         self._intake = self.fetch.intake
+        self.wanted_bytes = sum(self.fetch.targets[at].nbytes for share in self.shares for at in share.at)
         self._next = self.shares[0].at[0]  # the first block that has neither come nor failed
 
     def _run(self, client: DataPlaneClient) -> None:
@@ -188,7 +189,7 @@ class FetchPart:
         if self._began is not None:
             now = time.monotonic()
             seconds = (self._stopped or now) - self._began
-            nbytes = self._blocks * self._intake.settings.shape.raw_bytes
+            nbytes = self._raw_bytes
             if gave_up:
                 self.source.measured(lambda meter: meter.given_up(nbytes, seconds, now))
             else:
@@ -229,7 +230,7 @@ class FetchPart:
 
     def _land(self, at: int, header: BlockHeader, payload: memoryview) -> bool:
         def write() -> None:
-            decode(header.codec, self._intake.settings.shape, payload, self.fetch.targets[at])
+            decode(header.codec, self._intake.settings.form(header.ids)[1], payload, self.fetch.targets[at])
 
         try:
             landed = self.fetch.landing.land(at, header, write)
@@ -238,6 +239,7 @@ class FetchPart:
             return False
         if landed:
             self._blocks += 1
+            self._raw_bytes += header.raw_bytes
             self._wire_bytes += header.length
             self.fetch.landing.sources[at] = self.source.id
         return landed

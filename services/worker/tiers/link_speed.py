@@ -9,11 +9,13 @@ would be given up too; so is the first probe after it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median_low
 from typing import NamedTuple
 
-WEIGHT = 0.3  # of the newest measurement
+COPIES = 5  # of which the speed is the median
 LEAST_BYTES = 64 * 1024  # fewer say more about latency than about speed
 
 KEPT = 0.8  # of each measurement's weight when the next one comes
@@ -39,22 +41,23 @@ class LinkSpeed(NamedTuple):
 
 @dataclass(slots=True)
 class CopySpeed:
-    """Copies in memory in one direction: no latency to speak of. 0 until measured."""
+    """Copies in memory in one direction: no latency to speak of. The median of the last ones, as one that waited for a
+    core must not end all restores, without which nothing would be measured again. 0 until measured."""
 
     bytes_per_s: float = 0.0
     bytes_total: int = 0
+    _rates: deque[float] = field(default_factory=lambda: deque(maxlen=COPIES))
 
-    def start(self, count: int, seconds: float) -> None:
+    def probed(self, count: int, seconds: float) -> None:
+        """Also of few bytes."""
         if count and seconds > 0:
-            self.bytes_per_s = count / seconds
+            self._rates.append(count / seconds)
+            self.bytes_per_s = median_low(self._rates)
 
     def observe(self, count: int, seconds: float) -> None:
         self.bytes_total += count
-        if count < LEAST_BYTES or seconds <= 0:
-            return
-        rate = count / seconds
-        before = self.bytes_per_s or rate
-        self.bytes_per_s = 1 / ((1 - WEIGHT) / before + WEIGHT / rate)  # means of seconds per byte: a slow one counts
+        if count >= LEAST_BYTES:
+            self.probed(count, seconds)
 
     def seconds(self, count: int) -> float:
         return count / self.bytes_per_s if self.bytes_per_s else 0.0

@@ -26,8 +26,8 @@ MEASURE_S = 0.01  # between looks at whether a far peer has been measured
 
 @dataclass(eq=False)
 class Look:
-    """`expect` is called before any answer can come. `on_strays` gets, just before the finding is ready, the vaults of
-    blocks that their owner does not have, by hash."""
+    """`expect` is called before any answer can come. `names`: of blocks, then of the states that stand behind `points`
+    of them. `on_strays` gets, just before the finding is ready, the vaults of what its owner does not have, by hash."""
 
     names: Sequence[BlockName]
     finding: Finding
@@ -36,12 +36,14 @@ class Look:
     exact: bool = False
     tracer: Tracer = tracing.NULL
     traceparent: str = ""
+    points: Sequence[int] = ()
     is_over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _expected: Counter[Tier] = field(default_factory=Counter)
     _elsewhere: dict[int, str] = field(default_factory=dict)  # another vault than its owner, that has a block
 
     def __post_init__(self) -> None:
+        self._blocks = len(self.names) - len(self.points)
         self._at_owner = bytearray(len(self.names))  # 1 where the vault that should keep a block has it
         self._at_peer = bytearray(len(self.names))
 
@@ -61,7 +63,7 @@ class Look:
     def answered(self, tier: Tier) -> None:
         with self._lock:
             self._expected[tier] -= 1
-            vaults = self._expected[Tier.VAULT] <= 0 or self._vault_depth() == len(self.names)
+            vaults = self._expected[Tier.VAULT] <= 0 or self._has_all()
             complete = vaults and self._expected[Tier.PEER] <= 0
         if complete:
             self.end()
@@ -76,18 +78,28 @@ class Look:
             strays = {
                 self.names[at].hash: vault
                 for at, vault in self._elsewhere.items()
-                if at < depth and not self._at_owner[at]
+                if (at < depth or at >= self._blocks) and not self._at_owner[at]
             }
         if strays:
             self.on_strays(strays)
         self.finding.vault = depth
-        self.finding.peer = _depth(self._at_peer)
+        self.finding.peer = _depth(self._at_peer[: self._blocks])
+        if self.points:
+            states = list(enumerate(self.points, self._blocks))
+            self.finding.vault_states = tuple(point for at, point in states if self._in_vault(at))
+            self.finding.peer_states = tuple(point for at, point in states if self._at_peer[at])
         self.finding.ready = True
         self.on_ready()
 
+    def _in_vault(self, at: int) -> bool:
+        return bool(self._at_owner[at]) or at in self._elsewhere
+
+    def _has_all(self) -> bool:
+        return self._vault_depth() == self._blocks and (not self.points or self._in_vault(len(self.names) - 1))
+
     def _vault_depth(self) -> int:
-        depth = _depth(self._at_owner)
-        while depth < len(self.names) and (self._at_owner[depth] or depth in self._elsewhere):
+        depth = _depth(self._at_owner[: self._blocks])
+        while depth < self._blocks and self._in_vault(depth):
             depth += 1
         return depth
 

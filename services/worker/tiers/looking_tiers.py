@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
 
-from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, names_of
+from kvfleet.worker.blocks.chain_location import BlockName, ChainLocation, Finding, names_of
 from kvfleet.worker.port.engine_port import Hashed, TierPort
 from kvfleet.worker.port.sequence_spec import Locate
 from kvfleet.worker.tiers.break_even import FAR_LOOK_S, HANDED_LOOK_S, LOOK_WORTH_S, look_limit_s
@@ -101,19 +101,27 @@ class LookingTiers(TierPort):
         return False
 
     async def in_vaults(self, root: Root, ids: Sequence[int]) -> int:
-        if self.remote is None:
-            return 0
-        loop, answered = asyncio.get_running_loop(), asyncio.Event()
         names = names_of(root, chain(root, ids, self.block_size), ids, self.block_size)
+        return (await self._ask(names, "", VAULT_LIMIT_S)).vault
+
+    async def at_peer(self, names: Sequence[BlockName], peer: str, limit_s: float) -> int:
+        return (await self._ask(names, peer, limit_s)).peer
+
+    async def _ask(self, names: Sequence[BlockName], peer: str, limit_s: float) -> Finding:
+        """Of the peer alone, or of vaults."""
+        if self.remote is None:
+            return Finding()
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
 
         def on_ready() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(answered.set)
 
-        finding = self.remote.look(names, exact=False, peer="", on_ready=on_ready)
+        limit = limit_s if peer else None
+        finding = self.remote.look(names, exact=False, peer=peer, on_ready=on_ready, limit_s=limit, vaults=not peer)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(answered.wait(), VAULT_LIMIT_S)
-        return finding.vault
+            await asyncio.wait_for(answered.wait(), limit_s)
+        return finding
 
 
 def blocks_of(hot: HotChain) -> tuple[Root, list[bytes]]:

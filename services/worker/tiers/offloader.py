@@ -153,6 +153,7 @@ class Offloader:
     reuse: ReuseWatch
     wake: Callable[[], None]
     offloaded_total: int = 0
+    on_chain: Callable[[Root, Sequence[bytes]], None] = lambda root, hashes: None  # it goes down: so may its states
     _queue: OrderedDict[bytes, Chain] = field(default_factory=OrderedDict)
     _batch: _Batch | None = None
     _vaulted: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -174,6 +175,7 @@ class Offloader:
     def offer_chain(self, chain: Chain) -> None:
         if not self.host.blocks:
             return
+        self.on_chain(chain.root, chain.hashes[: chain.end])
         if (known := self._queue.get(chain.last)) is not None:
             chain = replace(chain, done=min(chain.done, known.done))
         self._queue[chain.last] = chain
@@ -304,9 +306,13 @@ class Offloader:
             if not taking:  # no later block goes without its parents
                 hold.one_done()
                 continue
-            self._vaulted[name.hash] = None
-            if len(self._vaulted) > KEPT_VAULTED:
-                self._vaulted.popitem(last=False)
+            self.note_vaulted(name.hash)
+
+    def note_vaulted(self, name: bytes) -> None:
+        """A vault was given this."""
+        self._vaulted[name] = None
+        if len(self._vaulted) > KEPT_VAULTED:
+            self._vaulted.popitem(last=False)
 
     def missed(self, hashes: Sequence[bytes]) -> None:
         """Vaults do not have these: they are offered again when their chain is."""

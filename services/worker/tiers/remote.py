@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvfleet.worker.blocks.chain_location import BlockName, Finding, VaultRing, by_root
+from kvfleet.worker.blocks.chain_location import BlockName, Finding, VaultRing, by_root, state_points
 from kvfleet.worker.tiers.fetching import Fetch, Intake
 from kvfleet.worker.tiers.host import Landing
 from kvfleet.worker.tiers.link_speed import LinkSpeed, LinkSpeedMeter, is_laggard, slowest
@@ -192,17 +192,20 @@ class RemoteTiers:
         on_ready: Callable[[], None],
         limit_s: float | None = None,
         traceparent: str = "",
+        vaults: bool = True,
     ) -> Finding:
         """Ask the vaults concerned, and `peer` if it is not "", what they have of a chain. The finding is ready after
-        at most `limit_s`, by default LOOK_LIMIT_S."""
-        finding = Finding()
-        look = Look(names, finding, on_ready, self._noticed, exact, self.tracer, traceparent)
+        at most `limit_s`, by default LOOK_LIMIT_S. Without `vaults` only the peer is asked."""
+        finding, states = Finding(), self.settings.states
+        points = state_points(names, states.every) if states is not None else []
+        names = [*names, *(names[point - 1].state() for point in points)]
+        look = Look(names, finding, on_ready, self._noticed, exact, self.tracer, traceparent, points)
         now = time.monotonic()
         with self._lock:
             laggards = self._laggards(self._vaults)
             questions = [
                 SourceQuestion(look, self._vaults[vault], shares)
-                for vault, shares in self._ring.shares(names).items()
+                for vault, shares in (self._ring.shares(names).items() if vaults else ())
                 if vault not in laggards and self._quarantine.allows(vault, now)
             ]
             if (source := self._peer(peer)) is not None and self._quarantine.allows(peer, now):
@@ -259,7 +262,12 @@ class RemoteTiers:
             owner = self._ring.owner(name)
             vault = self._vaults.get(owner) if owner is not None else None
             allowed = owner is not None and self._quarantine.allows(owner, time.monotonic())
-        if vault is None or vault.writes is None or not allowed or payload.nbytes != self.settings.shape.raw_bytes:
+        if (
+            vault is None
+            or vault.writes is None
+            or not allowed
+            or payload.nbytes != self.settings.form(name.ids)[1].raw_bytes
+        ):
             return False
         return vault.writes.offer(name, payload, lossy=lossy, on_done=on_done)
 
@@ -269,8 +277,10 @@ class RemoteTiers:
         return self._vault_changes + self.counts.not_offloaded
 
     def erase(self, names: Sequence[BlockName]) -> None:
-        """Have vaults forget these blocks, except those that others continue, and drop what waits to be offloaded. A
-        vault that is away may come back with its disk: it is told then."""
+        """Have vaults forget these blocks, except those that others continue, and the states at their ends, and drop
+        what waits to be offloaded. A vault that is away may come back with its disk: it is told then."""
+        if self.settings.states is not None:
+            names = [*names, *(name.state() for name in names)]
         with self._lock:
             for owed in self._owed.values():
                 owe(owed, names)

@@ -23,8 +23,10 @@ from kvfleet.worker.model.base import BlockMemory
 from kvfleet.worker.port.sequence_spec import Restored
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.tiers import break_even
-from kvfleet.worker.tiers.break_even import ComputeSeconds, RestoredPart
-from kvfleet.worker.tiers.host import Copier, CopyJob, HostTier, Landing
+from kvfleet.worker.tiers.break_even import LATE, SLACK, ComputeSeconds, Offer, RestoredPart
+from kvfleet.worker.tiers.host import Copier, HostTier, Landing
+from kvfleet.worker.tiers.link_speed import LinkSpeed
+from kvfleet.worker.tiers.restore_job import RestoreJob, RestoreSample, RunningPart
 from kvproto.block_hash import Root, unpack_ids
 from kvproto.messages import Tier
 
@@ -34,84 +36,9 @@ if TYPE_CHECKING:
 SAMPLED = 32  # one restore in so many is checked by computing
 MOST_SAMPLES = 16
 MOST_RESTORES = 2  # for one sequence before it runs
-LATE = 1.5  # a job's deadline: times its predicted seconds,
-SLACK = 0.2  # and that part of the seconds of computing,
-GRACE_S = 0.005  # or this, if that is more
+GRACE_S = 0.005  # of a job's deadline, if its share of the seconds of computing is less
 
 Arrived = tuple[bool, tuple[int, ...]]  # whether a block is lossy, and its tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreSample:
-    """A restored chain, to compute its last block again. `source`: the vault or peer of blocks from `start` on, "" the
-    host."""
-
-    root: Root
-    hashes: Sequence[bytes]
-    ids: tuple[int, ...]  # of the last block
-    start: int
-    tier: Tier
-    source: str
-
-
-@dataclass(slots=True)
-class RunningPart:
-    """A part under way: from the host by the copier, else through a landing."""
-
-    part: RestoredPart
-    slots: list[int] = field(default_factory=list)  # of the host, held: where it is copied from, or staged in
-    copy: CopyJob | None = None
-    landing: Landing | None = None
-
-    @property
-    def arrived(self) -> int:
-        """Blocks so far, gaps or not; once the copy of blocks staged on the host has begun, those that it made."""
-        if self.copy is not None:
-            return self.copy.done
-        return 0 if self.landing is None else sum(header is not None for header in self.landing.headers)
-
-    @property
-    def ended(self) -> bool:
-        if self.copy is not None:
-            return self.copy.ended
-        return self.landing is not None and self.landing.ended and not self.slots
-
-
-@dataclass(slots=True)
-class RestoreJob:
-    root: Root
-    hashes: Sequence[bytes]
-    held: Sequence[int]  # the chain before the job's blocks, on the device
-    ids: list[tuple[int, ...]]  # of each block; empty where they are not known
-    exact: bool
-    began: float
-    deadline: float
-    compute_s: float  # what computing them would take
-    blocks: list[int] = field(default_factory=list)  # where they go
-    running: list[RunningPart] = field(default_factory=list)
-    waiting: list[EngineSequence] = field(default_factory=list)
-    ahead: bool = False  # for sequences to come
-    start: int = field(init=False)
-    end: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.start = len(self.held)
-        self.end = self.start + len(self.ids)
-
-    def came_short(self, tier: Tier, depth: int) -> None:
-        """Only `depth` of the blocks that were found in `tier` can be had: the rest is not tried again."""
-        for location in [sequence.spec.location for sequence in self.waiting]:
-            if location is not None and tier is Tier.VAULT:
-                location.finding.vault = min(location.finding.vault, depth)
-            elif location is not None and tier is Tier.PEER:
-                location.finding.peer = min(location.finding.peer, depth)
-
-    def sample(self, count: int) -> RestoreSample:
-        at = self.start + count - 1
-        last = next(running for running in self.running if running.part.start <= at < running.part.end)
-        source = last.landing.sources.get(at - last.part.start, "") if last.landing is not None else ""
-        hashes = list(self.hashes[: at + 1])
-        return RestoreSample(self.root, hashes, self.ids[count - 1], last.part.start, last.part.tier, source)
 
 
 @dataclass(eq=False, slots=True)
@@ -136,10 +63,13 @@ class Restorer:
     _looking: dict[int, tuple[EngineSequence, float]] = field(default_factory=dict)
     _unstarted: list[Callable[[], None]] = field(default_factory=list)
 
-    def claims(self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: ComputeSeconds) -> bool:
-        """Whether the sequence, whose turn it is, has to wait for blocks. `spare` blocks are left to running ones."""
+    def claims(
+        self, sequence: EngineSequence, match: Match, *, spare: int, compute_s: ComputeSeconds, end: int | None = None
+    ) -> bool:
+        """Whether the sequence, whose turn it is, has to wait for blocks. `spare` blocks are left to running ones. Of
+        the first `end` blocks, if given, all are brought or none."""
         size = self.pool.block_size
-        start, usable = len(match.blocks), (len(sequence.ids) - 1) // size
+        start, usable = len(match.blocks), (len(sequence.ids) - 1) // size if end is None else end
         if sequence.restores >= MOST_RESTORES or start >= usable:
             return False
         exact = sequence.spec.exact
@@ -150,27 +80,10 @@ class Restorer:
                 return True
         location = break_even.location_of(sequence)
         compute_s = break_even.price_of_computing(location, compute_s)
-        price = partial(break_even.cheapest, start=start, block_bytes=self.memory.block_bytes, compute_s=compute_s)
-        offers = break_even.host_offers(self.host, self.copier.speed_in.bytes_per_s, sequence, start, usable)
-        if location is not None:
-            assert self.remote is not None
-            found = location.finding
-            if found.ready:
-                offers += break_even.remote_offers(
-                    self.remote, location, min(found.vault, usable), min(found.peer, usable)
-                )
-            else:
-                left = max((offer.end for offer in offers), default=start)
-                best = price(offers + break_even.remote_offers(self.remote, location, usable, usable, hopes=True))
-                worth_s = break_even.FAR_WORTH_S if location.far else break_even.LOOK_WORTH_S
-                is_worth = compute_s(left, usable) > worth_s
-                if is_worth and best and best[-1].tier is not Tier.HOST:
-                    self._looking[id(sequence)] = sequence, self.clock() + break_even.answer_limit_s(location)
-                    return True
-        parts = price(offers)
-        room = self.pool.available - self.pool.idle_among(match.blocks) - spare
-        parts = [part._replace(end=min(part.end, start + room)) for part in parts if part.start < start + room]
-        if not parts:
+        if self.looks(sequence, start, usable, compute_s):
+            return True
+        parts = self.parts(sequence, match, usable, spare=spare, compute_s=compute_s)
+        if not parts or (end is not None and parts[-1].end < end):
             return False
         sequence.restores += 1
         end, now = parts[-1].end, self.clock()
@@ -181,6 +94,39 @@ class Restorer:
         job.waiting.append(sequence)
         self._begin(job, parts, location)
         return True
+
+    def looks(self, sequence: EngineSequence, start: int, usable: int, compute_s: ComputeSeconds) -> bool:
+        """Whether the sequence has to wait for what vaults and a peer say of blocks `start` to `usable`."""
+        location = break_even.location_of(sequence)
+        if location is None or location.finding.ready:
+            return False
+        assert self.remote is not None
+        offers = self._host_offers(sequence, start, usable)
+        left = max((offer.end for offer in offers), default=start)
+        offers += break_even.remote_offers(self.remote, location, usable, usable, hopes=True)
+        best = break_even.cheapest(offers, start, block_bytes=self.memory.block_bytes, compute_s=compute_s)
+        worth_s = break_even.FAR_WORTH_S if location.far else break_even.LOOK_WORTH_S
+        if compute_s(left, usable) <= worth_s or not best or best[-1].tier is Tier.HOST:
+            return False
+        self._looking[id(sequence)] = sequence, self.clock() + break_even.answer_limit_s(location)
+        return True
+
+    def parts(
+        self, sequence: EngineSequence, match: Match, usable: int, *, spare: int, compute_s: ComputeSeconds
+    ) -> list[RestoredPart]:
+        """What to restore of the sequence's blocks behind the match, up to `usable`, from where."""
+        start, location = len(match.blocks), break_even.location_of(sequence)
+        offers = self._host_offers(sequence, start, usable)
+        if location is not None and location.finding.ready:
+            assert self.remote is not None
+            vault, peer = min(location.finding.vault, usable), min(location.finding.peer, usable)
+            offers += break_even.remote_offers(self.remote, location, vault, peer)
+        parts = break_even.cheapest(offers, start, block_bytes=self.memory.block_bytes, compute_s=compute_s)
+        room = self.pool.available - self.pool.idle_among(match.blocks) - spare
+        return [part._replace(end=min(part.end, start + room)) for part in parts if part.start < start + room]
+
+    def _host_offers(self, sequence: EngineSequence, start: int, usable: int) -> list[Offer]:
+        return break_even.host_offers(self.host, self.copier.speed_in.bytes_per_s, sequence, start, usable)
 
     def preload(self, root: Root, hashes: Sequence[bytes], tier: Tier, peer: str, limit_s: float) -> int:
         """Bring a chain from vaults or a peer ahead of requests. Returns how many blocks are on their way."""
@@ -194,6 +140,34 @@ class Restorer:
         location = ChainLocation(names_of(root, hashes, (), self.pool.block_size), Finding(True), peer)
         self._begin(job, [RestoredPart(tier, start, start + count, limit_s)], location)
         return count
+
+    def bring_up(
+        self,
+        root: Root,
+        hashes: Sequence[bytes],
+        room: int,
+        compute_s: ComputeSeconds,
+        on_end: Callable[[int, float], None],
+    ) -> int:
+        """Bring a chain from the host and vaults ahead of its next turn, as far as `room` goes and that is quicker than
+        computing it. Returns how many blocks are on their way."""
+        held = self.pool.chain_to(hashes)
+        start = len(held)
+        end = min(len(hashes), start + max(0, room - self.pool.idle_among(held)))
+        depth, rate = self.host.depth(hashes, start, end), self.copier.speed_in.bytes_per_s
+        offers = [Offer(Tier.HOST, depth, LinkSpeed(0.0, rate))] if rate else []
+        if self.remote is not None and (speed := self.remote.speed(Tier.VAULT)) is not None:
+            offers.append(Offer(Tier.VAULT, end, speed))
+        parts = break_even.cheapest(offers, start, block_bytes=self.memory.block_bytes, compute_s=compute_s)
+        if not parts:
+            return 0
+        hashes, now, seconds = list(hashes[: parts[-1].end]), self.clock(), sum(part.seconds for part in parts)
+        ids: list[tuple[int, ...]] = [()] * (len(hashes) - start)
+        saved_s = compute_s(start, len(hashes))
+        deadline = now + LATE * seconds + max(GRACE_S, SLACK * saved_s)
+        job = RestoreJob(root, hashes, held, ids, False, now, deadline, saved_s, ahead=True, on_end=on_end)
+        self._begin(job, parts, ChainLocation(names_of(root, hashes, (), self.pool.block_size), Finding(True), ""))
+        return len(ids)
 
     def _begin(self, job: RestoreJob, parts: list[RestoredPart], location: ChainLocation | None) -> None:
         self.pool.acquire(job.held)
@@ -237,9 +211,9 @@ class Restorer:
         self._unstarted.append(fetch)
         return running
 
-    @property
-    def preloading(self) -> bool:
-        return any(job.ahead for job in self._jobs)
+    def brings(self, hashes: Sequence[bytes]) -> bool:
+        """Whether a part of this chain is on its way ahead of requests."""
+        return any(job.ahead and job.end <= len(hashes) and job.hashes[-1] == hashes[job.end - 1] for job in self._jobs)
 
     def _bring_staged(self, job: RestoreJob, running: RunningPart) -> None:
         if running.landing is None or not running.landing.ended or not running.slots or running.copy is not None:
@@ -273,8 +247,8 @@ class Restorer:
                 arrived = sum(running.arrived for running in job.running)
                 missing, elapsed = job.end - job.start - arrived, now - job.began
                 block_s = job.compute_s / (job.end - job.start)
-                if wanted and break_even.is_worth_going_on(missing, arrived, elapsed, block_s=block_s):
-                    job.deadline = now + LATE * missing * elapsed / arrived
+                if wanted and (more_s := break_even.going_on_s(missing, arrived, elapsed, block_s=block_s)):
+                    job.deadline = now + more_s
                     continue
                 for running in job.running:
                     if not running.ended:
@@ -332,6 +306,8 @@ class Restorer:
             )
             is_lossy = is_lossy or pool.is_lossy(block_hash)
         pool.release([*job.held, *job.blocks])
+        if job.on_end is not None:
+            job.on_end(len(came), now - job.began)
         if came and not is_lossy:
             self._exact_restores += 1
             if self._exact_restores % self.sampled == 0:

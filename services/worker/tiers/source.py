@@ -96,6 +96,8 @@ class Source:
             name = f"{self.tier.value}-{self.id}"
             self._looks = ConnectionThread(f"{name}-look", self.connect, self._keep_alive)
             self._fetches = ConnectionThread(f"{name}-fetch", self.connect, self._probe)
+            self._looks.start()
+            self._fetches.start()
 
     def close(self) -> list[threading.Thread]:
         """Ends connections for good, without waiting. Returns the threads that will end."""

@@ -5,21 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvfleet.worker.blocks.block_pool import BlockPool, Match
+from kvfleet.worker.blocks.block_pool import BlockPool, Lendable, Match
 from kvfleet.worker.blocks.chain_location import BlockName, names_of
 from kvfleet.worker.blocks.pool_integrity import PoolAudit, check_integrity
 from kvfleet.worker.model.base import BlockMemory, ModelRunner
 from kvfleet.worker.schedule.sequence import Sequence as EngineSequence
 from kvfleet.worker.schedule.step_plan import Slice
 from kvfleet.worker.tiers.host import Copier, HostTier
+from kvfleet.worker.tiers.host_states import HostStates
 from kvfleet.worker.tiers.offloader import Offloader, ReuseWatch
+from kvfleet.worker.tiers.pauses import Pauses
 from kvfleet.worker.tiers.protection import Protector
-from kvfleet.worker.tiers.restorer import Restorer, RestoreSample
+from kvfleet.worker.tiers.restore_job import RestoreSample
+from kvfleet.worker.tiers.restorer import Restorer
+from kvfleet.worker.tiers.state_tiers import StateTiers
 from kvproto.block_hash import ForkedRoot, Root, own_root, root_at
 from kvproto.errors import OutOfMemory
 from kvproto.messages import Tier, TierLoad
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBE_BLOCKS = 4
+PROBES = 3
+NEVER = 2**62
 MOST_ERASING = 1024  # sequences that wait for blocks that are on their way
 
 
@@ -48,6 +54,8 @@ class Tiers:
     reuse: ReuseWatch = field(default_factory=ReuseWatch)
     lent: dict[int, list[tuple[BlockPool, list[int]]]] = field(default_factory=dict)  # chains for peers, by lending
     protector: Protector | None = None
+    states: HostStates | None = None  # of a hybrid model
+    snapshots: StateTiers | None = field(default=None, init=False)
     # what is to be forgotten once it has arrived, or is no longer used: whether that is so, and what forgets it
     _erasing: deque[tuple[Callable[[], bool], Callable[[], int]]] = field(
         default_factory=lambda: deque(maxlen=MOST_ERASING)
@@ -57,7 +65,13 @@ class Tiers:
         parts = self.pool, self.memory, self.host, self.copier, self.remote
         self.restorer = Restorer(*parts, lambda: self.wake(), self.clock)
         self.offloader = Offloader(*parts, self.reuse, lambda: self.wake())
+        self.pauses = Pauses(self.pool, self.host, self.copier, self.offloader, self.restorer, self.clock)
         self._audit = PoolAudit(self.host.pool)
+        if (states := self.states) is not None:
+            self.snapshots = StateTiers(
+                states, self.restorer, self.offloader, self.remote, lambda: self.wake(), self.clock
+            )
+            self.restorer.sampled = NEVER  # a block alone cannot be computed again without the state before it
         if self.host.blocks and self.remote is not None:
             self.protector = Protector(self.pool, self.host, self.offloader, self.copier, self.remote)
         self._probe()
@@ -67,32 +81,43 @@ class Tiers:
         blocks = self.pool.allocate(min(PROBE_BLOCKS, self.pool.available, self.host.blocks))
         slots = self.host.allocate(len(blocks))
         ways = (self.memory.read_blocks, self.copier.speed_out), (self.memory.write_blocks, self.copier.speed_in)
-        for _ in range(2):  # the first touches the memory
+        for number in range(1 + PROBES):
             for copy, speed in ways:
                 job = self.host.copy_job(copy, blocks, slots, lambda: None)
                 took = job.run()
-                speed.start(job.done * self.host.block_bytes, took)
+                if number:  # the first touches the memory
+                    speed.probed(job.done * self.host.block_bytes, took)
         self.pool.release(blocks)
         self.host.pool.release(slots)
 
     def close(self) -> None:
         self.copier.close()
 
-    def started(self, sequence: EngineSequence) -> None:
+    def started(self, sequence: EngineSequence) -> float:
+        """Returns the seconds of restoring that were done while its conversation paused."""
         self.reuse.ask(own_root(sequence.root), sequence.hashes)
+        return self.pauses.returned(sequence)
+
+    def _drop(self, sequence: EngineSequence) -> None:
+        self.restorer.drop(sequence)
+        if self.snapshots is not None:
+            self.snapshots.drop(sequence)
 
     def leaves(self, sequence: EngineSequence, prefill_tokens_per_s: float) -> None:
-        self.restorer.drop(sequence)
+        self._drop(sequence)
         if sequence.filled:
             self.reuse.extend(sequence.hashes[: sequence.filled])
             location = sequence.spec.location
             if location is not None and location.finding.ready:  # a vault may have lost what it was given
                 self.offloader.missed(sequence.hashes[location.finding.vault :])
+                if self.snapshots is not None:
+                    self.snapshots.missed(location)
             self.offloader.offer(sequence, prefill_tokens_per_s)
+            self.pauses.ended(sequence)
 
     def paused(self, sequence: EngineSequence) -> None:
         """The sequence is about to release its blocks until its client reads on."""
-        self.restorer.drop(sequence)
+        self._drop(sequence)
         if sequence.filled:
             self.offloader.offer(sequence, 0.0, reused=True)
 
@@ -102,20 +127,23 @@ class Tiers:
         """Whether the sequence has to wait, out of the queue, until `maintain` returns it. `compute_s`: seconds to
         compute tokens, by position and count."""
         size = self.pool.block_size
-        return self.restorer.claims(
+        claims = self.restorer.claims if self.snapshots is None else self.snapshots.claims
+        return claims(
             sequence, match, spare=spare, compute_s=lambda start, end: compute_s(start * size, (end - start) * size)
         )
 
     def maintain(self) -> list[EngineSequence]:
         """Called between steps. Returns sequences that go back to the queue."""
         self.offloader.maintain()
+        self.pauses.maintain()
         for _ in range(len(self._erasing)):
             is_due, erase = self._erasing.popleft()
             if is_due():
                 erase()
             else:
                 self._erasing.append((is_due, erase))
-        return self.restorer.poll()
+        back = [] if self.snapshots is None else self.snapshots.maintain(self.copier)
+        return back + self.restorer.poll()
 
     def copied(self) -> None:
         """This step's copies between blocks are made: blocks taken from the pool may be written."""
@@ -130,7 +158,13 @@ class Tiers:
         gone = self.pool.erase(root, hashes, ids, keep)
         first = max(keep // self.pool.block_size, root.blocks if isinstance(root, ForkedRoot) else 0)
         self.offloader.forget(hashes[first:])
+        self.pauses.forget(hashes[first:])
         gone += self.host.erase(root, hashes, ids, keep)
+        if self.snapshots is not None:
+            pools = self.pool, self.host.pool
+            gone_from = [one for one in hashes[first:] if not any(pool.index.lists(one) for pool in pools)]
+            self.snapshots.forget(gone_from)
+            self.snapshots.host.slots.erase(root, hashes, ids, keep, self.pool.index)
         if self.remote is not None and len(hashes) > first:
             self.remote.erase(names_of(root, hashes, ids, self.pool.block_size)[first:])
         return gone
@@ -152,6 +186,8 @@ class Tiers:
         self.host.drop(first)
         self.pool.drop(first)
         self.offloader.forget(list(gone))
+        if self.snapshots is not None:
+            self.snapshots.forget(gone)
         if self.remote is not None:
             self.remote.erase([BlockName(kept_under, block_hash, b"", b"") for block_hash, kept_under in gone.items()])
 
@@ -160,6 +196,21 @@ class Tiers:
         lent = [(pool, chain[-1]) for held in self.lent.values() for pool, chain in held]
         ends = [pool.index[last].hash for pool, last in lent if last in pool.index]
         return [end for end in ends if end] + self.offloader.carried() + self.restorer.carried()
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for what is on its way up."""
+        return self.restorer.waiting + (0 if self.snapshots is None else self.snapshots.waiting)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the host has all that was offered, and vaults have answered for it."""
+        return self.offloader.is_settled and (self.snapshots is None or self.snapshots.is_settled)
+
+    def due_in(self) -> float | None:
+        """Seconds until `maintain` has to be called for what is on its way up, even if nothing wakes the engine."""
+        due = self.restorer.due_in(), None if self.snapshots is None else self.snapshots.due_in()
+        return min((one for one in due if one is not None), default=None)
 
     def rates(self) -> dict[str, float]:
         found = {Tier.HOST: self.copier.speed_in.bytes_per_s}
@@ -180,6 +231,8 @@ class Tiers:
                 offloaded_blocks_total=self.offloader.offloaded_total,
                 evictions_total=pool.evictions,
             )
+        if self.snapshots is not None:
+            loads[Tier.STATE.value] = self.snapshots.load()
         tokens, failures = self.restorer.tokens_total, self.restorer.failures_total
         per_token = self.memory.block_bytes / self.pool.block_size
         for tier in ([Tier.HOST] if self.host.blocks else []) + ([Tier.VAULT, Tier.PEER] if self.remote else []):
@@ -193,6 +246,9 @@ class Tiers:
                 failures_total=known.failures_total | {why: n for (of, why), n in failures.items() if of is tier},
             )
         return loads
+
+    def lendable(self, asked: Iterable[bytes]) -> dict[bytes, Lendable]:
+        return {} if self.snapshots is None else self.snapshots.lendable(asked)
 
     def readable(self) -> list[tuple[BlockPool, Callable[[int], memoryview]]]:
         return [(self.pool, self._read_device), (self.host.pool, self.host.view)]
@@ -218,6 +274,8 @@ class Tiers:
 
     def check_integrity(self) -> None:
         check_integrity(self.host.pool, self._held_on_host())
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +289,7 @@ class Verifier:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.tiers.restorer.samples) and not self.tiers.restorer.waiting
+        return bool(self.tiers.restorer.samples) and not self.tiers.waiting
 
     def check_one(self) -> None:
         """Takes a step of one block. A wrong block is discarded with all blocks that came with it."""

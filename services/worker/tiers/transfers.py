@@ -20,8 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from kvcpu.vector.numbers import SCALE_BYTES
 from kvfleet.worker.blocks.block_codec import BlockShape
-from kvproto.dataplane.block import BlockCodec
+from kvfleet.worker.blocks.chain_location import StateForm
+from kvproto.dataplane.block import STATE_IDS, BlockCodec
 from kvproto.dataplane.client import DataPlaneClient
 from kvproto.dataplane.errors import DataPlaneError, HandshakeRefused, PeerTimeout, ProtocolError
 from kvproto.errors import KvfleetError
@@ -55,6 +57,13 @@ class RemoteSettings:
     codec: BlockCodec = BlockCodec.RAW  # of what it writes to vaults
     max_queued_bytes: int = 256 * 1024 * 1024  # for one vault
     look_limit_s: float = LOOK_LIMIT_S
+    states: StateForm | None = None
+
+    def form(self, ids: bytes) -> tuple[bytes, BlockShape]:
+        """Format and shape of the block, or state, with these ids."""
+        if self.states is not None and ids == STATE_IDS:
+            return self.states.format, BlockShape(1, self.states.nbytes - SCALE_BYTES, "int8")  # never encoded
+        return self.kv_format, self.shape
 
 
 @dataclass(eq=False, slots=True)
@@ -156,6 +165,9 @@ class ConnectionThread:
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+
+    def start(self) -> None:
+        """Only when what `maintain` uses is there."""
         self.thread.start()
 
     def submit(self, job: ConnectionJob) -> bool:

@@ -153,6 +153,7 @@ class WriteBehind:
     def __post_init__(self) -> None:
         self._queue = OffloadQueue(self.settings.max_queued_bytes)
         self._connection = ConnectionThread(f"vault-{self.vault}-write", self.connect, self._maintain)
+        self._connection.start()
 
     def offer(self, name: BlockName, payload: memoryview, *, lossy: bool, on_done: Callable[[], None]) -> bool:
         """False: the queue is full, and nothing happens."""
@@ -274,7 +275,7 @@ class WriteBehind:
 
     def _encoded(self, offloads: Sequence[Offload]) -> list[tuple[BlockHeader, memoryview]]:
         """Sealed; encoded payloads lie in the scratch buffer."""
-        codec, shape, kv_format = self.settings.codec, self.settings.shape, self.settings.kv_format
+        codec, shape = self.settings.codec, self.settings.shape
         quantises = codec is not BlockCodec.RAW and shape.dtype != "int8"
         size = encoded_bytes(codec, shape) if quantises else 0
         if len(self._scratch) < size * len(offloads):
@@ -282,12 +283,13 @@ class WriteBehind:
         blocks = []
         for at, offload in enumerate(offloads):
             payload, room = offload.payload, memoryview(self._scratch)[at * size : (at + 1) * size]
+            kv_format, shape = self.settings.form(offload.name.ids)
             encoded = choose(codec, shape, payload, room)
             is_lossy = encoded.codec is not BlockCodec.RAW
             if is_lossy:
                 payload = room
                 self.counts.quantised(encoded.snr_db, shape.raw_bytes, encoded.length)
-            elif quantises:
+            elif quantises and shape == self.settings.shape:
                 self.counts.stayed_raw()
             lossy = offload.lossy or is_lossy
             header = BlockHeader(
@@ -300,7 +302,7 @@ class WriteBehind:
         """What is under way expires with its put instead."""
         with self._lock:
             expired = self._queue.expired(time.monotonic())
-            watch = self._watched = bool(len(self._queue))
+            watch = self._watched = self._queue.nbytes > 0  # what is under way may come back
         self._give_back(expired, "expired")
         if watch:
             self.deadlines.after(OFFLOAD_LIMIT_S / 10, self._expire)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.port.engine_port import Hashed, TierPort
 from kvfleet.worker.port.sequence_spec import Locate
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
-from kvfleet_vllm.wire import BlocksRead, BlocksSaved, BlocksSaving
+from kvfleet_vllm.wire import BlocksRead, BlocksSaved, BlocksSaving, StateSaving
 from kvproto.block_hash import Root
 from kvproto.messages import GenerateRequest, HotChain, Tier, TierLoad
 
-MoveNews = BlocksSaving | BlocksSaved | BlocksRead
+MoveNews = BlocksSaving | StateSaving | BlocksSaved | BlocksRead
 
 
 class StoreTiers(TierPort, Protocol):
@@ -94,6 +95,10 @@ class NoTiers(StoreTiers):
         return {}
 
     @property
+    def lends(self) -> bool:
+        return False
+
+    @property
     def is_lending(self) -> bool:
         return False
 
@@ -112,6 +117,9 @@ class NoTiers(StoreTiers):
         return lambda choice: None
 
     async def in_vaults(self, root: Root, ids: Sequence[int]) -> int:
+        return 0
+
+    async def at_peer(self, names: Sequence[BlockName], peer: str, limit_s: float) -> int:
         return 0
 
     async def rates(self) -> Mapping[str, float]:

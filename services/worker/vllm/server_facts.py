@@ -57,6 +57,7 @@ class ServerFacts:
     cache_dtype: str
     has_lora: bool
     moved: MovedFormat | None  # None: its blocks cannot be read or written from outside
+    groups: tuple[str, ...]  # kinds of its cache groups
     events: Mapping[str, Any]
 
     @classmethod
@@ -80,10 +81,21 @@ class ServerFacts:
                 cache_dtype=str(told["cache_dtype"]),
                 has_lora=bool(told["enable_lora"]),
                 moved=MovedFormat.of(workers),
+                groups=tuple(str(one["kind"]) for one in told.get("kv_cache_groups") or ()),
                 events=dict(told["kv_events"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise Unsuitable(f"the connector in vLLM {hello.vllm} tells nonsense: {error}") from None
+
+    @property
+    def has_states(self) -> bool:
+        return "mamba" in self.groups  # as vLLM calls recurrent layers of all kinds
+
+    @property
+    def state_slots(self) -> int:
+        """That one state takes: each has room for a block of every other group."""
+        states = self.groups.count("mamba")
+        return -(-states // (len(self.groups) - states))
 
     def changes(self, before: ServerFacts) -> list[str]:
         """Why a worker cannot go on with it after a restart."""

@@ -13,14 +13,15 @@ import asyncio
 import logging
 import mmap
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvfleet.worker.blocks.content_index import Content
 from kvfleet.worker.tiers.host import HostTier
-from kvfleet_vllm.wire import BlocksSaved, BlocksSaving
+from kvfleet.worker.vllm.state_records import StateRecords
+from kvfleet_vllm.wire import BlocksSaved, BlocksSaving, StateSaving
 from kvproto.block_hash import child, parent_of
 from kvproto.errors import OutOfMemory
 from kvproto.messages import TierEvents
@@ -45,6 +46,8 @@ class AskedChain:
     outputs: Sequence[int]  # grows
     first: int
     hashes: list[bytes]
+    state: bytes = b""  # the last one behind `before`
+    whole: deque[BlocksSaving | StateSaving] = field(default_factory=deque)  # by all ranks, and not listed yet
 
     def __len__(self) -> int:
         return len(self.before) + len(self.outputs) - self.first
@@ -94,7 +97,8 @@ class SharedMemory:
 @dataclass(eq=False)
 class SharedSlots:
     """`grant` tells vLLM of free slots, if it is there. `ranks` workers write each their part of a block.
-    `computed_again` is told of a block that is here in one slot and was saved to another."""
+    `computed_again` is told of a block that is here in one slot and was saved to another. `states`: of a model that
+    has some."""
 
     memory: SharedMemory
     host: HostTier
@@ -102,9 +106,10 @@ class SharedSlots:
     grant: Callable[[Sequence[int]], bool]
     on_changes: Callable[[list[TierEvents]], None]
     computed_again: Callable[[bytes, int, int], None] = lambda block, here, saved: None
+    states: StateRecords | None = None
     saved_total: int = 0  # blocks
     _granted: set[int] = field(default_factory=set)
-    _saving: dict[tuple[int, ...], BlocksSaving] = field(default_factory=dict)
+    _saving: dict[tuple[int, ...], BlocksSaving | StateSaving] = field(default_factory=dict)
     _confirmed: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _asked: dict[str, AskedChain] = field(default_factory=dict)
     _needs: dict[str, int] = field(default_factory=dict)  # slots, by the request's name
@@ -148,12 +153,12 @@ class SharedSlots:
         self.host.pool.release(self._doubtful)
         self._doubtful.clear()
 
-    def on_saving(self, told: BlocksSaving) -> None:
+    def on_saving(self, told: BlocksSaving | StateSaving) -> None:
         if not self._granted.issuperset(told.slots):
             log.warning("vLLM saves to slots that it was not granted: %s", told.slots)
             return
         self._granted.difference_update(told.slots)
-        if (needed := self._needs.get(told.request)) is not None:
+        if isinstance(told, BlocksSaving) and (needed := self._needs.get(told.request)) is not None:
             self._needs[told.request] = max(0, needed - len(told.slots))
         self._saving[told.slots] = told
         self._list_if_whole(told.slots)
@@ -166,29 +171,60 @@ class SharedSlots:
     def _list_if_whole(self, slots: tuple[int, ...]) -> None:
         if self._confirmed[slots] >= self.ranks and (saving := self._saving.pop(slots, None)) is not None:
             del self._confirmed[slots]
-            self._list(saving, TOKENS_TRIES)
+            if (asked := self._asked.get(saving.request)) is None:
+                self.host.pool.release(saving.slots)
+                return
+            asked.whole.append(saving)
+            if len(asked.whole) == 1:
+                self._list_in_order(asked, TOKENS_TRIES)
 
-    def _list(self, saved: BlocksSaving, tries: int) -> None:
-        asked, pool, size = self._asked.get(saved.request), self.host.pool, self.host.pool.block_size
-        slots, end = list(saved.slots), saved.at + len(saved.slots)
-        if asked is not None and len(asked) < end * size and tries:
-            asyncio.get_running_loop().call_later(TOKENS_LATE_S, self._list, saved, tries - 1)
-            return
-        if asked is not None and len(asked) >= end * size:
-            hashes = asked.hash_to(end, size)
-            for block, slot in zip(hashes[saved.at : end], slots, strict=True):
-                if (here := pool.index.find(block)) is not None:
-                    self.computed_again(block, here, slot)
-            if not saved.at or pool.index.lists(hashes[saved.at - 1]):
-                contents = [
-                    Content.of(asked.root, hashes, at, asked.ids(at * size, (at + 1) * size), full=True, lossy=False)
-                    for at in range(saved.at, end)
-                ]
-                slots = self.host.fill(slots, asked.root, hashes, saved.at, contents)
-                self.saved_total += len(slots)
+    def _list_in_order(self, asked: AskedChain, tries: int) -> None:
+        """A block needs the one before it to be listed, and a state its block."""
+        while asked.whole:
+            saved = asked.whole[0]
+            blocks = len(saved.slots) if isinstance(saved, BlocksSaving) else 0
+            is_known = len(asked) >= (saved.at + blocks) * self.host.pool.block_size
+            if not is_known and tries:
+                asyncio.get_running_loop().call_later(TOKENS_LATE_S, self._list_in_order, asked, tries - 1)
+                return
+            asked.whole.popleft()
+            if not is_known:
+                self.host.pool.release(saved.slots)
+            elif isinstance(saved, BlocksSaving):
+                self._list_blocks(asked, saved.at, saved.slots)
+            else:
+                self._list_state(asked, saved.at, saved.slots)
+            self.told()
+
+    def _list_blocks(self, asked: AskedChain, start: int, saved: tuple[int, ...]) -> None:
+        pool, size, slots = self.host.pool, self.host.pool.block_size, list(saved)
+        end = start + len(slots)
+        hashes = asked.hash_to(end, size)
+        for block, slot in zip(hashes[start:end], slots, strict=True):
+            if (here := pool.index.find(block)) is not None:
+                self.computed_again(block, here, slot)
+        if not start or pool.index.lists(hashes[start - 1]):
+            contents = [
+                Content.of(asked.root, hashes, at, asked.ids(at * size, (at + 1) * size), full=True, lossy=False)
+                for at in range(start, end)
+            ]
+            slots = self.host.fill(slots, asked.root, hashes, start, contents)
+            self.saved_total += len(slots)
         pool.release(slots)
-        self.told()
+
+    def _list_state(self, asked: AskedChain, end: int, slots: tuple[int, ...]) -> None:
+        """Of those behind the prompt only the last one stays: a next turn goes on from there."""
+        size = self.host.pool.block_size
+        block = asked.hash_to(end, size)[end - 1]
+        if self.states is None:
+            self.host.pool.release(slots)
+        elif self.states.add(block, slots) and end * size > len(asked.before):
+            self.states.drop(asked.state)
+            asked.state = block
 
     def told(self) -> None:
-        if changes := self.host.take_changes():
+        changes = self.host.take_changes()
+        if self.states is not None:
+            changes += self.states.take_changes()
+        if changes:
             self.on_changes(changes)

@@ -1,10 +1,8 @@
-"""Loop: a vLLM server as the engine of a worker. Owned by the worker's event loop.
+"""Loop: a vLLM server as a worker's engine. The worker's event loop owns it; what comes in one round goes on together.
 
-    submit ──▶ VllmSequence ──task──▶ TokenRoutes ──▶ tokens ──text, stop strings──▶ outputs ─┐
-    connector's news ──▶ started with the real hit, steps, preemptions ───────────────────────┼─▶ on_result
-    KV events ──▶ ForeignBlocks ──▶ changes ──────────────────────────────────────────────────┘
-
-What comes in one round of the loop is handed over together.
+submit ──▶ VllmSequence ──task──▶ TokenRoutes ──▶ tokens ──text, stop strings──▶ outputs ─┐
+connector's news ──▶ started with the real hit, steps, preemptions ───────────────────────┼─▶ on_result
+KV events ──▶ ForeignBlocks ──▶ changes ──────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -152,7 +150,8 @@ class VllmEngine(EnginePort):
         self.results.flush()
         await asyncio.gather(*(abort for abort in aborts if abort is not None))
         await asyncio.gather(*(self._keep(sequence) for sequence in leaving))  # found in vaults by those who go on
-        await self.tiers.settled()
+        if keep or not self.tiers.lends:
+            await self.tiers.settled()
 
     def holdings(self) -> asyncio.Future[tuple[Mapping[Tier, Sequence[bytes]], int]]:
         return self.results.answer(self.kv.holdings())

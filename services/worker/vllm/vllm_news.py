@@ -33,6 +33,7 @@ from kvfleet_vllm.wire import (
     EraseBlocks,
     GrantSlots,
     Scheduled,
+    StateSaving,
     WorkerHello,
     encode,
 )
@@ -40,11 +41,12 @@ from kvproto.errors import EngineFailure, KvfleetError, Unavailable, from_code
 
 log = logging.getLogger(__name__)
 
-Told = Scheduled | EngineStep | BlocksSaving | BlocksSaved | BlocksRead
+Told = Scheduled | EngineStep | BlocksSaving | StateSaving | BlocksSaved | BlocksRead
 
 PART = 1 << 16
 ERASE_S = 5.0
 LOST_S = 0.5  # until a worker's connection that ended is missed: it may be another, or vLLM's end
+ACCEPT_TURNS = 4  # of the event loop, from a connection to its writer
 MAX_FAILURES = 1024  # of requests that nobody asked about
 
 
@@ -64,6 +66,7 @@ class VllmNews:
     on_lost: Callable[[], None]
     workers: dict[int, WorkerHello] = field(default_factory=dict)
     _server: asyncio.Server | None = None
+    _open: dict[asyncio.StreamWriter, asyncio.Task[None]] = field(default_factory=dict)
     _writer: asyncio.StreamWriter | None = None
     _erasing: dict[int, asyncio.Future[int]] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=count)
@@ -72,15 +75,19 @@ class VllmNews:
         """Raises Unavailable."""
         self.path.unlink(missing_ok=True)
         try:
-            self._server = await asyncio.start_unix_server(self._serve, self.path)
+            self._server = await asyncio.start_unix_server(self._accept, self.path)
         except OSError as error:
             raise Unavailable(f"cannot listen at {self.path}: {error.strerror}") from None
 
     async def close(self) -> None:
-        self.hang_up()
         if self._server is not None:
-            self._server.close()
             self.path.unlink(missing_ok=True)
+            for _ in range(ACCEPT_TURNS):  # a server that is closed meanwhile loses who is being accepted
+                await asyncio.sleep(0)
+            self._server.close()
+        self.hang_up()
+        for writer in self._open:
+            writer.close()
 
     def hang_up(self) -> None:
         """The other side comes back with the next request."""
@@ -113,6 +120,10 @@ class VllmNews:
         finally:
             for number in waiting:
                 self._erasing.pop(number, None)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._open[writer] = asyncio.create_task(self._serve(reader, writer))
+        task.add_done_callback(lambda _: self._open.pop(writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder, greeted, why = Decoder(), False, "its connector hung up"

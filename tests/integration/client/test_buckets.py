@@ -193,6 +193,7 @@ async def test_ensure_says_what_differs(connection: Connection, namespace: str) 
             subjects.sessions_bucket,
             subjects.keys_bucket,
             subjects.responses_bucket,
+            subjects.batches_bucket,
         ):
             await connection.raw.jetstream().delete_key_value(name)
 

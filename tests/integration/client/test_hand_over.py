@@ -10,7 +10,7 @@ from kvproto.client import Client, Generation
 from kvproto.connection import Message
 from kvproto.messages import CancelRequest, GenerateRequest, Moved, Sampling, Tokens
 from tests.support.fake_fleet import FakeFleet, FakeWorker
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, until
 
 PROMPT = tuple(range(100, 140))
 SAMPLING = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
@@ -160,3 +160,27 @@ async def test_a_request_that_moves_before_it_starts_goes_on(fleet: FakeFleet, c
     assert len(ids) == 60
     assert queued.worker == "w1"
     await running.cancel()
+
+
+async def test_what_a_worker_gave_up_is_handed_over_also_when_that_worker_is_gone(
+    fleet: FakeFleet, client: Client
+) -> None:
+    """Nobody was there to pull its blocks: they are in vaults, and its successor looks there as patiently."""
+    first = await fleet.start("w0", fake_tokens_per_s=300)
+    await ready(client, 1)
+    heard = await Overheard().start(client, "w0", "w1")
+    ids: list[int] = []
+    async with client.generate(Generation("demo", SAMPLING, PROMPT)) as stream:
+        async for event in stream:
+            if not isinstance(event, Tokens):
+                continue
+            ids += event.ids
+            if len(ids) >= 10 and len(fleet.workers) == 1:
+                move(first)
+                await first.stop()
+                await until(lambda: not client.members.view.is_alive("w0"))
+                await fleet.start("w1", fake_tokens_per_s=300)
+    assert len(ids) == 60
+    (_, before), (successor, body) = heard.asked
+    assert not before.handed_over
+    assert (successor, body.source, body.handed_over) == ("w1", "", True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from kvproto.buckets import ensure_buckets
 from kvproto.client import Client, Generation
@@ -12,7 +15,7 @@ from kvproto.messages import Sampling, Tier, Tokens
 from kvproto.subjects import Subjects
 from kvproto.testing.fixtures import ProcessFactory
 from tests.support.fake_fleet import FakeFleet
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, until
 
 OUTAGE_S = 10.0
 SAMPLING = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
@@ -94,3 +97,32 @@ async def test_a_hung_server_is_left_behind(nats_process: ProcessFactory) -> Non
             while not connection.is_connected:
                 await asyncio.sleep(0.05)
         await connection.close()
+
+
+async def test_a_cancel_that_was_lost_with_its_connection_is_said_again(
+    nats_url: str, fleet_buckets: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = FakeFleet(nats_url, fleet_buckets)
+    worker = await fleet.start("w0", fake_tokens_per_s=20)
+    client = await Client.open(nats_url, namespace=fleet_buckets.namespace)
+    try:
+        await until(lambda: list(client.members.view.ready()))
+        endless = replace(SAMPLING, max_tokens=3000)
+        async with client.generate(Generation("demo", endless, tuple(range(40)))) as stream:
+            await stream.read()
+            publish = client.connection.publish
+
+            async def lost(subject: str, data: bytes, **more: Any) -> None:
+                if not subject.endswith(".cancel.public"):
+                    await publish(subject, data, **more)
+
+            monkeypatch.setattr(client.connection, "publish", lost)
+        monkeypatch.undo()
+        await asyncio.sleep(0.2)
+        assert worker.thread.engine.load().running == 1
+        client.connection.raw._transport._io_writer.transport.abort()  # type: ignore[union-attr]
+        await until(lambda: not worker.thread.engine.load().running)
+        assert client.connection.reconnects_total == 1
+    finally:
+        await client.close()
+        await fleet.stop()

@@ -42,6 +42,7 @@ from kvproto.messages import (
     Progress,
     PromptScores,
     ResendRequest,
+    ReturnExpected,
     Started,
     State,
     StopToken,
@@ -49,6 +50,7 @@ from kvproto.messages import (
     TokenLogprobs,
     Tokens,
     WorkerRecord,
+    WorkerRole,
 )
 from kvproto.subjects import WORKER_INBOX, Subjects, inbox_prefix
 from kvproto.tasks import end
@@ -100,6 +102,7 @@ class ScriptedWorker:
     held: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to keep requests queued
     requests: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     cancels: list[CancelRequest] = field(default_factory=list)
+    returns: list[ReturnExpected] = field(default_factory=list)
     generated: int = 0  # tokens, of all requests
     admin: list[AdminRequest] = field(default_factory=list)
     answers_admin: bool = True
@@ -129,6 +132,7 @@ class ScriptedWorker:
             (subjects.worker_cancel(worker), self._on_cancel),
             (subjects.worker_resend(worker), self._on_resend),
             (subjects.worker_admin(worker), self._on_admin),
+            (subjects.worker_returns(worker), self._on_return_expected),
         ):
             await connection.subscribe(subject, handler)
         await connection.synced()
@@ -144,8 +148,10 @@ class ScriptedWorker:
             pid=4242,
             grammars=grammars,
             scores=scores,
+            pauses=True,
             engine="vllm",
             engine_pid=4243,
+            role=WorkerRole.PREFILL,
             versions=codec.supported_versions(),
             bundle="hash-of-" + self.bundle.model,
             context_length=self.bundle.context_length,
@@ -173,6 +179,9 @@ class ScriptedWorker:
             await asyncio.sleep(0.5)
 
     # ------------------------------------------------------------------ requests
+
+    async def _on_return_expected(self, message: Message) -> None:
+        self.returns.append(codec.decode(ReturnExpected, message.data))
 
     async def _on_generate(self, message: Message) -> None:
         request = codec.decode(GenerateRequest, message.data)

@@ -102,7 +102,7 @@ async def test_the_death_of_its_ingress_ends_nothing(
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S, trust_env=False) as http:
             await process.ready(f"http://127.0.0.1:{port}")
             worker.stalls_at = 5
-            response = await begun(http)
+            response = await begun(http, kvfleet={"expect_return_s": 30})
             await until(lambda: worker.generated >= 5)
     finally:
         process.kill()

@@ -267,7 +267,7 @@ async def test_a_worker_that_is_killed_changes_nothing(
     nats_url: str, fleet_buckets: Subjects, fleet: FakeFleet
 ) -> None:
     for name in ("w1", "w2"):
-        await fleet.start(name, fake_tokens_per_s=40)  # all run at once for a while, also on a busy machine
+        await fleet.start(name, fake_tokens_per_s=12)  # all run at once for a while, also on a busy machine
     placement, connection = await start_placement(nats_url, fleet_buckets, "p0")
     served = await serve(nats_url, fleet_buckets)
     prompts = [f"{at}. Sing, goddess" for at in range(24)]

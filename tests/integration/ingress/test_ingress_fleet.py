@@ -22,6 +22,7 @@ async def test_workers_and_sums(served: Served, worker: ScriptedWorker) -> None:
     assert (one["state"], one["model"]) == ("ready", "demo")
     assert (one["pid"], one["host"], one["load"]["slots"]) == (4242, "testhost", 8)
     assert (one["engine"], one["engine_pid"]) == ("vllm", 4243)
+    assert one["role"] == "prefill"
     assert one["epoch"]
     stats = (await served.http.get("/stats")).json()
     assert (stats["workers"], stats["ready"], stats["models"]) == (1, 1, ["demo"])

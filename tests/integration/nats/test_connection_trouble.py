@@ -141,3 +141,27 @@ async def test_the_first_server_that_answers_is_taken(server: NatsProcess) -> No
     server.stop()
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1, "):
         await Connection.open(urls, name="x", inbox_prefix="_adm.x", connect_timeout_s=1.0)
+
+
+async def test_a_cancelled_waiter_for_the_same_end_does_not_cancel_who_closes(server: NatsProcess) -> None:
+    """A transport's waiters share one future: whoever is cancelled with it cancels the others' wait."""
+    connection = await Connection.open(server.url, name="trouble", inbox_prefix="_adm.trouble")
+    transport = connection.raw._transport
+    other = asyncio.create_task(transport.wait_closed())
+    await asyncio.sleep(0)
+    other.cancel()
+    await asyncio.wait([other])
+    await connection.close()
+    assert connection.raw.is_closed
+
+
+async def test_who_closes_can_be_cancelled(server: NatsProcess) -> None:
+    connection = await Connection.open(server.url, name="trouble", inbox_prefix="_adm.trouble")
+    server.hang()
+    closing = asyncio.create_task(connection.close(timeout_s=LIMIT_S))
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    server.wake()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await connection.raw.close()

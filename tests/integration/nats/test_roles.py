@@ -50,6 +50,18 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     S.generate("public", "m"): ({"producer-public"}, {"placement"}),
     S.generate("acme", "m"): ({"producer-acme"}, {"placement"}),
     S.generate_all(): (NOBODY, {"placement"}),
+    # work that may wait: taken out of the queue by its API alone
+    S.batch("public", "m"): ({"producer-public"}, NOBODY),
+    S.batch("acme", "m"): ({"producer-acme"}, NOBODY),
+    S.batch("other", "m"): (NOBODY, NOBODY),
+    S.batch_line("public", "m"): ({"ingress"}, NOBODY),
+    S.batch_all(): (NOBODY, NOBODY),
+    S.batch_lines_all(): (NOBODY, NOBODY),
+    "$JS.API.STREAM.INFO.kvf_batch": ({"ingress"}, NOBODY),
+    "$JS.API.CONSUMER.CREATE.kvf_batch.c.kvf.batch.public.m": ({"ingress"}, NOBODY),
+    "$JS.API.CONSUMER.MSG.NEXT.kvf_batch.c": ({"ingress"}, NOBODY),
+    "$JS.ACK.kvf_batch.c.1.1.1.1.1": ({"ingress"}, NOBODY),
+    **{f"$JS.API.STREAM.{verb}.kvf_batch": (NOBODY, NOBODY) for verb in STREAM_VERBS},
     # workers
     S.worker_generate("w1", "public"): ({"ingress", "placement", "producer-public"}, {"worker"}),
     S.worker_generate("w1", "acme"): ({"ingress", "placement", "producer-acme"}, {"worker"}),
@@ -59,6 +71,9 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     S.worker_cancel("w1"): ({"ingress", "placement"}, {"worker"}),
     S.worker_resend("w1"): ({"ingress", "placement"}, {"worker"}),
     S.worker_pause("w1"): ({"ingress"}, {"worker"}),
+    # of paused conversations
+    S.worker_returns("w1"): ({"ingress", "placement"}, {"worker", "placement"}),
+    S.returns_all(): (NOBODY, {"worker", "placement"}),
     # of a tenant's own
     **{
         word("w1", tenant): ({f"producer-{tenant}"} & PRODUCERS, {"worker"})
@@ -153,6 +168,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     kv("sessions", "public.s.0"): ({"ingress"}, NOBODY),
     kv("responses", "public.r"): ({"ingress"}, NOBODY),
     kv("responses", "active.public.r"): ({"ingress"}, NOBODY),
+    kv("batches", "file.public.f"): ({"ingress"}, NOBODY),
+    kv("batches", "result.public.r"): ({"ingress"}, NOBODY),
     kv("keys", "k"): (NOBODY, NOBODY),
     kv("keys", "dataplane.first"): (NOBODY, NOBODY),
     kv("keys", ">"): (NOBODY, NOBODY),
@@ -166,6 +183,11 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     api("STREAM.INFO", "responses"): ({"ingress"}, NOBODY),
     api("DIRECT.GET", "responses", ".$KV.kvf_responses.public.r"): ({"ingress"}, NOBODY),
     api("CONSUMER.CREATE", "responses"): ({"ingress"}, NOBODY),
+    api("STREAM.INFO", "batches"): ({"ingress"} | PRODUCERS, NOBODY),
+    api("DIRECT.GET", "batches", ".$KV.kvf_batches.batch.public.b"): ({"ingress"}, NOBODY),
+    api("DIRECT.GET", "batches", ".$KV.kvf_batches.result.public.r"): ({"ingress", "producer-public"}, NOBODY),
+    api("DIRECT.GET", "batches", ".$KV.kvf_batches.result.acme.r"): ({"ingress", "producer-acme"}, NOBODY),
+    api("CONSUMER.CREATE", "batches"): ({"ingress"}, NOBODY),
     api("STREAM.INFO", "keys"): (KEY_READERS, NOBODY),
     api("DIRECT.GET", "keys", ".$KV.kvf_keys.dataplane.first"): (KEY_READERS, NOBODY),
     api("CONSUMER.CREATE", "keys"): (KEY_READERS, NOBODY),
@@ -175,6 +197,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             ("members", MEMBER_READERS),
             ("sessions", {"ingress"}),
             ("responses", {"ingress"}),
+            ("batches", {"ingress"}),
             ("keys", KEY_READERS),
         )
         for subject in (

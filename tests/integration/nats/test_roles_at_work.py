@@ -54,7 +54,7 @@ async def admin(connect_as: Any) -> AsyncIterator[Connection]:
     """Has set the fleet up: the buckets exist, and are empty when the test begins."""
     connection = await connect_as("admin")
     await ensure_buckets(connection, S)
-    for bucket in (S.members_bucket, S.sessions_bucket, S.keys_bucket, S.responses_bucket):
+    for bucket in (S.members_bucket, S.sessions_bucket, S.keys_bucket, S.responses_bucket, S.batches_bucket):
         await connection.raw.jetstream().purge_stream(f"KV_{bucket}")
     yield connection
 

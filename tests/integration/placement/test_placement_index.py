@@ -13,6 +13,7 @@ from fake_fleet import StartPlacement
 from kvfleet.placement.index.kv_indexer import Follows
 from kvfleet.placement.loop import PlacementLoop
 from kvfleet.placement.workers import bookings
+from kvproto.block_hash import chain
 from kvproto.client import Client
 from kvproto.codec import encode, encode_events
 from kvproto.messages import Finished, KvEvents, Sampling, Started
@@ -125,6 +126,36 @@ async def test_a_lost_event_is_noticed_and_made_good_while_serving_goes_on(
     await until(lambda: bool(loop.core.indexer.index))  # the heartbeat told, a snapshot made it good
     await until(lambda: follows_all(loop))
     assert (await generate(client, generation()))[0] == worker
+
+
+async def test_of_a_hybrid_model_what_is_expected_ends_at_the_last_snapshot(
+    nats_url: str, fleet_buckets: Subjects, client: Client, start_placement: StartPlacement
+) -> None:
+    """What its worker tells counts as the worker itself does: by events, and by a snapshot of all that it holds."""
+    fleet = FakeFleet(nats_url, fleet_buckets)
+    try:
+        await fleet.start("w0", fleet_key=KEY, states=32, state_every=8, host_bytes=2**20)
+        loop = await start_placement("cost", KEY.encode())
+        await until(lambda: loop.core.indexer.state_of("w0") is Follows.EXACT)
+        assert (await generate(client, generation()))[1:] == (0, 0)
+        roots = fleet.workers["w0"].loop.parts.models.all_roots("", "public", PROMPT)
+        hashes = chain(roots[-1], PROMPT, 16)
+        await until(lambda: loop.core.indexer.find_matches(hashes) == {"w0": 40})
+        loops = [loop, await start_placement("cost", KEY.encode())]
+        for told in loops:
+            await until(partial(lambda told: told.core.indexer.find_matches(hashes) == {"w0": 40}, told))
+            assert told.core.indexer.find_matches([*hashes[:23], bytes(16)]) == {"w0": 16}
+            assert told.core.indexer.find_matches([*hashes[:7], bytes(16)]) == {}
+        expected = {}
+        for cut in (376, 120):  # 23 blocks and a half; 7
+            asked = generation((*PROMPT[:cut], *range(900, 980)))
+            # Of requests under way all blocks are expected, until word of what they left is there.
+            await until(lambda: not any(len(one.core.inflight) for one in loops))
+            _, expected[cut], cached = await generate(client, asked)
+            assert cached == expected[cut]
+        assert expected == {376: 256, 120: 0}
+    finally:
+        await fleet.stop()
 
 
 async def test_garbage_and_lies_on_its_subjects_do_no_harm(

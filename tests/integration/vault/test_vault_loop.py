@@ -15,21 +15,32 @@ from vault_rig import Fleet, replayed, split
 
 from kvfleet.placement.index.changes import read_changes
 from kvfleet.placement.index.kv_indexer import Follows, KvIndexer
+from kvfleet.placement.index.prefix_index import pack
 from kvfleet.vault.loop import VaultLoop
 from kvfleet.vault.store.block_table import BLOCKS_PER_EVENT, bytes_for
+from kvfleet.vault.store.pools import VaultPools
 from kvfleet.vault.store.store import VaultStore
 from kvproto import codec
 from kvproto.block_hash import digest_term, in_tier
 from kvproto.buckets import Bucket
 from kvproto.connection import Connection
 from kvproto.dataplane.server import DataPlaneServer
+from kvproto.dataplane.serving import BlockStore
 from kvproto.members import Lease
 from kvproto.messages import KvEvents, Role, Snapshot, State, Tier
 from kvservice.membership import member_record
-from tests.support.kv_blocks import ROOT, Block, chain, hashes
+from tests.support.kv_blocks import ROOT, Block, chain, hashes, state_of
 from tests.support.waiting import LIMIT_S, until
 
 ONE = bytes_for(chain(1)[0].header)
+
+
+def put(store: BlockStore, one: Block) -> bool:
+    buffer = store.reserve(one.header)
+    if buffer is None:
+        return False
+    buffer[:] = one.payload
+    return store.commit(one.header, buffer)
 
 
 class Rig:
@@ -42,11 +53,7 @@ class Rig:
         self.store = loop.store
 
     def put(self, one: Block) -> bool:
-        buffer = self.store.reserve(one.header)
-        if buffer is None:
-            return False
-        buffer[:] = one.payload
-        return self.store.commit(one.header, buffer)
+        return put(self.store, one)
 
 
 @pytest_asyncio.fixture
@@ -57,8 +64,9 @@ async def rig(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Rig]:
     server = DataPlaneServer(store, fleet.ring, "v0", unix_path=tmp_path / "run" / "v0.sock")
     fatal: list[str] = []
     loop = VaultLoop(
-        connection, fleet.subjects, Lease(bucket, member_record(Role.VAULT, "v0")), store, server, fatal.append
-    )
+        connection, fleet.subjects, Lease(bucket, member_record(Role.VAULT, "v0")), store, server, fatal.append,
+        states=VaultStore(4 * ONE),
+    )  # fmt: skip
     await loop.start()
     yield Rig(fleet, connection, loop)
     await loop.stop()
@@ -123,8 +131,27 @@ async def test_snapshots_amid_puts_erasures_and_evictions_are_what_the_events_sa
         held = {one for part in parts for one in split(part.hashes)}
         assert held == replayed(before)
         assert parts[0].tier_digest == digest_of(before)
-    assert replayed(events) == held == set(rig.store.holdings()[1])
+    assert replayed(events) == held == {one.hash for one in rig.store.holdings()[1]}
     assert (rig.loop.log.seq, rig.loop.log.digest) == (events[-1].seq, digest_of(events))
+
+
+async def test_states_are_told_by_the_blocks_behind_which_they_stand(rig: Rig) -> None:
+    """As events and in snapshots, from a store of their own."""
+    assert rig.loop.states is not None
+    blocks, store = chain(6), VaultPools(rig.store, rig.loop.states)
+    for one in (*blocks, *(state_of(blocks[at]) for at in (0, 2, 5))):
+        assert put(store, one)
+    await until(lambda: sum(len(run.hashes) for e in rig.fleet.events for c in e.changes for run in c.runs) == 9)
+    assert store.erase(ROOT, hashes([*blocks[4:], *map(state_of, blocks[4:])])) == 3
+    await until(lambda: any(change.removed for event in rig.fleet.events for change in event.changes))
+    await rig.fleet.snapshot("v0")
+    told = {part.tier: split(part.hashes) for part in rig.fleet.parts}
+    assert sorted(told[Tier.STATE]) == sorted(hashes([blocks[0], blocks[2]]))
+    assert sorted(told[Tier.VAULT]) == sorted(hashes(blocks[:4]))
+    for tier, held in told.items():
+        changes = [change for event in rig.fleet.events for change in event.changes if change.tier is tier]
+        assert replayed([KvEvents("", 1, tuple(changes))]) == set(held)
+    assert rig.fleet.parts[0].tier_digest == digest_of(rig.fleet.events) == rig.loop.heartbeat().tier_digest
 
 
 @pytest.mark.usefixtures("compiled_kernels")
@@ -132,14 +159,18 @@ async def test_placement_notices_a_lost_event_by_the_heartbeat_and_pulls(rig: Ri
     now = asyncio.get_running_loop().time
     indexer, blocks = KvIndexer(4096, 4), chain(20)
     epoch = rig.loop.record.epoch
-    indexer.join("v0", epoch)
+    indexer.join("v0", epoch, vault=True)
+
+    def pooled() -> int:
+        return int(indexer.depths(pack(hashes(blocks)), ("any",))[-1, 0])
+
     for one in blocks[:10]:
         rig.put(one)
     await until(lambda: sum(len(run.hashes) for e in rig.fleet.events for c in e.changes for run in c.runs) == 10)
     for event in rig.fleet.events:
         indexer.on_changes("v0", read_changes(codec.encode_events(event)), now())
     assert indexer.state_of("v0") is Follows.EXACT
-    assert indexer.find_matches(hashes(blocks), Tier.VAULT) == {"v0": 10}
+    assert pooled() == 10
     for one in blocks[10:]:
         rig.put(one)
     rig.store.erase(ROOT, hashes(blocks[15:]))  # nobody is told the indexer of these events
@@ -160,7 +191,7 @@ async def test_placement_notices_a_lost_event_by_the_heartbeat_and_pulls(rig: Ri
         indexer.on_snapshot("v0", part, now())
     indexer.on_heartbeat(rig.loop.heartbeat(), now())
     assert indexer.state_of("v0") is Follows.EXACT
-    assert indexer.find_matches(hashes(blocks), Tier.VAULT) == {"v0": 15}
+    assert pooled() == 15
     indexer.check_integrity()
 
 

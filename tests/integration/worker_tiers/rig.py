@@ -147,7 +147,7 @@ class Vault:
 
 
 def remote_tiers(
-    *, codec: BlockCodec = BlockCodec.RAW, max_queued_bytes: int = 64 * 2**20, look_limit_s: float = 1.0
+    *, codec: BlockCodec = BlockCodec.RAW, max_queued_bytes: int = 64 * 2**20, look_limit_s: float = LIMIT_S
 ) -> RemoteTiers:
     """Patient, as the tests' machine may be busy."""
     settings = RemoteSettings("me", HOST, FORMAT, SHAPE, codec, max_queued_bytes, look_limit_s)

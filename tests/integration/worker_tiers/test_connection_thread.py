@@ -42,6 +42,7 @@ def begin(vault: Vault) -> Iterator[Begin]:
 
     def begin(connect: Callable[[], DataPlaneClient] | None = None) -> ConnectionThread:
         made.append(ConnectionThread("test", connect or (lambda: connected(vault)), lambda client: None))
+        made[-1].start()
         return made[-1]
 
     yield begin

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.block_pool import BlockPool, Lendable
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.network import lending
 from kvfleet.worker.network.lending import LEASES, PeerStore
@@ -59,6 +59,9 @@ class MemoryTiers:
 
     def readable(self) -> list[tuple[BlockPool, Callable[[int], memoryview]]]:
         return [(self.pool, self._read)]
+
+    def lendable(self, asked: Iterable[bytes]) -> dict[bytes, Lendable]:
+        return {}
 
     def _read(self, block: int) -> memoryview:
         self.reads += 1

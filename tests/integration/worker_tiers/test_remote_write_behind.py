@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,15 @@ from kvfleet.worker.blocks.block_codec import SNR_GATE_DB
 from kvfleet.worker.blocks.chain_location import BlockName
 from kvfleet.worker.tiers import write_behind
 from kvfleet.worker.tiers.remote import RemoteTiers
+from kvfleet.worker.tiers.transfers import Deadlines, RemoteCounts, RemoteSettings
 from kvproto.dataplane.block import BlockCodec
+from kvproto.dataplane.errors import PeerTimeout
+from kvproto.errors import Unavailable
 from kvproto.messages import Tier
 from tests.integration.worker_tiers.conftest import MakeRemote, MakeVault
 from tests.integration.worker_tiers.rig import (
+    FORMAT,
+    HOST,
     ROOT,
     SHAPE,
     Fetched,
@@ -183,6 +189,45 @@ def test_a_stalled_vault_fills_the_queue_then_is_given_up_and_comes_back(
         remote.close()
 
 
+def test_what_comes_back_from_a_put_expires_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a batch expires with its put; the second a moment later, while there is no connection."""
+    monkeypatch.setattr(write_behind, "OFFLOAD_LIMIT_S", 0.6)
+    offered, back = threading.Event(), Counter[str]()
+
+    class Stalled:
+        closed = True
+
+        def put(self, root: bytes, blocks: object, deadline: float) -> None:
+            time.sleep(deadline - time.monotonic() + 0.1)  # `_expire` has looked meanwhile
+            raise PeerTimeout("no answer")
+
+        def has_ended(self) -> bool:
+            return False
+
+        def close(self) -> None: ...
+
+        abort = close
+
+    clients = [Stalled()]
+
+    def connect() -> Any:
+        assert offered.wait(LIMIT_S)
+        if not clients:
+            raise Unavailable("away")
+        return clients.pop()
+
+    settings, deadlines = RemoteSettings("me", HOST, FORMAT, SHAPE), Deadlines()
+    writer = write_behind.WriteBehind("v", connect, settings, deadlines, RemoteCounts())
+    for pause_s, name in zip((0.3, 0.0), names_of(2), strict=True):
+        assert writer.offer(name, payload_of(name), lossy=False, on_done=partial(back.update, [name.hash.hex()]))
+        time.sleep(pause_s)
+    offered.set()
+    wait_until(lambda: len(back) == 2)
+    assert set(back.values()) == {1}
+    writer.close().join()
+    deadlines.close()
+
+
 def test_a_stalled_put_delays_no_look_and_no_fetch(vault: Vault, make_remote: MakeRemote) -> None:
     remote, names = make_remote(vault), names_of(30)
     vault.store.add(names)
@@ -335,3 +380,17 @@ def test_a_vault_that_was_away_forgets_once_it_is_back(vault: Vault, make_remote
     remote.set_vaults([replace(vault.address, epoch="next")])
     wait_until(lambda: {hash_ for _, hash_ in vault.store.blocks} == {name.hash for name in kept})
     remote.close()
+
+
+def test_a_vault_that_is_connected_at_once_forgets_too(
+    vault: Vault, make_remote: MakeRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may be quicker than the one that starts it."""
+    start = threading.Thread.start
+
+    def start_and_wait(thread: threading.Thread) -> None:
+        start(thread)
+        time.sleep(0.2 if thread.name == "vault-v1-write" else 0.0)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_wait)
+    test_a_vault_that_was_away_forgets_once_it_is_back(vault, make_remote)

@@ -69,7 +69,7 @@ async def test_requests_go_where_it_is_loaded_and_no_further(vllm_fleet: VllmFle
         await vllm_fleet.start(worker, {"adapters": adapters}, fleet_key=KEY)
     await ready(client, "demo", "v0", "v1", "v2")
     await ready(client, "red", "v1", "v2")
-    streams = [client.generate(replace(RED, prompt_ids=(*PROMPT, number))) for number in range(12)]
+    streams = [client.generate(replace(RED, prompt_ids=(number, *PROMPT))) for number in range(12)]
     await asyncio.gather(*map(read, streams))
     assert {stream.worker for stream in streams} == {"v1", "v2"}
     assert await read(client.generate(BASE)) != await read(client.generate(RED))

@@ -18,6 +18,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "served name": ({"served_model_name": "other"}, "served_model_name: vLLM serves 'demo', not 'other'"),
     "dtype": ({"dtype": "bfloat16"}, "dtype: vLLM computes in float32"),
     "block size": ({"block_size": 20}, "block_size: vLLM's blocks of 32 tokens are not made of 20"),
+    "eviction": ({"eviction": "reuse"}, "vLLM evicts its blocks by itself, by least recent use"),
     "public prefixes": ({"public_prefixes_file": Path("/none")}, "vLLM workers share no cache among tenants"),
     "no model": ({"model": "/no/such/folder"}, "/no/such/folder"),
 }

@@ -21,10 +21,11 @@ def a_replica(name: str, **desired: int) -> PlacementStats:
 def test_limits_are_read() -> None:
     assert read_limits("2:5") == ScaleLimits(2, 5)
     assert read_limits("1:1") == ScaleLimits(1, 1)
+    assert read_limits("0:4") == ScaleLimits(0, 4)
     assert read_limits(None) is None
 
 
-@pytest.mark.parametrize("said", ["", "2", "0:2", "3:2", "a:b", "1:", "1:2:3", "-1:2"])
+@pytest.mark.parametrize("said", ["", "2", "0:0", "3:2", "a:b", "1:", "1:2:3", "-1:2"])
 def test_other_limits_are_refused(said: str) -> None:
     with pytest.raises(typer.BadParameter, match="MIN:MAX"):
         read_limits(said)

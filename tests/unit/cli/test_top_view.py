@@ -54,6 +54,14 @@ def lines(snapshot: TopSnapshot, width: int, height: int, trouble: str = "") -> 
     return console.file.getvalue().splitlines()
 
 
+def test_a_worker_for_one_half_of_requests_says_so() -> None:
+    snapshot = a_snapshot(workers=2)
+    assert snapshot.workers is not None
+    snapshot.workers["w1"] |= {"role": "prefill"}
+    shown = [line for line in lines(snapshot, 200, 40) if " w0 " in f" {line}" or " w1 " in f" {line}"]
+    assert ["own, prefill" in line for line in shown[:2]] == [False, True]
+
+
 @pytest.mark.parametrize("width", [44, 90, 200])
 @pytest.mark.parametrize("height", [14, 24, 60])
 @pytest.mark.parametrize("workers", [0, 3, 80])

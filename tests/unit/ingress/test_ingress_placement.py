@@ -156,6 +156,7 @@ def test_a_decision_in_units() -> None:
             "ended": True,
             "error_code": "moved",
             "total_ms": 1500.0,
+            "saved_ms": 0.0,
         },
     }
 

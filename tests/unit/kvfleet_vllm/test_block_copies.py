@@ -14,6 +14,7 @@ from torch import Tensor
 from kvfleet_vllm import block_copies
 from kvfleet_vllm.block_copies import LayerBlocks, SlotStore
 from kvfleet_vllm.block_moves import SharedStore
+from kvfleet_vllm.cache_groups import NONE
 from tests.support.devices import DEVICES, finish
 
 BLOCKS = 6
@@ -136,6 +137,28 @@ def test_a_tensor_that_layers_share_is_copied_once() -> None:
     assert LayerBlocks({"a": one, "b": one}, BLOCKS).block_bytes == 4 * 8 * 4
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_share_rows_and_a_state_takes_its_padding_along(shared_folder: Path, device: str) -> None:
+    """Two groups attend, one has states, of which a layer lies in the rows of the others and one beside them."""
+    memory = [numbers(3, BLOCKS, 64, dtype=torch.uint8, seed=seed).to(device) for seed in (0, 1)]  # row, block, byte
+    ours, theirs = (
+        {
+            **{f"{group}.{at}": one[at].view(torch.float32).view(BLOCKS, 4, 4) for at in (0, 1) for group in "ab"},
+            **{f"state.{at}": one[at, :, :40].view(BLOCKS, 1, 1, 40) for at in (1, 2)},
+        }
+        for one in memory
+    )
+    blocks, into = LayerBlocks(ours, BLOCKS, 2), LayerBlocks(theirs, BLOCKS, 2)
+    assert (blocks.block_bytes, blocks.slot_bytes) == (3 * 64, 2 * 3 * 64)
+    store = SlotStore(SharedStore(shared(shared_folder / "s", 5 * blocks.slot_bytes), 5), blocks, 0, 1)
+    before = memory[1].clone()
+    blocks.copy([1, 2, 3, 4, 5, NONE], [4, 0, 2], store, save=True)
+    into.copy([5, NONE, NONE, 0, 2, NONE], [4, 0, 2], store, save=False)
+    finish(device)
+    for block, want in enumerate((4, None, 5, None, None, 1)):
+        assert torch.equal(memory[1][:, block], before[:, block] if want is None else memory[0][:, want])
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -144,6 +167,7 @@ def test_a_tensor_that_layers_share_is_copied_once() -> None:
         [numbers(BLOCKS, 4, 16)[:, :, ::2]],
         [numbers(4, BLOCKS, 8).transpose(0, 1)],
         [numbers(BLOCKS, 4, 8), numbers(BLOCKS, 4, 16)],
+        [numbers(BLOCKS, 64), numbers(BLOCKS * 64 - 32).as_strided((BLOCKS, 32), (64, 1))],  # no padding at the end
         [numbers(0, 4, 8)],
         [[numbers(BLOCKS, 4)]],
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfleet_vllm.cache_format import cache_format, movable_tokens
+from kvfleet_vllm.cache_format import cache_format
 
 
 def config(**changed: Any) -> Any:
@@ -64,20 +64,6 @@ def test_another_layout_is_another_format(version: str, cache: dict[str, Tensor]
     assert cache_format(version, config(), cache, backends) != ONE
 
 
-def of_groups(*groups: tuple[str, int], **changed: Any) -> int:
-    one = config()
-    one.parallel_config = SimpleNamespace(**{"tensor_parallel_size": 2, "pipeline_parallel_size": 1, **changed})
-    return movable_tokens(one, [{"kind": kind, "block_size": size, "layers": 4} for kind, size in groups])
-
-
-def test_which_blocks_can_be_moved() -> None:
-    assert of_groups(("full_attention", 16)) == 16
-    assert of_groups(("full_attention", 32)) == 32
-    assert of_groups(("mla_attention", 128)) == 128
-    assert of_groups(("sliding_window", 32)) == 0  # its blocks go while the request runs
-    assert of_groups(("full_attention", 32), ("mamba", 32)) == 0
-    assert of_groups() == 0
-    assert movable_tokens(config(), None) == 0
-    assert movable_tokens(config(), [{"kind": None, "block_size": None, "layers": None}]) == 0
-    assert of_groups(("full_attention", 32), pipeline_parallel_size=2) == 0
-    assert of_groups(("full_attention", 32), decode_context_parallel_size=2) == 0
+def test_which_group_lies_where_is_a_part_of_it_if_there_are_several() -> None:
+    parts = [[[0], [1], [["a"], ["b"]]], [[1], [0], [["a"], ["b"]]], [[0], [1], [["b"], ["a"]]]]
+    assert len({ONE, *(cache_format("0.32.0", config(), tensors(6, 2, 32, 8), BACKENDS, one) for one in parts)}) == 4

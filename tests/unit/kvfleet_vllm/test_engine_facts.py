@@ -41,7 +41,9 @@ def test_facts_are_plain_and_of_the_config() -> None:
         "model": "m", "dtype": "bfloat16", "served_model_name": ["one", "two"], "vocab_size": 2048,
         "logits_processors": [f"{__name__}:Processor", "a:B"], "enable_lora": False, "speculative_method": None,
         "num_gpu_blocks": 100, "bytes_per_block": 64, "block_size": None,
-        "kv_cache_groups": [{"kind": "full_attention", "block_size": 32, "layers": 2}],
+        "kv_cache_groups": [
+            {"kind": "full_attention", "block_size": 32, "layers": 2, "state_mode": None, "is_moved": None}
+        ],
         "kv_events": {"enabled": True, "publisher": None, "topic": "t", "endpoint": None, "replay_endpoint": None},
     }  # fmt: skip
     assert {name: facts[name] for name in expected} == expected

@@ -19,8 +19,13 @@ def asked(**more: Any) -> Any:
 
 def test_all_of_it() -> None:
     assert asked(store=STORE, restore={"at": 2, "slots": [4, 5]}, save_from=4) == RequestParams(
-        "/s", SharedStore("/dev/shm/x", 64), 2, (4, 5), 4
+        "/s", SharedStore("/dev/shm/x", 64), 2, (4, 5), (), 4
     )
+
+
+def test_the_state_behind_the_blocks() -> None:
+    one = asked(store=STORE, restore={"at": 0, "slots": [4, 5], "state": [9]})
+    assert (one.restore_slots, one.restore_state) == ((4, 5), (9,))
 
 
 def test_each_part_may_be_left_out() -> None:
@@ -42,6 +47,7 @@ def test_each_part_may_be_left_out() -> None:
         {"store": STORE, "restore": {"at": -2, "slots": [1]}},
         {"store": STORE, "restore": {"at": 0, "slots": ["1"]}},
         {"store": STORE, "restore": {"at": 0, "slots": 7}},
+        {"store": STORE, "restore": {"at": 0, "slots": [1], "state": [-1]}},
         {"store": STORE, "save_from": "4"},
     ],
 )

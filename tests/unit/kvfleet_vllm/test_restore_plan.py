@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvfleet_vllm.block_moves import LoadBlocks
+from kvfleet_vllm.cache_groups import NONE, CacheGroups
 from kvfleet_vllm.restore_plan import RestorePlan
 
-BLOCKS = list(range(100, 140))
+BLOCKS = (list(range(100, 140)),)
 
 
 def plan(at: int = 0, count: int = 4, size: int = 32) -> RestorePlan:
     """Slots 10, 11, ... have the blocks from `at` on."""
-    one = RestorePlan(size)
+    one = RestorePlan(CacheGroups(size))
     one.offer("v", "r", at, tuple(range(10, 10 + count)))
     return one
 
@@ -47,7 +48,7 @@ def test_whole_blocks_that_follow_vllms_own(
     if brought:
         first, end = cached // size, (cached + brought) // size
         slots = tuple(range(10 + first - at, 10 + end - at))
-        assert loads == (LoadBlocks("v", "r", tuple(BLOCKS[first:end]), slots),)
+        assert loads == (LoadBlocks("v", "r", tuple(BLOCKS[0][first:end]), slots),)
         assert given_up == ()
         assert one.own == {"v": cached}
     else:
@@ -105,7 +106,7 @@ def test_whose_load_failed() -> None:
     one.offer("w", "s", 0, (1,))
     for name, blocks in (("v", [4, 5, 6, 7]), ("w", [8])):
         one.restorable(name, 0, 200)
-        one.allocated(name, blocks, 32 * len(blocks))
+        one.allocated(name, [blocks], 32 * len(blocks))
     assert one.ended([], {6}) == ["v"]  # one rank's news, the others have not ended
     assert one.ended(["w"], set()) == []
     assert one.ended(["v"], {8}) == []
@@ -116,8 +117,47 @@ def test_a_worker_that_is_gone_takes_its_offers_along() -> None:
     one.offer("w", "s", 0, (1,))
     one.offer("x", "t", 0, (3,))
     one.restorable("w", 0, 200)
-    one.allocated("w", [8], 32)
+    one.allocated("w", [[8]], 32)
     one.finished("x")
     one.forget()
     assert one.restorable("v", 0, 200) == 0
     assert one.step() == ((LoadBlocks("w", "s", (8,), (1,)),), ())  # vLLM waits for its end
+
+
+GROUPS = CacheGroups(32, (2, 3), (0, 1))
+
+
+def hybrid(state: tuple[int, ...] = (20,)) -> RestorePlan:
+    one = RestorePlan(GROUPS)
+    one.offer("v", "r", 0, (10, 11, 12, 13), state)
+    return one
+
+
+def test_blocks_of_groups_and_the_state_behind_them() -> None:
+    """vLLM has no room for what lies before a window or the state."""
+    one = hybrid()
+    assert one.restorable("v", 32, 200) == 96
+    tables = [[0, 0, 0, 7], [0, 0, 0, 8], [1, 2, 3, 4], [0, 0, 5, 6]]
+    one.allocated("v", tables, 96)
+    (load,), given_up = one.step()
+    assert load == LoadBlocks("v", "r", (2, NONE, 3, 5, 4, 6, 7, 8), (11, 12, 13, 20))
+    assert given_up == ()
+    assert one.ended([], (), {"v"}) == ["v"]
+    assert one.ended(["v"], ()) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "cached", "tokens"),
+    [
+        ((20,), 0, 128),  # it would need the state of an earlier block
+        ((), 0, 200),
+        ((20, 21), 0, 200),  # of another model
+        ((20,), 128, 200),
+        ((20,), 16, 200),  # the rest of that block may be another request's
+    ],
+)
+def test_with_states_all_is_brought_or_nothing(state: tuple[int, ...], cached: int, tokens: int) -> None:
+    one = hybrid(state)
+    assert one.restorable("v", cached, tokens) == 0
+    one.allocated("v", (), 0)
+    assert one.step() == ((), ("r",))

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvfleet_vllm.block_moves import SaveBlocks
+from kvfleet_vllm.block_moves import SaveBlocks, SaveState
+from kvfleet_vllm.cache_groups import CacheGroups
 from kvfleet_vllm.save_plan import SavePlan
 
 
-def table(request: str) -> list[int]:
-    return list(range(100, 200))
+def table(request: str) -> tuple[list[int], ...]:
+    return (list(range(100, 200)),)
 
 
 def plan(slots: int = 64, save_from: int = 0, tokens: int = 100, size: int = 32) -> tuple[SavePlan, Any]:
-    one, request = SavePlan(size), SimpleNamespace(request_id="v", num_tokens=tokens)
+    one, request = SavePlan(CacheGroups(size)), SimpleNamespace(request_id="v", num_tokens=tokens)
     one.grant(range(slots))
     one.want(request, "r", save_from)
     return one, request
@@ -97,3 +98,56 @@ def test_a_worker_that_is_gone_takes_its_slots_and_wants_along() -> None:
     assert one.step([("v", 100)], table) == []
     one.want(request, "r", 0)
     assert one.step([("v", 40)], table) == [SaveBlocks("r", 0, (100,), (7,))]
+
+
+def hybrid(slots: int = 64, save_from: int = 0, tokens: int = 100) -> tuple[SavePlan, Any]:
+    """Groups 0 and 1 have states, 2 and 3 attend, the last one within a window."""
+    one, request = SavePlan(CacheGroups(32, (2, 3), (0, 1))), SimpleNamespace(request_id="v", num_tokens=tokens)
+    one.grant(range(slots))
+    one.want(request, "r", save_from)
+    return one, request
+
+
+def tables(request: str) -> list[list[int]]:
+    return [[100 * group + at for at in range(10)] for group in range(1, 5)]
+
+
+def test_blocks_of_groups_and_the_state_where_a_step_ends_with_a_block() -> None:
+    one, request = hybrid()
+    assert one.step([("v", 64)], tables) == [
+        SaveBlocks("r", 0, (300, 400, 301, 401), (0, 1)), SaveState("r", 2, (101, 201), (2,)),
+    ]  # fmt: skip
+    assert one.step([("v", 100)], tables) == [SaveBlocks("r", 2, (302, 402), (3,))]
+    request.num_tokens = 128
+    assert one.step([("v", 128)], tables) == [
+        SaveBlocks("r", 3, (303, 403), (4,)), SaveState("r", 4, (103, 203), (5,)),
+    ]  # fmt: skip
+
+
+def test_a_state_of_more_tokens_than_are_known_is_not_saved() -> None:
+    """Of a step whose last tokens are not told yet."""
+    one, _ = hybrid(tokens=64)
+    assert one.step([("v", 65)], tables) == [SaveBlocks("r", 0, (300, 400, 301, 401), (0, 1))]
+    assert one.step([("v", 96)], tables) == []
+
+
+def test_a_state_alone_where_the_worker_has_the_blocks() -> None:
+    one, _ = hybrid(save_from=3)
+    assert one.step([("v", 64)], tables) == [SaveState("r", 2, (101, 201), (0,))]
+
+
+def test_without_a_slot_for_the_state_the_blocks_are_saved() -> None:
+    one, _ = hybrid(slots=2)
+    assert one.step([("v", 64)], tables) == [SaveBlocks("r", 0, (300, 400, 301, 401), (0, 1))]
+
+
+def test_what_vllm_has_let_go_of_ends_the_chain_and_its_states() -> None:
+    one, request = hybrid(tokens=128)
+    let_go = tables("")
+    let_go[3][0] = 0
+    assert one.step([("v", 64)], lambda _: let_go) == []
+    assert not one.wants("v")
+    one.want(request, "r", 0)
+    let_go[3][0], let_go[1][1] = 400, 0
+    assert [type(save) for save in one.step([("v", 64)], lambda _: let_go)] == [SaveBlocks]
+    assert one.wants("v")

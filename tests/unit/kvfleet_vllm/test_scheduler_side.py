@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvfleet_vllm import sidecar_link
-from kvfleet_vllm.block_moves import BlockMoves, LoadBlocks, SaveBlocks, SharedStore
+from kvfleet_vllm.block_moves import BlockMoves, LoadBlocks, SaveBlocks, SaveState, SharedStore
+from kvfleet_vllm.cache_groups import CacheGroups
 from kvfleet_vllm.scheduler_side import SchedulerSide, erase
 from kvfleet_vllm.wire import (
     VERSION,
@@ -24,6 +25,7 @@ from kvfleet_vllm.wire import (
     GrantSlots,
     Message,
     Scheduled,
+    StateSaving,
     encode,
 )
 
@@ -81,7 +83,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 @pytest.fixture
 def side() -> Iterator[SchedulerSide]:
-    one = SchedulerSide(lambda: HELLO, clock=lambda: 0.0, tokens=32)
+    one = SchedulerSide(lambda: HELLO, clock=lambda: 0.0, groups=CacheGroups(32))
     one.pool = Pool(4)
     yield one
     one.close()
@@ -254,13 +256,13 @@ def test_a_restored_request_is_told_and_its_next_blocks_are_saved(side: Schedule
     worker.accept()
     worker.say(GrantSlots((20, 21, 22)))
     assert side.restorable(one, 0) == 64
-    side.allocated(one, BLOCKS, 64)
+    side.allocated(one, (BLOCKS,), 64)
     empty = scheduled(one, 0, 0)
     empty.scheduled_new_reqs, empty.num_scheduled_tokens = [], {}
     load = LoadBlocks(one.request_id, "r", (100, 101), (4, 5))
     assert side.step(empty) == BlockMoves(1, worker.path, STORE, (), (load,), (), True)
     side.loaded([one.request_id], ())
-    side.allocated(one, BLOCKS, 0)
+    side.allocated(one, (BLOCKS,), 0)
     save = SaveBlocks("r", 2, (102,), (20,))
     assert side.step(scheduled(one, 64, 36)) == BlockMoves(1, worker.path, STORE, (save,), (), (), False)
     assert worker.heard() == [
@@ -274,7 +276,7 @@ def test_nothing_is_saved_of_a_request_whose_load_failed(side: SchedulerSide, wo
     worker.accept()
     worker.say(GrantSlots(tuple(range(20, 40))))
     assert side.restorable(one, 0) == 64
-    side.allocated(one, BLOCKS, 64)
+    side.allocated(one, (BLOCKS,), 64)
     side.loaded([one.request_id], {101})
     assert side.step(scheduled(one, 32, 68)).saves == ()
     assert worker.heard()[2:] == [Scheduled("r", 0, 32)]
@@ -290,7 +292,7 @@ def test_a_worker_that_restarts_is_neither_restored_from_nor_saved_to(side: Sche
     side.request_added(request("new", again.path))
     again.accept()
     assert side.restorable(one, 0) == 0
-    side.allocated(one, BLOCKS, 0)
+    side.allocated(one, (BLOCKS,), 0)
     moves = side.step(scheduled(one, 0, 100))
     assert moves == BlockMoves(2, again.path, None, (), (), (), False)
     assert [kind for kind in map(type, again.heard()) if kind is BlocksSaving] == []
@@ -316,14 +318,14 @@ def test_a_worker_that_goes_between_planning_and_telling(side: SchedulerSide, wo
     worker.accept()
     worker.say(GrantSlots((20, 21, 22, 23)))
     assert side.restorable(one, 0) == 64
-    side.allocated(one, BLOCKS, 64)
+    side.allocated(one, (BLOCKS,), 64)
     worker.die()
     moves = side.step(scheduled(two, 0, 100))
     assert (moves.connection, moves.saves, len(moves.loads)) == (0, (), 1)  # the load has to end
 
 
 def test_where_vllm_would_fail_what_cannot_be_loaded_nothing_is_restored(worker: Worker) -> None:
-    side = SchedulerSide(lambda: HELLO, tokens=32, recomputes=False)
+    side = SchedulerSide(lambda: HELLO, groups=CacheGroups(32), recomputes=False)
     one = moving(worker.path, restore={"at": 0, "slots": [4, 5]})
     side.request_added(one)
     assert side.restorable(one, 0) == 0
@@ -350,11 +352,42 @@ def test_blocks_that_tokens_alone_do_not_name_stay(side: SchedulerSide, worker: 
     assert side.step(scheduled(one, 0, 100)).saves == ()
 
 
-def test_hybrid_models_move_nothing(worker: Worker) -> None:
-    side = SchedulerSide(lambda: HELLO, tokens=0)
+def test_where_blocks_cannot_be_moved_none_is(worker: Worker) -> None:
+    side = SchedulerSide(lambda: HELLO)
     one = moving(worker.path, restore={"at": 0, "slots": [4, 5]}, save_from=0)
     side.request_added(one)
     assert side.restorable(one, 0) == 0
-    side.allocated(one, BLOCKS, 0)
+    side.allocated(one, (BLOCKS,), 0)
     assert side.step(first_step("r")).saves == ()
+    side.close()
+
+
+def test_a_hybrid_models_state_is_restored_and_saved(worker: Worker) -> None:
+    side = SchedulerSide(lambda: HELLO, lambda: 0.0, CacheGroups(32, (1,), (0,)))
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5], "state": [9]}, save_from=2)
+    side.request_added(one)
+    worker.accept()
+    worker.say(GrantSlots((20, 21, 22)))
+    assert side.restorable(one, 0) == 64
+    side.allocated(one, ([0, 7], [1, 2]), 64)
+    side.loaded([one.request_id], ())
+    step = scheduled(one, 64, 32)
+    step.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: ([0, 0, 8], [1, 2, 3]))
+    moves = side.step(step)
+    assert moves.loads == (LoadBlocks(one.request_id, "r", (1, 2, 7), (4, 5, 9)),)
+    assert moves.saves == (SaveBlocks("r", 2, (3,), (20,)), SaveState("r", 3, (8,), (21,)))
+    assert worker.heard()[-2:] == [BlocksSaving("r", 2, (20,)), StateSaving("r", 3, (21,))]
+    side.close()
+
+
+def test_nothing_is_saved_of_a_request_whose_load_vllm_gave_up(worker: Worker) -> None:
+    side = SchedulerSide(lambda: HELLO, lambda: 0.0, CacheGroups(32, (1,), (0,)))
+    one = moving(worker.path, restore={"at": 0, "slots": [4, 5], "state": [9]}, save_from=0)
+    side.request_added(one)
+    worker.accept()
+    worker.say(GrantSlots((20, 21, 22)))
+    assert side.restorable(one, 0) == 64
+    side.allocated(one, ([0, 7], [1, 2]), 64)
+    side.loaded([one.request_id], (), {one.request_id})
+    assert side.step(scheduled(one, 0, 64)).saves == ()
     side.close()

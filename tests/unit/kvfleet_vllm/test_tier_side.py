@@ -14,6 +14,7 @@ import torch
 
 from kvfleet_vllm import tier_side
 from kvfleet_vllm.block_copies import LayerBlocks
+from kvfleet_vllm.cache_groups import CacheGroups
 from kvfleet_vllm.tier_side import TierMove, TierSide
 from kvfleet_vllm.wire import (
     VERSION,
@@ -48,7 +49,7 @@ def host() -> torch.Tensor:
 
 
 def side_of(host: torch.Tensor, *formats: bytes, layout: bytes = b"l") -> TierSide:
-    side = TierSide(lambda: HELLO, lambda: 0.0, TOKENS, max(1, len(formats)))
+    side = TierSide(lambda: HELLO, lambda: 0.0, CacheGroups(TOKENS), max(1, len(formats)))
     side.pool = SimpleNamespace(blocks=[], evict_blocks=lambda blocks: None)
     side.attach(LayerBlocks({"chunks": host}, CHUNKS), layout)
     side.formats = dict(enumerate(formats))

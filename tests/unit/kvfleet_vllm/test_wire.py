@@ -24,6 +24,7 @@ from kvfleet_vllm.wire import (
     GrantSlots,
     Message,
     Scheduled,
+    StateSaving,
     WorkerHello,
     encode,
 )
@@ -39,6 +40,7 @@ MESSAGES: list[Message] = [
     BlocksErased(7, 3),
     GrantSlots((0, 2**31)),
     BlocksSaving("r-1", 6, (4, 5)),
+    StateSaving("r-1", 8, (6,)),
     WorkerHello(VERSION, 1, 2, b"\x9f" * 16, 131072),
     BlocksSaved("r-1", (4, 5)),
     BlocksRead("r-1", 4, 0.25),

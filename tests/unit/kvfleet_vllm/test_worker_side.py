@@ -235,8 +235,8 @@ def test_a_file_that_is_cut_fails_the_load_and_ends_the_connection(side: WorkerS
     os.truncate(sidecar.store.path, 100)
     side.start(sidecar.moves(LOAD))
     assert ends(side) == {LOAD.request}
-    assert side.take_bad_blocks() == {4, 6}
-    assert side.take_bad_blocks() == set()
+    assert (side.take_bad_blocks(), side.take_failed()) == ({4, 6}, {LOAD.request})
+    assert (side.take_bad_blocks(), side.take_failed()) == (set(), set())
     assert sidecar.heard() == [HELLO, BlocksRead("r", 0, 0.0)]
     assert sidecar.link is not None
     assert sidecar.link.recv(1) == b""

@@ -82,6 +82,12 @@ def test_tenants_never_share_a_block(one: str, other: str, some: list[int]) -> N
     assert bool(set(chains[0]) & set(chains[1])) == (one == other and bool(some))
 
 
+def test_a_state_is_named_as_a_block_behind_its_own_that_no_tokens_make() -> None:
+    block = bytes(range(16))
+    assert block_hash.state_after(block) == block_hash.child(block, (2**32 - 1,))
+    assert block_hash.state_after(block).hex() == "c6fa4ad86d4015c567a32cab4a4a2f32"
+
+
 def test_a_salt_needs_the_fleet_key() -> None:
     assert block_hash.tenant_salt(b"key", "public") != block_hash.tenant_salt(b"other key", "public")
 

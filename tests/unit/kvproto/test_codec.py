@@ -184,7 +184,7 @@ msgpack_values = st.recursive(
 
 
 @every_reader
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(noise=st.binary(max_size=80), shape=msgpack_values, versioned=st.booleans())
 def test_noise_gives_only_codec_errors(reader: Any, noise: bytes, shape: Any, versioned: bool) -> None:
     prefix = bytes((codec.VERSION,)) if versioned else b""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, settings
 
 from kvfleet.worker.blocks.block_pool import BlockPool
+from kvfleet.worker.blocks.state_slots import StateSlots
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakeRunner, _value
 from kvfleet.worker.port.outputs import SequenceFailed, SequenceStarted, StepResult
@@ -55,7 +56,7 @@ class WindowedRunner(FakeRunner):
     def _token(self, part: Slice, draw: Draw) -> int:
         assert self.window is not None
         seen = sum(self.slots[self._slot(part, at)] for at in range(max(0, part.end - self.window), part.end))
-        held = Slice((), self.block_size, range(1), None)  # the sum, as if it were one full block's
+        held = Slice((), self.block_size, range(1), None, state=part.state)  # the sum, as if it were one full block's
         self._totals[0], kept = seen, self._totals[0]
         token = super()._token(held, draw)
         self._totals[0] = kept
@@ -76,13 +77,15 @@ def make_engine(
     detokenizer: Detokenizer | None = None,
     runner: FakeRunner | None = None,
     clock: Clock | None = None,
+    every: int = 2,
     **fake: object,
 ) -> Engine:
     runner = runner or FakeRunner(
         num_blocks=blocks, block_size=block_size, **({"vocab_size": 1000, "context_length": 512} | fake)
     )  # type: ignore[arg-type]
     pool = BlockPool(runner.num_blocks, runner.block_size)
-    scheduler = Scheduler(pool, token_budget=token_budget, slots=slots, window=runner.window)
+    states = StateSlots(runner.num_states, runner.block_size, every) if runner.num_states else None
+    scheduler = Scheduler(pool, token_budget=token_budget, slots=slots, window=runner.window, states=states)
     return Engine(runner, pool, scheduler, detokenizer or IdDetokenizer(), clock or Clock())
 
 
@@ -94,6 +97,7 @@ def expected_tokens(
     *,
     context: int = 512,
     window: int | None = None,
+    recurrent: bool = False,
 ) -> list[int]:
     """What the fake runner generates for a prompt: computed alone, all tokens at once each time."""
     seen, outputs, most = list(prompt), [], sampling.max_tokens
@@ -101,12 +105,13 @@ def expected_tokens(
         seen = seen[max(0, len(seen) + most - context) :]
     if sampling.overflow is Overflow.TRUNCATE_GENERATION:
         most = min(most, context - len(seen))
-    shape = {"num_blocks": 256, "block_size": 8, "vocab_size": vocab_size}
+    shape = {"num_blocks": 256, "block_size": 8, "vocab_size": vocab_size, "num_states": int(recurrent)}
     runner = WindowedRunner(window=window, **shape) if window else FakeRunner(**shape)  # type: ignore[arg-type]
     for index in range(most):
         while sampling.overflow is Overflow.SLIDING and len(seen) >= context:
             del seen[: context // 2]
-        (token,) = runner.run([Slice(seen, 0, range(256), Draw(sampling, choice, index))])
+        runner.copy_states([(-1, 0)] if recurrent else [])
+        (token,) = runner.run([Slice(seen, 0, range(256), Draw(sampling, choice, index), state=recurrent - 1)])
         assert isinstance(token, int)
         seen.append(token)
         outputs.append(token)
@@ -120,10 +125,11 @@ def expected_beams(
     *,
     stop_ids: Sequence[int] = (),
     window: int | None = None,
+    recurrent: bool = False,
 ) -> list[Hypothesis]:
     """What a beam search finds on the fake runner: each beam computed alone, all tokens at once each time."""
     assert sampling.beams is not None
-    shape = {"num_blocks": 256, "block_size": 8, "vocab_size": vocab_size}
+    shape = {"num_blocks": 256, "block_size": 8, "vocab_size": vocab_size, "num_states": int(recurrent)}
     runner = WindowedRunner(window=window, **shape) if window else FakeRunner(**shape)  # type: ignore[arg-type]
     search = BeamSearch(sampling.beams, sampling.max_tokens, frozenset(stop_ids))
     while not search.over:
@@ -132,7 +138,8 @@ def expected_beams(
             outputs = [one.token for one in beam.path()]
             banned = tuple(stop_ids) if len(outputs) < sampling.min_tokens else ()
             draw = Draw(sampling, 0, len(outputs), banned=banned, candidates=search.candidates)
-            (one,) = runner.run([Slice([*prompt, *outputs], 0, range(256), draw)])
+            runner.copy_states([(-1, 0)] if recurrent else [])
+            (one,) = runner.run([Slice([*prompt, *outputs], 0, range(256), draw, state=recurrent - 1)])
             assert isinstance(one, Candidates)
             found.append(one)
         search.take(found)

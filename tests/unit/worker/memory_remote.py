@@ -58,14 +58,17 @@ class MemoryRemote:
         on_ready: Callable[[], None],
         limit_s: float | None = None,
         traceparent: str = "",
+        vaults: bool = True,
     ) -> Finding:
         finding = Finding()
         if self._happens(self._faults.unready):
             return finding
 
         def answer() -> None:
-            finding.vault = self._depth(Tier.VAULT, names, exact)
+            finding.vault = self._depth(Tier.VAULT, names, exact) if vaults else 0
             finding.peer = self._depth(Tier.PEER, names, exact) if peer else 0
+            finding.vault_states = self._states(Tier.VAULT, names, exact) if vaults else ()
+            finding.peer_states = self._states(Tier.PEER, names, exact) if peer else ()
             finding.ready = True
             on_ready()
 
@@ -79,6 +82,9 @@ class MemoryRemote:
             if found is None or found[0].root != name.root or (exact and found[2]):
                 return at
         return len(names)
+
+    def _states(self, tier: Tier, names: Sequence[BlockName], exact: bool) -> tuple[int, ...]:
+        return tuple(at for at, name in enumerate(names, 1) if self._depth(tier, [name.state()], exact))
 
     def fetch(
         self,
@@ -100,6 +106,7 @@ class MemoryRemote:
                     landing.failure = "missing"
                     break
                 name, payload, lossy = found
+                assert len(payload) == len(target)
                 header = BlockHeader(*name[:4], bytes(16), BlockCodec.RAW, len(payload), len(payload), lossy)
 
                 def write(target: memoryview = target, payload: bytes = payload) -> None:
@@ -129,7 +136,7 @@ class MemoryRemote:
         return True
 
     def erase(self, names: Sequence[BlockName]) -> None:
-        for name in names:
+        for name in (*names, *(name.state() for name in names)):
             self.kept[Tier.VAULT].pop(name.hash, None)
 
     def speed(self, tier: Tier) -> LinkSpeed | None:

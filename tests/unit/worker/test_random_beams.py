@@ -28,7 +28,10 @@ class SearchingSchedule(Schedule):
         if sampling.min_tokens > sampling.max_tokens:
             sampling = replace(sampling, min_tokens=0)
         prompt = [*chance.choice(self.stems)[: chance.randint(1, 20)], chance.randrange(3)]
-        found = expected_beams(prompt, sampling, vocab_size=5, stop_ids=stop_ids, window=self.window)
+        recurrent = self.engine.runner.num_states > 0
+        found = expected_beams(
+            prompt, sampling, vocab_size=5, stop_ids=stop_ids, window=self.window, recurrent=recurrent
+        )
         deadline = self.clock.now + chance.choice([0.03, 0.3, 30.0]) if chance.random() < 0.2 else None
         resumed, priority, tenant = chance.random() < 0.3, chance.choice([0, 0, 1, 3]), chance.choice("abc")
         for choice in range(sampling.n):

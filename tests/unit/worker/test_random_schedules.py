@@ -43,6 +43,7 @@ class Schedule:
             "block_size": chance.choice([1, 2, 4]),
             "vocab_size": 5,
             "context_length": self.context,
+            "num_states": 0 if seed % 4 else 1 + seed // 4 % 12,  # of a hybrid model
         }
         runner = WindowedRunner(window=self.window, **shape) if self.window else FakeRunner(**shape)  # type: ignore[arg-type]
         runner.overlaps = chance.random() < 0.5
@@ -53,6 +54,7 @@ class Schedule:
             token_budget=chance.choice([1, 3, 8, 64]),
             slots=chance.choice([1, 2, 5, 16]),
             clock=self.clock,
+            every=1 + seed % 3,
         )
         self.stems = [[chance.randrange(5) for _ in range(chance.randint(1, 20))] for _ in range(2)]
         self.transcript = Transcript(by_choice=True)
@@ -122,8 +124,9 @@ class Schedule:
             key = name, choice
             self.specs[key] = one
             self.expected[key] = expected_tokens(
-                prompt, sampling, vocab_size=5, choice=choice, context=self.context, window=self.window
-            )
+                prompt, sampling, vocab_size=5, choice=choice, context=self.context, window=self.window,
+                recurrent=self.engine.runner.num_states > 0,
+            )  # fmt: skip
         if resumed:  # the same again as a later attempt, under another name
             for choice in range(sampling.n):
                 done = tuple(self.expected[name, choice][: chance.randint(0, sampling.max_tokens)])

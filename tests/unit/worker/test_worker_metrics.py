@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvfleet.worker.eviction.base import EvictionBalance
 from kvfleet.worker.model.device_watch import CpuWatch
 from kvfleet.worker.own_metrics import own_readings
 from kvfleet.worker.port.engine_counters import EngineCounters
@@ -28,7 +29,8 @@ class Shown:
         self.tiers: dict[str, TierLoad] = {}
         self.load = Load()
         nothing = SimpleNamespace(dropped_total=0)
-        counts = SimpleNamespace(requests_total=0, refused_total=0, malformed_total=0)
+        ahead = SimpleNamespace(blocks_total=0)
+        counts = SimpleNamespace(requests_total=0, refused_total=0, malformed_total=0, ahead=ahead)
         worker: Any = SimpleNamespace(
             heartbeat=self.heartbeat,
             outbox=nothing,
@@ -49,6 +51,7 @@ class Shown:
             copied_bytes=lambda: (0, 0),
             protected_blocks_total=0,
             step_age_s=0.0,
+            balance=EvictionBalance(3.0, 1.0, False),
             counters=self.counters,
         )
         worker.parts = SimpleNamespace(engine=engine)
@@ -168,3 +171,10 @@ def test_the_cpu_shows_its_memory_and_no_utilisation() -> None:
     assert 0 < used < total
     assert not any(line.startswith("kvfleet_worker_device_utilisation_ratio{") for line in lines)
     assert 'kvfleet_worker_info{device="cpu",model="demo",worker="w"} 1.0' in lines
+
+
+def test_what_an_eviction_policy_saved() -> None:
+    lines = Shown().lines()
+    assert "kvfleet_worker_eviction_saved_seconds_total 3.0" in lines
+    assert "kvfleet_worker_eviction_lost_seconds_total 1.0" in lines
+    assert "kvfleet_worker_eviction_follows_lru 0.0" in lines

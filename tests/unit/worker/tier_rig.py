@@ -12,11 +12,14 @@ from memory_remote import Faults, MemoryRemote
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.chain_location import ChainLocation, names_of
+from kvfleet.worker.blocks.state_slots import StateSlots
 from kvfleet.worker.engine.engine import Engine
 from kvfleet.worker.model.fake import FakePace, FakeRunner
+from kvfleet.worker.network.lending import PeerStore
 from kvfleet.worker.port.outputs import SequenceStarted, StepResult
 from kvfleet.worker.schedule.scheduler import Scheduler
 from kvfleet.worker.tiers.host import HostTier
+from kvfleet.worker.tiers.host_states import HostStates
 from kvfleet.worker.tiers.tiers import Tiers
 from kvproto.block_hash import Root, chain
 from kvproto.messages import Tier
@@ -42,12 +45,15 @@ class TieredRig:
         slots: int = 8,
         prefill_tokens_per_s: float | None = 500.0,
         clock: Callable[[], float] = time.monotonic,
+        states: int = 0,
+        host_states: int = 0,
     ) -> None:
         runner = FakeRunner(
             num_blocks=blocks,
             block_size=SIZE,
             vocab_size=1000,
             context_length=512,
+            num_states=states,
             pace=FakePace(prefill_tokens_per_s=prefill_tokens_per_s),
         )
         self.pool = BlockPool(blocks, SIZE)
@@ -55,10 +61,15 @@ class TieredRig:
         self.host = HostTier(memoryview(bytearray(host * memory.block_bytes)), memory.block_bytes, SIZE)
         self.remote = MemoryRemote(memory.block_bytes, faults=faults) if remote else None
         self.woken = threading.Event()
-        self.tiers = Tiers(self.pool, memory, self.host, self.remote, self.woken.set, clock)
+        self.slots = StateSlots(states, SIZE, 2) if states else None
+        self.states = None
+        if self.slots is not None and runner.state_memory is not None:
+            room = memoryview(bytearray(host_states * runner.state_memory.block_bytes))
+            self.states = HostStates(self.slots, runner.state_memory, room)
+        self.tiers = Tiers(self.pool, memory, self.host, self.remote, self.woken.set, clock, states=self.states)
         if not choosy:
             self.tiers.reuse.is_worth = lambda root, offload_s, recompute_s: True  # type: ignore[method-assign]
-        scheduler = Scheduler(self.pool, token_budget=64, slots=slots)
+        scheduler = Scheduler(self.pool, token_budget=64, slots=slots, states=self.slots)
         if prefill_tokens_per_s is not None:  # steps of few tokens tell the pacer nothing
             times = scheduler.pacer.times
             times.prompt_seconds = lambda position, tokens: tokens / prefill_tokens_per_s  # type: ignore[method-assign]
@@ -133,6 +144,21 @@ class TieredRig:
 
     def flush_host(self) -> None:
         self.host.pool.release(self.host.allocate(self.host.pool.available))
+
+    def lend(self, other: TieredRig, ids: Sequence[int]) -> int:
+        """What this one has of a chain is what `other` can fetch from its peer. Returns how many blocks and states."""
+        assert other.remote is not None
+        names = [one for name in names_of(ROOT, chain(ROOT, ids, SIZE), ids, SIZE) for one in (name, name.state())]
+        store = PeerStore(self.tiers, lambda work: work(self.engine))
+        served = store.get(ROOT, [name.hash for name in names], False)
+        lent = [(name, block) for name, block in zip(names, served.blocks, strict=True) if block is not None]
+        for name, (header, payload) in lent:
+            assert header.is_genuine()
+            assert header.matches(payload)
+            other.remote.kept[Tier.PEER][name.hash] = name, bytes(payload), header.lossy
+        served.release()
+        assert store.get(bytes(16), [name.hash for name in names], False).blocks == [None] * len(names)
+        return len(lent)
 
     def cached(self, request: str) -> dict[str, int]:
         """What a request found, by tier, as its worker says."""

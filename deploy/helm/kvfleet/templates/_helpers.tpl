@@ -61,6 +61,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if ne $served (get $data "KVFLEET_SERVED_MODEL_NAME" | default $pool.model) }}
 {{- $_ := set $data "KVFLEET_SERVED_MODEL_NAME" $served }}
 {{- end }}
+{{- if ne $pool.role "both" }}
+{{- $_ := set $data "KVFLEET_ROLE" $pool.role }}
+{{- end }}
 {{- if and (eq $pool.engine "kvfleet") (gt (int $pool.gpu.count) 0) }}
 {{- $_ := set $data "KVFLEET_DEVICE" "cuda" }}
 {{- if gt (int $pool.tensorParallelSize) 1 }}

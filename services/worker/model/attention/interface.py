@@ -95,4 +95,6 @@ def paged_attention(
     sinks = None if sinks is None else sinks.float().contiguous()
     form = AttentionForm(scaling, keywords.get("sliding_window"), keywords.get("softcap"), sinks)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    return current_step().attend(module.layer_idx, q, k, v, form).unsqueeze(0), None
+    layer: int | None = getattr(module, "kv_layer", None)
+    layer = module.layer_idx if layer is None else layer
+    return current_step().attend(layer, q, k, v, form).unsqueeze(0), None

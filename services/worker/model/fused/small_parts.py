@@ -7,6 +7,7 @@ that computes something else under familiar names keeps its own code.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -99,6 +100,8 @@ def _norms(module: Any, multiplier: Multiplier) -> Iterator[nn.Module]:
     eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
     if weight is None or not isinstance(eps, float) or not set(parameters) <= {"weight", "bias"}:
         return
+    if "gate" in inspect.signature(type(module).forward).parameters:
+        return  # of a recurrent layer, which multiplies by it
     if weight.dim() != 1 or len(weight) % LANES or weight.dtype not in MULTIPLIED or weight.device.type != "cpu":
         return
     bias = parameters.get("bias")

@@ -13,10 +13,10 @@ from kvfleet.placement.config import PlacementConfig
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import Fail, PlaceAsked, Tick, WorkerRegistered
 from kvfleet.placement.settings import PlacementSettings
-from kvfleet.placement.workers.fleet import HeardDemand
+from kvfleet.placement.workers.heard_demand import HeardDemand
 from kvfleet.placement.workers.prompts import HashedPrompts
 from kvproto.errors import NoWorkers
-from kvproto.messages import BookedBatch, Heartbeat, Load, ModelSignals, Rates, State
+from kvproto.messages import SPARE_PRIORITY, BookedBatch, Heartbeat, Load, ModelSignals, PriorityLoad, Rates, State
 
 RATE = 1000.0
 
@@ -93,6 +93,18 @@ def test_slots_and_blocks_count_too() -> None:
     assert signals(core).parts["slots"] == pytest.approx(1.0)
     assert signals(core).parts["blocks"] == pytest.approx(0.6)
     assert signals(core).saturation == pytest.approx(1.0)
+
+
+def test_work_that_may_wait_keeps_a_worker_and_wants_no_further_one() -> None:
+    core = a_scaled_core()
+    core.handle(WorkerRegistered(a_record("w0")), 0.0)
+    spare = PriorityLoad(SPARE_PRIORITY, 8, 8, 5000)
+    load = Load(running=8, slots=8, blocks_used=90, blocks_total=100, queued_prefill_tokens=5000, priorities=(spare,))
+    run(core, 1000, load, "w0")
+    told = signals(core)
+    assert (told.saturation, told.desired) == (0.0, 1)
+    run(core, 1000, Load(slots=8), "w0", since=1000.0)
+    assert signals(core).desired == 0
 
 
 def test_who_is_not_heard_of_makes_the_sample_unknown() -> None:

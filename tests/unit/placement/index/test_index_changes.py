@@ -57,7 +57,7 @@ def test_what_is_written_is_read(event: KvEvents) -> None:
         assert changes._read_usual(data) is not None, "our own form is the usual one"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(EVENT, st.integers(0, 2**32))
 def test_what_is_damaged_is_read_by_both_or_by_none(event: KvEvents, seed: int) -> None:
     chance = random.Random(seed)

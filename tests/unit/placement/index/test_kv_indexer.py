@@ -20,6 +20,7 @@ from kvfleet.placement.index.kv_indexer import (
     KvIndexer,
     PullSnapshot,
 )
+from kvfleet.placement.index.prefix_index import pack
 from kvproto import codec
 from kvproto.block_hash import digest_term
 from kvproto.errors import CodecError
@@ -405,3 +406,97 @@ def test_whatever_is_lost_doubled_or_swapped_it_ends_up_right(
         pass
     assert len(indexer.index) == depth
     indexer.check_integrity()
+
+
+def test_of_a_hybrid_model_a_hit_counts_to_the_last_snapshot() -> None:
+    chain, log = [name(number) for number in range(12)], EventLog("e1")
+    indexer = KvIndexer(max_workers=4)
+    indexer.join("w", "e1")
+    indexer.join("plain", "e1")
+
+    def tell(*changes: tuple[Tier, bool, list[bytes]]) -> None:
+        log.note(TierEvents(tier, removed, (BlockRun(b"", tuple(hashes)),)) for tier, removed, hashes in changes)
+        event = log.flush(log.seq)
+        assert event is not None
+        indexer.on_changes("w", read_changes(codec.encode_events(event)), 0.0)
+
+    def found(blocks: list[bytes]) -> tuple[int, int]:
+        row = indexer.depths(pack(blocks), ("w", "nobody"))
+        return indexer.find_matches(blocks).get("w", 0), int(row[-1, 0])
+
+    tell((Tier.DEVICE, False, chain[:10]), (Tier.STATE, False, [chain[3], chain[7]]))
+    assert found(chain) == (8, 8)
+    assert found([*chain[:7], *[name(99)] * 3]) == (4, 4)
+    assert found([*chain[:3], *[name(99)] * 3]) == (0, 0)
+    tell((Tier.STATE, True, [chain[3]]))
+    assert found([*chain[:7], *[name(99)] * 3]) == (0, 0)
+    assert found(chain) == (8, 8)
+    tell((Tier.DEVICE, True, chain[7:10]), (Tier.STATE, True, [chain[7]]))
+    assert found(chain) == (0, 0)
+    tell((Tier.STATE, False, [chain[1]]))
+    beat = Heartbeat("w", "e1", State.READY, event_seq=log.seq, digest=log.plain_digest, tier_digest=log.digest)
+    indexer.on_heartbeat(beat, 1.0)
+    assert indexer.state_of("w") is Follows.EXACT
+
+    late = KvIndexer(max_workers=4)  # learns it from a snapshot of all that the worker holds
+    late.join("w", "e1")
+    late.on_heartbeat(beat, 1.0)
+    (asked,) = late.tick(2.0)
+    held = {Tier.DEVICE: chain[:7], Tier.STATE: [chain[1]]}
+    for part in log.snapshot(held, log.digest):
+        late.on_snapshot("w", part, 2.0, asked.pull)
+    assert late.state_of("w") is Follows.EXACT
+    assert late.find_matches(chain) == {"w": 2}
+
+    bare = KvIndexer(max_workers=4)  # a worker of such a model that has no state counts for nothing
+    bare.join("w", "e1")
+    bare.on_heartbeat(beat, 1.0)
+    (asked,) = bare.tick(2.0)
+    tell((Tier.STATE, True, [chain[1]]))
+    for part in log.snapshot({Tier.DEVICE: chain[:7], Tier.STATE: []}, log.digest):
+        bare.on_snapshot("w", part, 2.0, asked.pull)
+    assert bare.state_of("w") is Follows.EXACT
+    assert bare.find_matches(chain) == {}
+
+
+def test_of_a_hybrid_model_vaults_count_to_the_last_state_that_is_here_or_there() -> None:
+    chain, indexer = [name(number) for number in range(12)], KvIndexer(max_workers=4)
+    logs = {who: EventLog("e1") for who in ("w", "other", "plain", "v", "v2")}
+    for who in logs:
+        indexer.join(who, "e1", vault=who.startswith("v"))
+
+    def tell(who: str, tier: Tier, blocks: list[bytes], *, removed: bool = False) -> None:
+        log = logs[who]
+        log.note([TierEvents(tier, removed, (BlockRun(b"", tuple(blocks)),))])
+        event = log.flush(log.seq)
+        assert event is not None
+        indexer.on_changes(who, read_changes(codec.encode_events(event)), 0.0)
+
+    def priced(worker: str) -> list[int]:
+        depths: list[int] = indexer.depths(pack(chain), (worker, "nobody"))[:, 0].tolist()
+        assert indexer.find_matches(chain).get(worker, 0) == depths[-1]
+        assert indexer.pooled <= depths[-1]
+        return depths
+
+    tell("v", Tier.VAULT, chain[:8])
+    tell("w", Tier.STATE, [])  # that is all it has to tell: its model needs states
+    assert priced("w") == [0, 0, 0], "blocks without a state are of no use to it"
+    assert priced("plain") == [0, 0, 8]
+    tell("v", Tier.STATE, [chain[3], chain[5]])
+    assert priced("w") == [0, 0, 6]
+    assert indexer.pooled == 6
+    tell("v2", Tier.STATE, [chain[6], chain[9]])
+    assert priced("w") == [0, 0, 7], "the other vault has a later one, and one behind what is held"
+    tell("w", Tier.DEVICE, chain[:2])
+    tell("w", Tier.STATE, [chain[1]])
+    assert priced("w") == [2, 2, 7]
+    tell("w", Tier.STATE, [chain[7]])
+    assert priced("w") == [2, 2, 8], "a state of its own, behind blocks that a vault has"
+    assert indexer.pooled == 7, "which is all that vaults alone are good for"
+    assert priced("other") == [0, 0, 8]
+    assert indexer.pooled == 8
+    tell("v2", Tier.STATE, [chain[6]], removed=True)
+    tell("w", Tier.STATE, [chain[7]], removed=True)
+    assert priced("w") == [2, 2, 6]
+    indexer.leave("v")
+    assert priced("w") == [2, 2, 2]

@@ -207,8 +207,7 @@ def test_edges_end_as_well(workers: int) -> None:
         study = make_study(trace, replace(SHAPE, workers=workers, cache_blocks=10))
         for result in study.run(["cost", "bounded_ring"]):
             assert result.figures.failed == 0
-            assert all(
-                value is not None for name, value in asdict(result.figures).items() if name != "moved_per_change"
-            )
+            missing = {name for name, value in asdict(result.figures).items() if value is None}
+            assert missing <= {"moved_per_change", "return_ttft_p50_s", "pauses_saved_s"}
     assert traces[2].arrivals[0].hashes.shape == (0, 2)
     assert traces[0].block_tokens == BLOCK

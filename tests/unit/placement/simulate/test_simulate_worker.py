@@ -149,7 +149,7 @@ def test_blocks_are_told_when_they_are_computed_and_before_they_go() -> None:
     index: set[int] = set()
     for arrival in trace.arrivals:
         for progress in (worker.submit(a_job(arrival), arrival.at_s), worker.advance(arrival.at_s + 0.9)):
-            for removed, blocks in progress.changes:
+            for removed, blocks, _ in progress.changes:
                 assert not (index & set(blocks)) if not removed else index >= set(blocks)
                 index = index - set(blocks) if removed else index | set(blocks)
         assert all((block in index) == bool(worker.cache.match([block])) for block in range(trace.distinct_blocks))

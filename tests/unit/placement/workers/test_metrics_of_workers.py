@@ -10,7 +10,8 @@ from placement_build import a_beat, a_core, a_record, an_ask
 
 from kvfleet.placement.core import PlacementCore
 from kvfleet.placement.events import PlaceAsked, WorkerLeft, WorkerRegistered
-from kvfleet.placement.workers.fleet import HITS_S, HITS_SAMPLE_S, WorkerMetrics, metrics_of
+from kvfleet.placement.workers.fleet import WorkerMetrics, metrics_of
+from kvfleet.placement.workers.heard_demand import HITS_S, HITS_SAMPLE_S
 from kvproto.messages import Heartbeat, Load, State
 
 

@@ -6,6 +6,8 @@ tenant's own behind it.
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from engine_rig import relaxed
 from hypothesis import example, given, settings
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 
 from kvfleet.worker.blocks.block_pool import BlockPool
 from kvfleet.worker.blocks.pool_integrity import check_integrity
+from kvfleet.worker.eviction.base import EvictionPolicy
+from kvfleet.worker.eviction.reuse import ReuseEviction
 from kvproto import block_hash
 from kvproto.messages import Tier
 
@@ -128,8 +132,8 @@ class NaivePool:
 class Pair:
     """Drives both pools with the same sequences and compares after every call."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, SIZE)
+    def __init__(self, num_blocks: int, policy: EvictionPolicy | None = None) -> None:
+        self.pool = BlockPool(num_blocks, SIZE, policy)
         self.twin = NaivePool(num_blocks)
         self.held: list[tuple[bytes, tuple[int, ...], list[int], int]] = []  # tenant, ids, blocks, computed
         self.known: set[bytes] = set()
@@ -250,6 +254,7 @@ operations = st.lists(
 SHARED = (*PUBLIC, 0)
 
 
+@pytest.mark.parametrize("policy", ["lru", "reuse"])  # which follows LRU until it knows better
 @settings(relaxed, max_examples=300)
 @given(operations, st.integers(2, 9))
 @example(  # a tail that is kept behind a block which was wrong, and which another sequence has computed again
@@ -258,8 +263,10 @@ SHARED = (*PUBLIC, 0)
 @example(  # a tail that a held block has grown past
     [("start", ROOT, (0,), 1), ("end", 0, True), ("start", ROOT, (0, 0, 1), 3), ("erase", ROOT, (0, 0, 1))], 2
 )
-def test_pool_equals_its_naive_twin(steps: list[tuple], num_blocks: int) -> None:
-    pair = Pair(num_blocks)
+def test_pool_equals_its_naive_twin(policy: str, steps: list[tuple], num_blocks: int) -> None:
+    reuse = ReuseEviction(num_blocks, SIZE, lambda position, tokens: tokens)
+    reuse.behind_s = inf
+    pair = Pair(num_blocks, reuse if policy == "reuse" else None)
     for step in steps:
         match step:
             case "start", own, ids, computed:

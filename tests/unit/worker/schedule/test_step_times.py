@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet.worker.schedule.step_pacer import RECENT_S, RECENT_STEPS, LongestStep, StepTimes
+from kvfleet.worker.schedule.step_pacer import RECENT_S, RECENT_STEPS, LongestStep, RowCost, StepTimes
 
 
 def test_mixed_step_counts_as_prefill_beyond_a_decode_step() -> None:
@@ -83,3 +83,18 @@ def test_it_is_what_looking_at_all_steps_would_say(steps: list[tuple[float, floa
         all_steps.append((now, seconds))
         recent = [took for ended, took in all_steps[-RECENT_STEPS:] if ended >= now - RECENT_S]
         assert longest.seconds == max(recent)
+
+
+def test_rows_that_cost_nothing_are_many_and_dear_ones_are_few() -> None:
+    free, dear = RowCost(), RowCost()
+    assert free.more_rows(4, 0.05) == 1  # nothing is known yet
+    for number in range(50):
+        decodes = 1 + number % 12
+        free.observe(decodes, 0.02)
+        dear.observe(decodes, 0.002 * decodes)
+    assert free.more_rows(4, 0.05) > 1000
+    assert dear.more_rows(4, 0.05) == 0
+    assert dear.more_rows(40, 0.05) == 2
+    assert free.rows_within(0.01) > 1000  # a step of one row is as long
+    assert dear.rows_within(0.011) == 5
+    assert dear.rows_within(0.0) == 1

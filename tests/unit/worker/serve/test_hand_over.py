@@ -83,6 +83,27 @@ def test_at_most_one_partial_block_is_computed_again(make_rig: MakeRig, produced
     assert outputs + second.transcript.tokens["a", 1] == expected_tokens(PROMPT, GREEDY)
 
 
+@pytest.mark.parametrize("produced", [3, 4, 7, 10, 15])
+def test_nor_of_a_hybrid_model_which_takes_snapshots_as_it_leaves(make_rig: MakeRig, produced: int) -> None:
+    first = make_rig(states=12, host_states=4)
+    assert first.slots is not None
+    first.slots.every = 128
+    generate_some(first, produced)
+    first.until(first.engine.kv.leave_soon)
+    outputs = list(first.transcript.tokens["a", 0])
+    assert len(outputs) <= produced + SIZE
+    first.engine.let_go([("a", 0)], keep=False)
+    hybrid = {"states": 12, "host_states": 4, "prefill_tokens_per_s": 1e9, "clock": lambda: 0.0}
+    second, third = make_rig(remote=True, **hybrid), make_rig(remote=True, **hybrid)
+    first.lend(second, [*PROMPT, *outputs])
+    assert 0 < go_on(second, outputs, handed_over=True).recomputed_tokens <= SIZE
+    expected = expected_tokens(PROMPT, GREEDY, recurrent=True)
+    assert outputs + second.transcript.tokens["a", 1] == expected
+    give_blocks(first, third, [*PROMPT, *outputs], Tier.PEER)  # the control: without the state
+    assert go_on(third, outputs, handed_over=True).recomputed_tokens == len(PROMPT) + len(outputs)
+    assert outputs + third.transcript.tokens["a", 1] == expected
+
+
 @pytest.mark.parametrize("tier", [Tier.PEER, Tier.VAULT])
 def test_a_worker_that_has_just_come_has_measured_nobody_yet(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, tier: Tier

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from kvfleet.worker.model.base import Copies
 from kvfleet.worker.tiers.break_even import (
     HANDLING_S,
+    LATE,
     SURE,
     Offer,
     RestoredPart,
     cheapest,
-    is_worth_going_on,
+    going_on_s,
     look_limit_s,
 )
 from kvfleet.worker.tiers.host import Copier, CopyJob
@@ -150,10 +151,10 @@ class TestBreakEven:
         assert SURE * sum(part.seconds for part in parts) + HANDLING_S < (parts[-1].end - start) * block_s
 
     def test_a_late_restore_is_waited_for_if_it_gets_on(self) -> None:
-        assert is_worth_going_on(missing=10, arrived=10, elapsed_s=0.04, block_s=0.01)
-        assert not is_worth_going_on(missing=10, arrived=10, elapsed_s=0.06, block_s=0.01)
-        assert not is_worth_going_on(missing=10, arrived=0, elapsed_s=0.001, block_s=0.01)
-        assert not is_worth_going_on(missing=0, arrived=10, elapsed_s=0.001, block_s=0.01)
+        assert going_on_s(missing=5, arrived=10, elapsed_s=0.04, block_s=0.01) == pytest.approx(LATE * 0.02)
+        assert not going_on_s(missing=10, arrived=10, elapsed_s=0.06, block_s=0.01)
+        assert not going_on_s(missing=10, arrived=0, elapsed_s=0.001, block_s=0.01)
+        assert not going_on_s(missing=0, arrived=10, elapsed_s=0.001, block_s=0.01)
 
     @pytest.mark.parametrize(("compute_s", "limit_s"), [(0.0, None), (2.0, None), (20.0, 0.2), (200.0, 1.0)])
     def test_a_question_may_take_a_share_of_what_it_may_save(self, compute_s: float, limit_s: float | None) -> None:
@@ -167,11 +168,17 @@ class TestSpeed:
         assert speed.bytes_per_s == 0.0
         assert speed.seconds(100) == 0.0
 
-    def test_a_slow_copy_counts_by_the_time_it_took(self) -> None:
+    def test_a_copy_that_waited_for_a_core_says_nothing(self) -> None:
         speed = CopySpeed()
-        speed.observe(10_000_000, 0.001)
-        speed.observe(10_000_000, 1.0)
-        assert 2e7 < speed.bytes_per_s < 5e7
+        for seconds in (0.001, 0.001, 0.001, 1.0):
+            speed.observe(10_000_000, seconds)
+        assert speed.bytes_per_s == 1e10
+
+    def test_slow_copies_count_when_they_are_most(self) -> None:
+        speed = CopySpeed()
+        for seconds in (0.001, 0.001, 0.001, 1.0, 1.0, 1.0):
+            speed.observe(10_000_000, seconds)
+        assert speed.bytes_per_s == 1e7
 
 
 def copies(*moves: Callable[[], object]) -> Copies:

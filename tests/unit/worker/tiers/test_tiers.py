@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from tier_rig import SIZE, TieredRig
 
 from kvfleet.worker.blocks.chain_location import names_of
 from kvfleet.worker.network.lending import PeerStore
+from kvfleet.worker.tiers.host import CopyJob
 from kvproto.block_hash import ForkedRoot, chain
 from kvproto.messages import Sampling, Tier
 from tests.support.waiting import LIMIT_S
@@ -54,6 +56,15 @@ class TestHost:
         rig.flush_device()
         rig.run("b", PROMPT)
         assert [bytes(rig.runner.memory.view(block)) for block in rig.pool.chain_to(hashes)] == before
+
+    @pytest.mark.parametrize("number", range(4))
+    def test_a_start_that_waited_for_a_core_does_not_end_restores(
+        self, make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        """One copy of those that are measured at the start takes longer than computing would."""
+        run, numbers = CopyJob.run, itertools.count()
+        monkeypatch.setattr(CopyJob, "run", lambda job: run(job) + (next(numbers) // 2 == number))
+        self.test_what_was_evicted_from_the_device_comes_back(make_rig)
 
     def test_a_wrong_byte_below_is_not_without_effect(self, make_rig: MakeRig) -> None:
         """The control: the comparison of tokens above can fail."""
@@ -626,7 +637,7 @@ class TestPreload:
         rig.remote.kept[Tier.VAULT] = other.remote.kept[Tier.VAULT]
         hashes = chain(ROOT, PROMPT, SIZE)
         assert rig.tiers.restorer.preload(ROOT, hashes, Tier.VAULT, "", 5.0) == 10
-        rig.until(lambda: not rig.tiers.restorer.preloading)
+        rig.until(lambda: not rig.tiers.restorer.brings(hashes))
         assert rig.tiers.restorer.preload(ROOT, hashes, Tier.VAULT, "", 5.0) == 0
         rig.remote.kept[Tier.VAULT] = {}
         assert rig.run("b", PROMPT) == expected_tokens(PROMPT, GREEDY)
@@ -635,7 +646,7 @@ class TestPreload:
     def test_what_does_not_come_is_given_up(self, make_rig: MakeRig) -> None:
         rig = make_rig(remote=True)
         assert rig.tiers.restorer.preload(ROOT, chain(ROOT, PROMPT, SIZE), Tier.VAULT, "", 5.0) == 10
-        rig.until(lambda: not rig.tiers.restorer.preloading)
+        rig.until(lambda: not rig.tiers.restorer.brings(chain(ROOT, PROMPT, SIZE)))
         assert rig.pool.used == 0
         assert rig.pool.index.addressed == 0
 

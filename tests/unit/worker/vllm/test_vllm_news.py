@@ -7,12 +7,13 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgpack
 import pytest
 
 from kvfleet.worker.vllm import vllm_news
-from kvfleet.worker.vllm.vllm_news import DrawFailures, VllmNews, problem_of
+from kvfleet.worker.vllm.vllm_news import DrawFailures, Told, VllmNews, problem_of
 from kvfleet_vllm.wire import (
     ERASE_HASHES,
     VERSION,
@@ -28,7 +29,7 @@ from kvfleet_vllm.wire import (
     encode,
 )
 from kvproto.errors import EngineFailure, InvalidRequest, Unavailable
-from tests.support.waiting import until
+from tests.support.waiting import LIMIT_S, until
 
 HELLO = EngineHello(VERSION, "one", 1, "0.32.0", {"model": "m"})
 WORKER = WorkerHello(VERSION, 0, 1, b"f" * 16, 64)
@@ -212,6 +213,32 @@ async def test_an_erase_that_is_not_answered_fails(
     connector.close()
 
 
+async def test_its_end_is_that_of_every_connection(heard: tuple[VllmNews, Heard]) -> None:
+    news, listener = heard
+    connector, worker = await Connector.connect(news.path), await Connector.connect(news.path)
+    connector.say(HELLO)
+    worker.say(WORKER)
+    await until(lambda: listener.told and listener.workers, pause_s=0.001)
+    await news.close()
+    for one in (connector, worker):
+        assert await asyncio.wait_for(one.reader.read(), LIMIT_S) == b""
+        one.close()
+    assert listener.gone == []
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_also_of_one_that_comes_just_then(heard: tuple[VllmNews, Heard], turns: int) -> None:
+    """It is accepted in several turns of the event loop."""
+    news, _ = heard
+    with socket.socket(socket.AF_UNIX) as late:
+        late.connect(str(news.path))
+        late.settimeout(LIMIT_S)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await news.close()
+        assert await asyncio.to_thread(late.recv, 1) == b""
+
+
 async def test_a_path_that_cannot_be_listened_at(tmp_path: Path) -> None:
     nowhere = tmp_path / "none" / "n"
     with pytest.raises(Unavailable, match="cannot listen"):
@@ -273,3 +300,8 @@ def test_failures_that_nobody_asks_about_are_few(failures: DrawFailures) -> None
         failures.of("nobody", 0)
     assert len(failures._known) == vllm_news.MAX_FAILURES
     assert failures.of("r0", 0) is None
+
+
+def test_no_message_of_vllms_is_left_out() -> None:
+    answered, ours = {EngineHello, WorkerHello, BlocksErased}, {EraseBlocks, GrantSlots}
+    assert set(get_args(Told)) == set(get_args(Message)) - answered - ours

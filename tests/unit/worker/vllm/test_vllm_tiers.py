@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from memory_remote import Faults, MemoryRemote
 
 from kvfleet.worker.blocks.chain_location import ChainLocation, Finding, names_of
 from kvfleet.worker.blocks.pool_integrity import check_integrity
+from kvfleet.worker.network.lending import HostLender, PeerStore
 from kvfleet.worker.port.sequence_spec import SequenceSpec
 from kvfleet.worker.port.tenant_costs import TenantAccount
 from kvfleet.worker.text.context_window import ContextWindow
@@ -24,9 +26,10 @@ from kvfleet.worker.vllm.shared_slots import SharedMemory, SharedSlots
 from kvfleet.worker.vllm.step_rates import StepRates
 from kvfleet.worker.vllm.vllm_sequence import VllmSequence
 from kvfleet.worker.vllm.vllm_tiers import VllmTiers
+from kvfleet.worker.vllm_backend import OpaqueFormat
 from kvfleet_vllm.wire import BlocksRead, BlocksSaved, BlocksSaving, EngineStep
 from kvproto.block_hash import chain, in_tier
-from kvproto.messages import GenerateRequest, Sampling, Tier, TierEvents
+from kvproto.messages import GenerateRequest, HotChain, Sampling, Tier, TierEvents
 from kvservice.event_log import EventLog
 from tests.support.waiting import LIMIT_S
 
@@ -46,6 +49,7 @@ class Rig:
         faults: Faults | None = None,
         sampled: int = 1_000_000,
         block_bytes: int = BYTES,
+        prefill_s: float = 1.0,  # for 1000 tokens
     ) -> None:
         self.remote = MemoryRemote(block_bytes, faults=faults)
         self.granted: list[int] = []
@@ -56,8 +60,8 @@ class Rig:
         store = SharedSlots(self.memory, host, ranks, self._grant, self.changes.extend)
         self.blocks = ForeignBlocks(SIZE)
         rates = StepRates()
-        for now in (1.0, 2.0):  # a thousand tokens take a second
-            rates.observe(EngineStep(1.0, 1, 1000, 1000, ()), now)
+        for now in (1.0, 2.0):
+            rates.observe(EngineStep(prefill_s, 1, 1000, 1000, ()), now)
         remote: Any = self.remote
         self.wrong: list[bytes] = []
         checks = RestoreChecks("float32", sampled)
@@ -242,12 +246,66 @@ async def test_vaults_keep_what_is_saved_and_give_it_to_another_worker(rig: Rig,
     other.remote.close()
 
 
+async def test_another_workers_host_gives_what_it_saved(rig: Rig, tmp_path: Path) -> None:
+    """By the store that serves peers, and ahead of the request as well."""
+    await saved(rig)
+    hashes, names = chain(ROOT, PROMPT, SIZE), names_of(ROOT, chain(ROOT, PROMPT, SIZE), PROMPT, SIZE)
+    lender = HostLender(rig.tiers.host, OpaqueFormat(bytes(16), (BYTES // 4, 1, "float32")))
+    assert PeerStore(lender, lambda work: work(None)).has(ROOT, hashes, False) == [True] * 6
+    served = PeerStore(lender, lambda work: work(None)).get(ROOT, hashes, False)
+    given = [block for block in served.blocks if block is not None]
+    assert [bytes(payload)[0] for _, payload in given] == [1, 2, 3, 4, 5, 6]
+    assert lender.lent
+    served.release()
+    assert not lender.lent
+    (tmp_path / "other").mkdir()
+    other = Rig(tmp_path / "other")
+    for name, (_, payload) in zip(names, given, strict=True):
+        other.remote.kept[Tier.PEER][name.hash] = name, bytes(payload), False
+    reading = other.sequence()
+    reading.spec = replace(reading.spec, location=ChainLocation(names, Finding(True, 0, 6), "p", handed_over=True))
+    told = await other.tiers.prepare(reading)
+    assert other.bytes_at(told) == [1, 2, 3, 4, 5, 6]
+    assert other.tiers.restored(reading.name, 96) == {Tier.PEER: 96}
+    other.check()
+    other.remote.close()
+
+
+async def test_blocks_of_another_worker_come_ahead(tmp_path: Path) -> None:
+    names = names_of(ROOT, chain(ROOT, PROMPT, SIZE), PROMPT, SIZE)
+    rig = Rig(tmp_path)
+    for name in names[:4]:
+        rig.remote.kept[Tier.PEER][name.hash] = name, bytes(BYTES), False
+    assert await rig.tiers.at_peer(names, "p", LIMIT_S) == 4
+    await rig.tiers.preload(HotChain(b"".join(one.hash for one in names[:4]), ROOT, source="p"), LIMIT_S)
+    assert rig.tiers.depths([one.hash for one in names]) == {Tier.HOST: 4}
+    rig.check()
+    rig.remote.close()
+
+
 async def test_what_vaults_lose_meanwhile_is_computed(tmp_path: Path) -> None:
     rig = Rig(tmp_path, faults=Faults(lost=1.0))
     told = await rig.tiers.prepare(rig.sequence(found=6))
     assert "restore" not in told
     rig.check()
     rig.remote.close()
+
+
+@pytest.mark.parametrize(("block_s", "came"), [(0.1, 6), (0.25, 1)])
+async def test_a_late_restore_goes_on_if_it_ends_well_before_the_blocks_were_computed(
+    rig: Rig, tmp_path: Path, block_s: float, came: int
+) -> None:
+    """Computing takes 2 s, of which a restore may take 0.4 s in any case."""
+    await saved(rig)
+    rig.tiers.keep(chain(ROOT, PROMPT, SIZE))
+    await rig.written()
+    (tmp_path / "other").mkdir()
+    other = Rig(tmp_path / "other", faults=Faults(stall=1.0, stall_s=block_s), prefill_s=20.0)
+    other.remote.kept = rig.remote.kept
+    told = await other.tiers.prepare(other.sequence(found=6))
+    assert other.bytes_at(told) == [1, 2, 3, 4, 5, 6][:came]
+    other.check()
+    other.remote.close()
 
 
 async def test_what_lies_behind_a_gap_is_no_use(rig: Rig) -> None:
@@ -313,8 +371,8 @@ async def test_a_request_that_left_before_its_blocks_came_holds_nothing_for_ever
 
 
 async def kept(folder: Path, blocks: int = 6) -> Rig:
-    """One whose vaults have the prompt, and which checks every restore."""
-    rig = Rig(folder, sampled=1)
+    """One whose vaults have the prompt, and which checks every restore; none is late, on a busy machine either."""
+    rig = Rig(folder, sampled=1, prefill_s=100.0)
     await saved(rig, blocks=blocks)
     rig.tiers.keep(chain(ROOT, PROMPT, SIZE)[:blocks])
     await rig.written()
