@@ -79,6 +79,7 @@ class Client:
         self._streams: dict[str, Stream] = {}
         self._begun = asyncio.Event()  # a stream, since there were none
         self._watcher: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
         self._owns_connection = False
         self._ear = Ear(self.now())
 
@@ -245,6 +246,10 @@ class Client:
             restarted = change is Change.NEW_EPOCH and stream.worker_epoch not in (None, view.record.epoch)
             if stream.worker == view.record.id and (change is Change.LEFT or restarted):
                 stream.signal(Signal.WORKER_LOST)
+        if change is Change.JOINED and self._driver.has_cancelled(view.record.id):
+            telling = asyncio.create_task(self._driver.cancel_again(view.record.id), name="cancel-again")
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
 
     async def _on_reconnect(self) -> None:
         """Frames sent during the outage are lost: ask every worker at once how far it is."""

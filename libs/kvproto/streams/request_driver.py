@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 ACK_TIMEOUT_S = 2.0
 MOVED_WAIT_S = 0.3  # for the last tokens of an attempt that has moved, else they are generated again
-CANCELS_KEPT, CANCEL_KEPT_S = 1024, 60.0  # said again after a reconnect
+CANCELS_KEPT, CANCEL_KEPT_S = 1024, 60.0  # said again after a reconnect, ours or the worker's
 RELEASE_POLL_S = 0.25  # tokens of a successor do not wake the driver
 
 
@@ -57,7 +57,7 @@ class RequestDriver:
 
     def __post_init__(self) -> None:
         self.placer = Placer(self.connection, self.subjects, self.members, self.counters)
-        self._cancels: deque[tuple[float, str, str, bytes]] = deque(maxlen=CANCELS_KEPT)
+        self._cancels: deque[tuple[float, str, str, str, bytes]] = deque(maxlen=CANCELS_KEPT)
 
     @staticmethod
     def now() -> float:
@@ -259,14 +259,19 @@ class RequestDriver:
         with contextlib.suppress(KvfleetError):
             message = CancelRequest(stream.request, attempt, self.inbox.batch, received)
             said = self.subjects.worker_cancel(worker, stream.tenant), codec.encode(message)
-            self._cancels.append((self.now(), stream.request, *said))
+            self._cancels.append((self.now(), worker, stream.request, *said))
             await self.connection.publish(*said)
 
-    async def cancel_again(self) -> None:
-        """What was on its way when the connection broke is lost, and its worker would go on for nobody: what it then
-        has of a deleted session, nobody knows of."""
-        for at, request, subject, data in list(self._cancels):
-            if self.now() - at < CANCEL_KEPT_S and request not in self.inbox.receivers:
+    def has_cancelled(self, worker: str) -> bool:
+        """Lately, anything of this worker's."""
+        return any(told == worker for _, told, *_ in self._cancels)
+
+    async def cancel_again(self, worker: str = "") -> None:
+        """What was on its way when the connection broke, ours or this `worker`'s, is lost, and a worker would go on for
+        nobody: what it then has of a deleted session, nobody knows of."""
+        for at, told, request, subject, data in list(self._cancels):
+            is_due = self.now() - at < CANCEL_KEPT_S and request not in self.inbox.receivers
+            if is_due and worker in ("", told):
                 with contextlib.suppress(KvfleetError):
                     await self.connection.publish(subject, data)
 

@@ -156,6 +156,8 @@ class AdminDesk:
                 raise InvalidRequest(f"begins behind {stray.start} ids, there are {len(ids)}", field="strays")
             chains.append(ids[: stray.start] + stray.ids)
         for one in chains:
+            for longer in self.parts.frames.went_on(tenant, one):  # if the cancel comes late, or never
+                await erase(longer)
             await erase(one)
 
     async def _with_vaults(self, inspection: Inspection, root: Root, ids: Sequence[int]) -> Inspection:

@@ -7,6 +7,7 @@ reply inbox. A known request gets one more reader: so a repeat goes on reading, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -187,6 +188,7 @@ class RequestDesk:
         log.debug("request %s: attempt %d is taken", request.request, request.attempt, extra=about)
         now = asyncio.get_running_loop().time()
         record = self._frames.open(request, reply, tenant, now, content, chat.builders if chat else ())
+        record.root, record.prompt_ids = root, ids
         record.trace = trace = request_trace.begin(self.parts.tracer, self.parts.record.id, request, tenant)
         self.parts.broadcast.wake()
         self._acknowledge(request, reply)
@@ -260,7 +262,8 @@ class RequestDesk:
             and cancel.attempt in (None, attempt)
             and (not cancel.inbox or cancel.inbox == inbox)
         }
-        self._frames.let_go(cancel.request, cancel.attempt, cancel.inbox, asker)
+        for record in self._frames.leave_ended(cancel.request, cancel.attempt, cancel.inbox, asker):
+            self.spawn(self._forget(record, cancel.received), "forgetting")
         self.ahead.end(cancel.request, cancel.attempt, asker)
         for record in self._frames.running:
             if record.request == cancel.request and record.is_of(asker) and cancel.attempt in (None, record.attempt):
@@ -275,6 +278,12 @@ class RequestDesk:
             self._engine.cancel(*record.key, received)
         else:
             self._park(record)
+
+    async def _forget(self, record: AttemptRecord, received: Sequence[int]) -> None:
+        """As a cancel in time has the engine do: no erase could name these tokens."""
+        for ids, known in zip(record.chains, received, strict=False):
+            with contextlib.suppress(KvfleetError):  # the engine is gone, and what it held
+                await self._engine.erase(record.root, ids, len(record.prompt_ids) + known)
 
     async def on_unheard(self, message: Message) -> None:
         number = message.subject.rsplit(".", 1)[-1]

@@ -32,7 +32,7 @@ from kvproto.messages import (
 from kvproto.subjects import is_inbox
 
 KEEP_FINISHED_S = 30.0
-KEEP_FINISHED_TOKENS = 4_000_000  # of all attempts; an alternative's log probability counts as one
+KEEP_FINISHED_TOKENS = 4_000_000  # of all attempts, prompts too; an alternative's log probability counts as one
 LEAST_TOKENS = 32  # what an empty record counts
 MAX_READERS = 16  # of an attempt, and as many watchers
 PAUSED_LIMIT_S = 90.0  # a client gives its reader up after 60
@@ -141,13 +141,30 @@ class FrameBook:
         elif not inbox or record.is_read_at(inbox):
             record.paused_by.add(inbox)
 
-    def let_go(self, request: str, attempt: int | None, inbox: str, tenant: str | None = None) -> None:
-        """A reader of a moved attempt goes on elsewhere (all, without `inbox`; any attempt or tenant if None)."""
+    def leave_ended(self, request: str, attempt: int | None, inbox: str, tenant: str | None) -> list[AttemptRecord]:
+        """A reader leaves attempts that have ended (all, without `inbox`; of any attempt or tenant if None): it goes on
+        elsewhere after a move, or did not see the end. Returns those that nobody has read to their end."""
         keys = [(request, attempt)] if attempt is not None else [key for key in self._finished if key[0] == request]
+        unread = []
         for key in keys:
             record = self._finished.get(key)
-            if record is not None and isinstance(record.terminal, Moved) and record.is_of(tenant):
-                record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
+            if record is None or not record.readers or not record.is_of(tenant):
+                continue
+            record.readers = [reader for reader in record.readers if inbox and reader.inbox != inbox]
+            if not record.readers and not isinstance(record.terminal, Moved):
+                unread.append(record)
+        return unread
+
+    def went_on(self, tenant: str, ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The tokens of choices that ended lately and begin with `ids`, a prompt and a part of what was generated for
+        it: who knows these alone had left before the end."""
+        size = len(ids)
+        found = []
+        for record in self._finished.values():
+            prompt = record.prompt_ids
+            if record.tenant == tenant and prompt and prompt == ids[: len(prompt)]:
+                found += [chain for chain in record.chains if len(chain) > size and chain[:size] == ids]
+        return found
 
     def add(self, output: SequenceOutput, now: float) -> list[tuple[AttemptRecord, Frame]]:
         """The frames for one output of the engine; none once the attempt has ended or is offered."""
@@ -216,7 +233,8 @@ class FrameBook:
             self.leases.release(reader)
         for track in record.tracks:
             track.builder = None
-        record.weight = LEAST_TOKENS + weight_of(record.scores) + sum(track.weight for track in record.tracks)
+        size = len(record.prompt_ids) + weight_of(record.scores)
+        record.weight = LEAST_TOKENS + size + sum(track.weight for track in record.tracks)
         self._kept += record.weight
         self._finished[record.key] = self._running.pop(record.key)
         self.milestones.note(record, Passed.ENDED, now, 0, {}, terminal.output_tokens, record.code)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvchat.message_builder import MessageBuilder
+from kvproto.block_hash import Root
 from kvproto.errors import KvfleetError
 from kvproto.messages import (
     AssistantDelta,
@@ -136,9 +137,9 @@ class Leases:
 
 @dataclass(slots=True)
 class Track:
-    """One choice's tokens. `first_index`: the generated index of `ids[0]`, above 0 in a continued attempt."""
+    """One choice's tokens. `before`: those that earlier attempts had generated."""
 
-    first_index: int
+    before: tuple[int, ...] = ()
     ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # none, or one per id
@@ -147,13 +148,18 @@ class Track:
     ended: ChoiceFinished | None = None
 
     @property
+    def first_index(self) -> int:
+        """The generated index of `ids[0]`."""
+        return len(self.before)
+
+    @property
     def next_index(self) -> int:
         return self.first_index + len(self.ids)
 
     @property
     def weight(self) -> int:
         """Its size in tokens."""
-        return len(self.ids) + len(self.deltas) + weight_of(self.logprobs)
+        return len(self.before) + len(self.ids) + len(self.deltas) + weight_of(self.logprobs)
 
     def take(self, tokens: Tokens) -> Tokens:
         """The same, with what they add to a chat's message."""
@@ -192,6 +198,8 @@ class AttemptRecord:
     asked: GenerateRequest | None  # until it has ended
     content: bytes  # digest of what was asked for
     accepted_at: float
+    root: Root = b""
+    prompt_ids: tuple[int, ...] = ()
     first_scored: int = 1
     scores: list[TokenLogprobs] = field(default_factory=list)
     has_spoken: bool = False  # its first token has come
@@ -214,6 +222,11 @@ class AttemptRecord:
     def scored(self) -> int:
         """Leading tokens of the prompt that need no scores any more."""
         return self.first_scored + len(self.scores)
+
+    @property
+    def chains(self) -> list[tuple[int, ...]]:
+        """The tokens of each choice, with the prompt's."""
+        return [(*self.prompt_ids, *track.before, *track.ids) for track in self.tracks]
 
     @property
     def ends(self) -> list[ChoiceFinished]:
@@ -260,9 +273,8 @@ def tracks_of(request: GenerateRequest, builders: Sequence[MessageBuilder] = ())
     tracks: list[Track] = []
     for choice in range(request.sampling.n):
         before = request.continuation(choice)
-        count = len(before.output_ids)
-        track = Track(count, builder=builders[choice] if builders else None)
+        track = Track(before.output_ids, builder=builders[choice] if builders else None)
         if before.finished is not None:
-            track.end(ChoiceFinished(request.request, request.attempt, choice, before.finished, count))
+            track.end(ChoiceFinished(request.request, request.attempt, choice, before.finished, track.next_index))
         tracks.append(track)
     return tracks, {choice for choice, track in enumerate(tracks) if track.ended is None}

@@ -10,7 +10,7 @@ from kvfleet.worker.serve import admin
 from kvproto import codec
 from kvproto.client import Client, Generation
 from kvproto.errors import InvalidRequest
-from kvproto.messages import AdminCommand, AdminRequest, Inspection, Sampling, Stray
+from kvproto.messages import AdminCommand, AdminRequest, CancelRequest, Inspection, Sampling, Stray, Tokens
 from tests.support.fake_fleet import FakeFleet, FakeWorker
 from tests.support.waiting import LIMIT_S
 
@@ -122,3 +122,48 @@ async def test_the_own_engine_has_no_adapters(worker: FakeWorker, client: Client
     with pytest.raises(InvalidRequest, match="the own engine has no adapters"):
         await client.admin("w0", AdminRequest(command, model="a", path="/a"))
     assert worker.fatal == []
+
+
+LEFT_AFTER = 20  # tokens that a reader had when it left, of 60
+
+
+async def ended(client: Client) -> tuple[int, ...]:
+    """An attempt that has ended at the worker; all its tokens."""
+    asked = Generation("demo", Sampling(max_tokens=60, temperature=0.0, ignore_eos=True), PROMPT, request="left")
+    async with client.generate(asked) as stream:
+        return PROMPT + tuple([token async for event in stream if isinstance(event, Tokens) for token in event.ids])
+
+
+async def test_a_cancel_that_comes_after_the_end_forgets_what_its_reader_did_not_receive(
+    worker: FakeWorker, client: Client
+) -> None:
+    ids = await ended(client)
+    assert (await inspect(client, ids)).cached_tokens > 112
+    (record,) = worker.loop.parts.frames._finished.values()
+
+    async def cancel(inbox: str, *received: int) -> None:
+        said = CancelRequest(*record.key, inbox, received)
+        await client.connection.publish(client.subjects.worker_cancel("w0"), codec.encode(said))
+
+    await cancel("_ing.another.b", 0)  # does not read it
+    await cancel(client.inbox.batch, LEFT_AFTER)
+    async with asyncio.timeout(LIMIT_S):
+        while (await inspect(client, ids)).cached_tokens > len(PROMPT) + LEFT_AFTER:
+            await asyncio.sleep(0.01)
+    assert (await inspect(client, ids)).cached_tokens == 80, "whole blocks that it received stay"
+
+
+async def test_erasing_what_a_reader_had_when_it_left_takes_what_its_request_went_on_with(
+    worker: FakeWorker, client: Client
+) -> None:
+    ids = await ended(client)
+    had = ids[: len(PROMPT) + LEFT_AFTER]
+    await erase(client, had, tenant="other")
+    assert (await inspect(client, ids)).cached_tokens > 112
+    await erase(client, had)
+    found = await inspect(client, ids)
+    assert (found.cached_tokens, found.tiers) == (0, {"device": 0, "host": 0})
+    await ask(client, ids)
+    await ask(client, ids + PROMPT)
+    await erase(client, had)
+    assert (await inspect(client, ids)).cached_tokens > 112, "others go on from all of it"

@@ -8,10 +8,11 @@ import pytest
 
 from kvfleet.worker.model.fake import FakePace, FakeRunner
 from kvproto import codec
-from kvproto.client import Client
-from kvproto.messages import CancelRequest, Failed, Frame, GenerateRequest, Sampling, Started
+from kvproto.client import Client, Generation
+from kvproto.connection import Message
+from kvproto.messages import CancelRequest, Failed, Frame, GenerateRequest, Sampling, Started, Tokens
 from tests.support.fake_fleet import FakeFleet, FakeWorker
-from tests.support.waiting import LIMIT_S
+from tests.support.waiting import LIMIT_S, until
 
 SAMPLING = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 LONG = tuple(range(400))
@@ -76,3 +77,24 @@ async def test_heartbeats_carry_the_longest_of_the_last_steps(worker: FakeWorker
         while view.heartbeat is None or not view.heartbeat.rates.step_s:
             await asyncio.sleep(0.02)
     assert view.heartbeat.rates.step_s >= 0.5
+
+
+async def test_a_worker_that_was_away_is_told_again_what_was_cancelled(fleet: FakeFleet, client: Client) -> None:
+    """What was said while its connection was broken is lost."""
+    await fleet.start("w0", fake_tokens_per_s=100)
+    await until(lambda: list(client.members.view.ready()))
+    said: list[CancelRequest] = []
+
+    async def hear(message: Message) -> None:
+        said.append(codec.decode(CancelRequest, message.data))
+
+    await client.connection.subscribe(client.subjects.worker_cancel("w0", "public"), hear)
+    async with client.generate(Generation("demo", Sampling(max_tokens=500, ignore_eos=True), LONG[:10])) as stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                break
+    await until(lambda: said and not client.streams)
+    await client.members.drop("w0")  # as placement does
+    await until(lambda: len(said) == 2)  # it has registered again
+    assert said[0] == said[1]
+    assert said[0].request == stream.request

@@ -113,7 +113,7 @@ async def test_results_that_come_at_once_make_one_hand_over(
 ) -> None:
     prefills, _ = busy
     record = AttemptRecord(
-        "r", 0, [Reader("_INBOX.r", Encoding.FRAMES)], [], [Track(0)], {0}, "public",
+        "r", 0, [Reader("_INBOX.r", Encoding.FRAMES)], [], [Track()], {0}, "public",
         GenerateRequest("r", 0, "demo", Sampling(9), "_INBOX.r", LONG, then="d"), b"", 0.0,
     )  # fmt: skip
     assert not prefills.loop.hand_over.claims(record), "it has no token yet"
