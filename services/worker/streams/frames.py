@@ -158,11 +158,12 @@ class FrameBook:
     def went_on(self, tenant: str, ids: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The tokens of choices that ended lately and begin with `ids`, a prompt and a part of what was generated for
         it: who knows these alone had left before the end."""
-        size = len(ids)
-        found = []
+        size, found = len(ids), []
         for record in self._finished.values():
             prompt = record.prompt_ids
-            if record.tenant == tenant and prompt and prompt == ids[: len(prompt)]:
+            if record.tenant != tenant or not 0 < len(prompt) <= size or prompt[-1] != ids[len(prompt) - 1]:
+                continue  # most are told apart by one token
+            if prompt == ids[: len(prompt)]:
                 found += [chain for chain in record.chains if len(chain) > size and chain[:size] == ids]
         return found
 
