@@ -328,11 +328,10 @@ async def test_every_reader_hears_that_a_request_moves(worker: FakeWorker, reade
     worker.loop.outbox.send_frames([frames.end(record, Moved("r1", 0, record.output_tokens), 0.0)])
     for reader in (first, second):
         await reader.until(Moved)
-    frames.let_go("r1", 0, first.inbox)
-    frames.let_go("r1", 0, "_prd.other.x.b")
-    frames.let_go("r1", None, "_prd.other.x.b")
+    for attempt, inbox in ((0, first.inbox), (0, "_prd.other.x.b"), (None, "_prd.other.x.b")):
+        assert frames.leave_ended("r1", attempt, inbox, None) == []
     assert [reader.inbox for reader in record.readers] == [second.inbox], "it has not begun elsewhere yet"
-    frames.let_go("r1", 0, second.inbox)
+    assert frames.leave_ended("r1", 0, second.inbox, None) == [], "its blocks are fetched"
     assert record.readers == []
 
 
