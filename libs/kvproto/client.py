@@ -53,6 +53,7 @@ from kvproto.streams.request_driver import RequestDriver
 from kvproto.streams.silence import LEAST_S, Ear, Verdict, judge
 from kvproto.streams.stream import Inbox, Signal, Stream
 from kvproto.subjects import PRODUCER_INBOX, Subjects, inbox_prefix, producers_tenant
+from kvproto.tasks import end
 from kvproto.trace_context import Trail
 
 GAP_S = 0.02
@@ -123,6 +124,7 @@ class Client:
         with contextlib.suppress(ValueError):
             self.connection.on_reconnect.remove(self._on_reconnect)
         await self.members.stop()
+        await end(list(self._telling))
         with contextlib.suppress(Exception):
             await self.inbox.stop()
         if self._owns_connection:
