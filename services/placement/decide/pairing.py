@@ -15,7 +15,7 @@ well-cached prompt, whose prefill is not worth a hand-over, stays where it decod
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,11 +48,12 @@ class Pairing:
 
     planned: OrderedDict[Key, tuple[str, float]] = field(default_factory=OrderedDict)  # oldest first
     pairs_total: int = 0
+    promised: Counter[str] = field(default_factory=Counter)  # of these, by who goes on
 
     def plan(self, whole: Question, choice: Choice, prompts: Question, prefiller: Choice, now: float) -> Pair | None:
         """A pair that costs less than `choice`; None: the request stays whole. Both questions are about one request,
         each with the workers of one role as candidates."""
-        self._forget(now)
+        self.forget(now)
         if choice.prices is None or prefiller.prices is None:
             return None
         here = next(at for at, one in enumerate(whole.candidates) if one.id == choice.worker)
@@ -81,25 +82,29 @@ class Pairing:
 
     def note(self, key: Key, then: str, now: float) -> None:
         self.pairs_total += 1
+        self.settled(key)
         self.planned[key] = then, now
+        self.promised[then] += 1
         if len(self.planned) > MOST_PLANNED:
-            self.planned.popitem(last=False)
+            self.settled(next(iter(self.planned)))
 
     def settled(self, key: Key) -> None:
         """The request is placed again: whatever was planned for it."""
-        self.planned.pop(key, None)
+        then, _ = self.planned.pop(key, ("", 0.0))
+        if then:
+            self.promised[then] -= 1
+            if not self.promised[then]:
+                del self.promised[then]
 
-    def _forget(self, now: float) -> None:
+    def forget(self, now: float) -> None:
+        """What is too old."""
         while self.planned and now - next(iter(self.planned.values()))[1] > PLANNED_S:
-            self.planned.popitem(last=False)
+            self.settled(next(iter(self.planned)))
 
     def _crowds(self, whole: Question) -> Floats:
         """Seconds that the sequences at each candidate, and those promised to it, add to this one's output."""
         values = whole.loads.values
-        promised: dict[str, int] = {}
-        for name, _ in self.planned.values():
-            promised[name] = promised.get(name, 0) + 1
-        coming = np.array([float(promised.get(one.id, 0)) for one in whole.candidates])
+        coming = np.array([float(self.promised[one.id]) for one in whole.candidates])
         measured = values[kernel.TOKEN_S][values[kernel.TOKEN_S] > 0]
         token_s = float(measured.min()) if len(measured) else 0.0
         crowds: Floats = (values[kernel.REQUESTS] + coming) * token_s * np.maximum(values[kernel.OUTPUT], 1.0)

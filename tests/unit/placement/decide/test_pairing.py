@@ -5,6 +5,7 @@ from __future__ import annotations
 from placement_build import a_generate, an_ask
 from placement_rig import BLOCK_BYTES, RATE, Rig, tokens
 
+from kvfleet.placement.decide.pairing import PLANNED_S, Pairing
 from kvfleet.placement.events import CapsuleHeard, Forward
 from kvproto.messages import Accepted, Capsule, State, WorkerRole
 
@@ -148,3 +149,16 @@ def test_a_bare_producers_request_goes_the_same_way() -> None:
     offered = [one for one in rig.core.handle(CapsuleHeard("_INBOX.w", carried), rig.now) if isinstance(one, Forward)]
     assert [(one.worker, one.request.then, one.request.source) for one in offered] == [("d", "", "p")]
     assert offered[0].request.handed_over
+
+
+def test_what_is_promised_is_counted_until_it_is_placed_again_or_too_old() -> None:
+    pairing = Pairing()
+    for at in range(6):
+        pairing.note(("public", f"r{at}"), f"d{at % 2}", float(at))
+    pairing.note(("public", "r5"), "d0", 5.0)
+    assert pairing.promised == {"d0": 4, "d1": 2}
+    pairing.settled(("public", "r0"))
+    pairing.settled(("public", "unknown"))
+    assert pairing.promised == {"d0": 3, "d1": 2}
+    pairing.forget(3.5 + PLANNED_S)
+    assert pairing.promised == {"d0": 2}
