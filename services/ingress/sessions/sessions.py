@@ -14,6 +14,7 @@ kept as strays, to be erased with it. For that a first turn that is cut leaves a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -200,6 +201,7 @@ class Sessions:
                 turn.ended = True
             except SessionBusy:
                 if not await self._holds(session.key, ids):
+                    await self._erase_unnamed(session.key, replace(turn.head, generation=generation, length=len(ids)))
                     raise
                 turn.ended = True  # by another ingress, and the conversation has gone on from it
             except Unavailable as error:
@@ -211,7 +213,7 @@ class Sessions:
 
     async def abandon(self, turn: OpenTurn, regions: Sequence[str] = (), strays: Sequence[Stray] = ()) -> None:
         """End a turn that failed; the session gains `regions` and `strays`. Never raises; while JetStream is away for
-        too long the lease runs out instead."""
+        too long, or once the turn is lost, the lease runs out instead, and the strays are forgotten at once."""
         session, request = turn.session, turn.request
         until = asyncio.get_running_loop().time() + self.limits.commit_timeout_s
         while True:
@@ -226,8 +228,36 @@ class Sessions:
             except KvfleetError as error:
                 if not isinstance(error, Unavailable) or asyncio.get_running_loop().time() > until:
                     log.info("session %s: the turn's lease is left to run out: %s", session.key, error)
+                    await self._forget_lost(turn, regions, strays)
                     return
             await asyncio.sleep(COMMIT_RETRY_S)
+
+    async def _forget_lost(self, turn: OpenTurn, regions: Sequence[str], strays: Sequence[Stray]) -> None:
+        """What a turn computed whose session was deleted, or went on without it: no deletion to come would find it."""
+        session, request, is_gone = turn.session, turn.request, False
+        with contextlib.suppress(KvfleetError):
+            found, _ = await self._records.head(session.key)
+            if found is not None:
+                held = found.turn
+                is_shared = held is not None and held.request == request and held.ingress != self.ingress
+                if is_shared or request in (found.last_request, found.left_request):
+                    return  # another ingress, which runs the same request, notes it
+            is_gone = await self._erase_unnamed(session.key, turn.head)
+        head = replace(turn.head, regions=joined(turn.head.regions, regions))
+        for one in strays:
+            self.forget(session.key, head, session.ids[: one.start] + one.ids, 0 if is_gone else one.start)
+
+    async def _erase_unnamed(self, key: str, head: SessionHead) -> bool:
+        """The records that a lost turn wrote, which the head that is there does not name. Returns whether its session
+        is gone."""
+        with contextlib.suppress(KvfleetError):
+            found, _ = await self._records.head(key)
+            if found is None or found.generation != head.generation:
+                await self._records.erase_beside(key, replace(head, strays=1))
+                return True
+            if not found.strays:
+                await self._records.erase_beside(key, replace(head, strays=1, length=0))
+        return False
 
     async def _keep_strays(
         self, session: Session, head: SessionHead, history: tuple[int, ...], more: Sequence[Stray]

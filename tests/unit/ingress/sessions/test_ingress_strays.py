@@ -6,6 +6,7 @@ import asyncio
 import random
 from dataclasses import replace
 
+import pytest
 from ingress_build import MemoryBucket
 from test_ingress_sessions import Rig, locked
 
@@ -13,6 +14,7 @@ from kvfleet.ingress.prompts.chat_splice import agreeing
 from kvfleet.ingress.runs import transcript as strays
 from kvfleet.ingress.runs.transcript import beside, bounded, moved, settled
 from kvfleet.ingress.sessions.sessions import Sessions
+from kvproto.errors import SessionBusy
 from kvproto.messages import SessionHead, Stray
 
 Ids = tuple[int, ...]
@@ -158,3 +160,52 @@ async def test_what_a_turn_left_is_remembered_though_jetstream_is_away_for_a_mom
     assert session.head is not None
     assert session.head.turn is None
     assert (await rig.two.erase("t", "s")).strays == (Stray(0, (1, 2, 3)),)
+
+
+async def test_what_a_lost_turn_left_is_forgotten_at_once() -> None:
+    """Its session was deleted meanwhile, or went on without it: the record is not its own any more."""
+    rig = Forgetting()
+    await rig.turn(rig.one, (0, 1))
+    for is_deleted, keep in ((False, 2), (True, 0)):
+        turn = await rig.one.lock(await rig.one.read("t", "s"), "m", "lost")
+        rig.alive.discard("one")
+        if is_deleted:
+            await rig.two.erase("t", "s")
+        else:
+            other = await rig.two.lock(await rig.two.read("t", "s"), "m", "other")
+            await rig.two.abandon(other)
+        await rig.one.abandon(turn, ("west",), [Stray(2, (5, 6))])
+        assert rig.forgotten.pop() == (turn.session.key, "m", (0, 1, 5, 6), keep)
+        rig.alive.add("one")
+    assert rig.bucket_keys == 0
+
+
+async def test_what_a_turn_left_stays_that_another_ingress_goes_on_with() -> None:
+    rig = Forgetting()
+    turn = await rig.one.lock(await rig.one.read("t", "s"), "m", "r")
+    shared = await rig.two.lock(await rig.two.read("t", "s"), "m", "r")
+    await rig.one.abandon(turn, (), [Stray(0, (5, 6))])
+    await rig.two.commit(shared, "m", (5, 6, 7), "w1")
+    await rig.one.abandon(turn, (), [Stray(0, (5, 6))])
+    assert not rig.forgotten
+
+
+async def test_what_a_turn_left_is_forgotten_while_jetstream_is_away() -> None:
+    rig = Forgetting()
+    turn = await rig.one.lock(await rig.one.read("t", "s"), "m", "r")
+    rig.bucket.away = True
+    await rig.one.abandon(turn, (), [Stray(0, (5, 6))])
+    assert rig.forgotten == [(turn.session.key, "m", (5, 6), 0)]
+
+
+async def test_a_lost_turn_leaves_no_records() -> None:
+    """The history that it would have replaced the session's with is written before its head would be."""
+    rig = Forgetting()
+    await rig.turn(rig.one, (3, 4))
+    replacing = await rig.one.lock(await rig.one.read("t", "s"), "m", "replacing")
+    rig.alive.discard("one")
+    await rig.turn(rig.two, (5,))
+    before = rig.bucket_keys
+    with pytest.raises(SessionBusy):
+        await rig.one.commit(replacing, "m", (1, 2), "w1")
+    assert rig.bucket_keys == before
