@@ -88,14 +88,17 @@ class Placer:
 
     async def miss(self, model: str) -> None:
         """Tell placement of a request for a model without a known worker, so that autoscaling starts one. Raises
-        NoWorkers if it is one of this fleet's; does nothing without an answer."""
+        NoWorkers if it is one of this fleet's: of a process that has just started, placement may know more, also a
+        worker that takes it. Without an answer, if no worker at all is known."""
         question = PlaceRequest(request=new_request_id(), model=model, prompt="")
         try:
             subject = self.subjects.place(DEFAULT_TENANT, model)
             answer = read_answer(await self._exchange(subject, question, PLACE_TIMEOUT_S))
         except (TimeoutError, KvfleetError):
-            return
-        if isinstance(answer, Failed) and answer.code == NoWorkers.code:
+            if self.members.view.workers:
+                return
+            raise NoWorkers("no worker has been seen yet", retry_after_s=2.0) from None
+        if not isinstance(answer, Failed) or answer.retryable:
             raise NoWorkers(f"no worker of {model!r} is ready", retry_after_s=2.0)
 
     def in_grace(self) -> bool:
@@ -203,7 +206,8 @@ class Placer:
         )
         if worker is None:
             begun = question.attempt or self.subjects.region  # another worker, or another region, may serve it
-            if not begun and not self.members.view.knows(question.model):
+            view = self.members.view
+            if not begun and view.workers and not view.knows(question.model):
                 raise ModelNotFound(f"no worker serves {question.model!r}", field="model")
             raise NoWorkers(f"no worker of {question.model!r} is ready", retry_after_s=2.0)
         return Placement(question.request, worker, question.attempt, policy=RING, why="placement did not answer")

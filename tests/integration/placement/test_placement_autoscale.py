@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
@@ -104,13 +105,38 @@ async def test_a_request_for_a_model_without_workers_is_demand(
             for _ in range(50):  # whoever waits for placement waits 50 ms, on a busy machine in vain
                 await client.miss(MODEL)
         assert refused.value.retry_after_s == 2.0
-        await client.miss("nobody-knows-this")
+        await no_miss(client, "nobody-knows-this")
     await until(lambda: own(first).desired == own(second).desired == 1)  # whichever of them was asked
     await until(lambda: own(first).queue_depth == own(second).queue_depth >= 1)
     assert own(first).saturation == 1.0
     said = await signals(requester, fleet_buckets)
     assert (said.desired, said.ready, said.living) == (1, 0, 0)
     assert {one.model for one in first.core.autoscaler.signals()} == {MODEL}
+
+
+async def no_miss(client: Client, model: str) -> None:
+    """Placement has said that nobody serves it. On a busy machine it may not answer, and then whoever knows no worker
+    itself cannot say."""
+    for _ in range(50):
+        with contextlib.suppress(NoWorkers):
+            await client.miss(model)
+            return
+    pytest.fail("no answer")
+
+
+async def test_what_a_process_that_has_just_started_lacks_is_no_unknown_model(
+    start_scaler: StartScaler, start_worker: StartWorker, nats_url: str, fleet_buckets: Subjects
+) -> None:
+    """All leases ran out as JetStream was away: placement knows the workers, and it does not yet."""
+    await start_worker("w0")
+    loop = await start_scaler()
+    await until(lambda: own(loop).ready == 1)
+    async with await Client.open(nats_url, namespace=fleet_buckets.namespace) as client:
+        await until(lambda: client.members.view.is_alive("w0"))
+        client.members.view.workers.clear()
+        with pytest.raises(NoWorkers):
+            await client.miss(MODEL)
+        await no_miss(client, "nobody-knows-this")
 
 
 async def test_load_is_measured_alike_by_all_and_answered_by_all(
