@@ -82,7 +82,9 @@ class HttpClients:
             except httpx.ConnectError:
                 exchange.refusals.append((self._now(), f"{ingress}: no connection"))
             except (_Broke, httpx.TransportError) as error:
-                if exchange.accepted_at is None or (behaviour.whole and not exchange.ends):
+                if exchange.accepted_at is None and session and key is None:
+                    exchange.left_at = self._now()  # the session may have this turn already: asking again adds another
+                elif exchange.accepted_at is None or (behaviour.whole and not exchange.ends):
                     exchange.refusals.append((self._now(), f"{ingress}: {type(error).__name__}"))
                 else:
                     exchange.broken.append((self._now(), ingress))

@@ -58,8 +58,8 @@ class Callers:
         return made
 
     def ask(self, request: Request) -> asyncio.Task[None]:
-        """Done when it has ended, all of its turns, and what it left is deleted. Not of a turn that was left after an
-        ingress had died under it: nobody promises that (docs/limits.md)."""
+        """Done when it has ended, all of its turns, and what it left is deleted. Not of a turn that was left as an
+        ingress died under it: nobody promises that (docs/limits.md)."""
         transport = request.case.transport
         first = self._exchange(request, 0)
         http = self._https[first.number % len(self._https)]
@@ -80,7 +80,7 @@ class Callers:
         if request.deletes and not (exchange.left_at is not None and (exchange.broken or exchange.refusals)):
             is_session = case.transport is Transport.GENERATE
             path = f"sessions/{session}" if is_session else f"v1/responses/resp_{exchange.request}"
-            if await self._delete(case, path, name):
+            if await self._delete(case, path, name) and not self._died_under(exchange):
                 self.deleted += [(self._now(), turn) for turn in case.turns]
 
     async def _once(self, request: Request, exchange: Exchange, session: str, name: str) -> None:
@@ -115,6 +115,12 @@ class Callers:
         while not (is_gone := await http.delete(path, case.tenant)) and self._now() < end:
             await asyncio.sleep(DELETE_S)
         return is_gone
+
+    def _died_under(self, exchange: Exchange) -> bool:
+        """Whether an ingress did that had a turn to note that was left."""
+        names = {ingress for _, ingress in exchange.ingresses}
+        ended = self._world.ended
+        return exchange.left_at is not None and any(at > exchange.began and name in names for at, name in ended)
 
     def _made(self, name: str, kind: type) -> Any:
         made = self._world.processes[name].made

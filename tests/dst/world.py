@@ -191,6 +191,7 @@ class World:
         self.disks: dict[str, SimDisk] = {}
         self.versions: dict[str, int] = {}  # of the wire, that the next life of a process speaks
         self.fatals: list[str] = []
+        self.ended: list[tuple[float, str]] = []  # when lives of which processes
         self.processes: dict[str, Process] = {}  # present lives
         self.former: list[Process] = []
         self._lives = itertools.count()  # of workers, each with a folder for its sockets
@@ -243,6 +244,7 @@ class World:
         self._end(self.processes[name])
 
     def _end(self, process: Process) -> None:
+        self.ended.append((self.hub.now, process.place.name))
         process.place.die()
         for transport in self._transports(process.place):
             transport.lose()
