@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 BACKLOG = 2048
+LATER = range(10_000, 32_000)  # below those that the system gives to connections: none gets one meanwhile by chance
+TRIES = 200
 FOLDER = "targets"
 FILE = "kvfleet.json"
 
@@ -22,14 +25,23 @@ class PortTaken(OSError):
 
 def claim(host: str, port: int) -> int:
     """The port, or a free one for 0. Raises PortTaken."""
-    with _bound(host, port) as probe:
-        return int(probe.getsockname()[1])
+    if not port:
+        return free_ports(host, 1)[0]
+    with _bound(host, port):
+        return port
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """That many different ones. Raises PortTaken."""
-    with ExitStack() as held:
-        return [held.enter_context(_bound(host, 0)).getsockname()[1] for _ in range(count)]
+    """That many different ones, for servers that listen there a while later. Raises PortTaken."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(LATER, TRIES):
+        if len(found) == count:
+            break
+        with contextlib.suppress(PortTaken), _bound(host, port):
+            found.append(port)
+    if len(found) < count:
+        raise PortTaken(f"no port is free on {host}")
+    return found
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet.cli.embedded.ports import MetricsTargets, PortTaken, claim
+from kvfleet.cli.embedded.ports import TRIES, MetricsTargets, PortTaken, claim, free_ports
 
 
 def test_consecutive_ports_and_a_list_of_all(tmp_path: Path) -> None:
@@ -31,6 +31,24 @@ def test_free_ports_are_different_ones() -> None:
     targets = MetricsTargets(0, lambda wanted: next(free))
     assert targets.flags("worker", "w0") == ["--metrics-port=5000"]
     assert targets.flags("worker", "w1") == ["--metrics-port=5001"]
+
+
+def test_a_port_for_later_is_one_that_no_connection_gets_meanwhile() -> None:
+    """A vLLM server takes a minute to load before its worker listens where it was told to."""
+    of_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(of_kernel.read_text().split()[0]) if of_kernel.exists() else 32_768
+    found = [*free_ports("127.0.0.1", 20), claim("127.0.0.1", 0)]
+    assert max(found) < lowest
+    assert len(set(found[:20])) == 20
+
+
+def test_no_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port, free = stranger.getsockname()[1], claim("127.0.0.1", 0)
+        monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [port] * (TRIES - 1) + [free])
+        assert free_ports("127.0.0.1", 1) == [free]
+        with pytest.raises(PortTaken, match="no port is free"):
+            free_ports("127.0.0.1", 2)
 
 
 def test_nobody_has_one_unless_asked(tmp_path: Path) -> None:
