@@ -63,7 +63,8 @@ class HttpClients:
     async def ask(
         self, case: Case, behaviour: Behaviour, exchange: Exchange, *, session: str = "", key: str | None = None
     ) -> None:
-        """Until its end. `key`: an Idempotency-Key; with one, and with event ids, what broke is gone on with."""
+        """Until its end. `key`: an Idempotency-Key. What broke is gone on with by its event ids, or asked anew where
+        nothing has come."""
         body = case.http_body(exchange.turn, stream=not behaviour.whole, session=session)
         headers = {"Authorization": f"Bearer {key_of(case.tenant)}", "Accept": EVENT_IDS}
         if key is not None:
@@ -82,13 +83,13 @@ class HttpClients:
             except httpx.ConnectError:
                 exchange.refusals.append((self._now(), f"{ingress}: no connection"))
             except (_Broke, httpx.TransportError) as error:
-                if exchange.accepted_at is None and session and key is None:
+                if session and key is None and not caller.events:
                     exchange.left_at = self._now()  # the session may have this turn already: asking again adds another
                 elif exchange.accepted_at is None or (behaviour.whole and not exchange.ends):
                     exchange.refusals.append((self._now(), f"{ingress}: {type(error).__name__}"))
                 else:
                     exchange.broken.append((self._now(), ingress))
-                    if not caller.may_return(key):
+                    if not caller.may_return:
                         break
             ingress = next(self._turn)
             if not exchange.ends and exchange.left_at is None:
@@ -209,15 +210,17 @@ class _Caller:
         self._transport = transport
         self._now = now
         self._last_id = ""
-        self._events = 0
+        self.events = 0
         self._has_cut = False
         self._finished = False
 
     def position(self) -> dict[str, str]:
         return {"Last-Event-ID": self._last_id} if self._last_id else {}
 
-    def may_return(self, key: str | None) -> bool:
-        return bool(self._last_id) or (key is not None and not self._events)
+    @property
+    def may_return(self) -> bool:
+        """From where it is, or as nothing has come yet."""
+        return bool(self._last_id) or not self.events
 
     def event(self, event_id: str, data: str) -> None:
         """One server-sent event. Raises _Cut where this client breaks its connection."""
@@ -225,7 +228,7 @@ class _Caller:
         if exchange.ends:
             exchange.after_end += 1
         self._last_id = event_id or self._last_id
-        self._events += 1
+        self.events += 1
         if data == "[DONE]":
             self._end(at)
             return
@@ -234,9 +237,9 @@ class _Caller:
             self._native(value, at)
         else:
             self._openai(value, at)
-        if self.behaviour.leaves_after is not None and self._events >= self.behaviour.leaves_after:
+        if self.behaviour.leaves_after is not None and self.events >= self.behaviour.leaves_after:
             exchange.left_at = at
-        if self.behaviour.cuts_after == self._events and not self._has_cut and not exchange.ends and self._last_id:
+        if self.behaviour.cuts_after == self.events and not self._has_cut and not exchange.ends and self._last_id:
             self._has_cut = True
             raise _Cut
 
