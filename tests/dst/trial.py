@@ -39,6 +39,7 @@ _AS_CHAOS = {
     Kind.PARTITION: chaos.Kind.PARTITION, Kind.DEAF: chaos.Kind.PARTITION, Kind.DUMB: chaos.Kind.PARTITION,
     Kind.LOST: chaos.Kind.PARTITION, Kind.CUT: chaos.Kind.CUT, Kind.NATS_KILL: chaos.Kind.NATS_KILL,
     Kind.NATS_HANG: chaos.Kind.NATS_STOP, Kind.NATS_LEADERLESS: chaos.Kind.NATS_STOP, Kind.SLOW: chaos.Kind.NATS_STOP,
+    Kind.APART: chaos.Kind.NATS_STOP,
 }  # fmt: skip
 
 

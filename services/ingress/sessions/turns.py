@@ -3,6 +3,7 @@ has ended."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from kvfleet.ingress.runs.jobs import HeldTurn
 from kvfleet.ingress.runs.transcript import Transcript
 from kvfleet.ingress.sessions.session import OpenTurn, Session
 from kvfleet.ingress.sessions.session_index import SessionIndex
+from kvfleet.ingress.sessions.sessions import COMMIT_RETRY_S
 from kvproto.errors import LimitExceeded, SessionBusy, Unavailable
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,19 @@ class SessionTurn(HeldTurn):
 
     async def open(self) -> None:
         """Raises SessionBusy while another turn runs, or if one was committed since this one was cut; LimitExceeded for
-        too many sessions of the tenant."""
+        too many sessions of the tenant; Unavailable without JetStream, for which a turn that was cut waits as long as a
+        commit does: its readers have its beginning."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (self.index.sessions.limits.commit_timeout_s if self._cut else 0.0)
+        while True:
+            try:
+                return await self._open()
+            except Unavailable:
+                if loop.time() >= until:
+                    raise
+            await asyncio.sleep(COMMIT_RETRY_S)
+
+    async def _open(self) -> None:
         if self._cut:
             self.session = await self.index.sessions.read(self.tenant, self.session.seq_id)
         session = self.session

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_build import MemoryBucket
 
+from kvfleet.ingress.runs.transcript import Transcript
 from kvfleet.ingress.sessions import session as session_module
 from kvfleet.ingress.sessions import sessions as module
 from kvfleet.ingress.sessions.session import CHUNK_IDS, OpenTurn, Session, is_expired
 from kvfleet.ingress.sessions.session_index import HEADS, SessionIndex, SessionTable, auto_seq_id
 from kvfleet.ingress.sessions.sessions import Sessions
+from kvfleet.ingress.sessions.turns import SessionTurn
 from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.errors import (
@@ -74,6 +76,31 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
+
+
+async def test_a_turn_that_was_cut_waits_for_jetstream(rig: Rig) -> None:
+    """Its readers have its beginning; a new one is refused at once, before it has any."""
+    rig.one.limits = replace(rig.one.limits, commit_timeout_s=5.0)
+    session = await rig.one.read("t", "s")
+    turn = SessionTurn(SessionIndex(rig.one), "t", session, "m", "r", (1, 2), history=0)
+    rig.bucket.away = True
+    with pytest.raises(Unavailable):
+        await turn.open()
+    rig.bucket.away = False
+    await turn.open()
+    await turn.abandon(Transcript())
+    rig.bucket.away = True
+    opening = asyncio.create_task(turn.open())
+    await asyncio.sleep(0.05)
+    assert not opening.done()
+    rig.bucket.away = False
+    await opening
+    assert rig.one.running == 1
+    await turn.abandon(Transcript())
+    rig.one.limits = replace(rig.one.limits, commit_timeout_s=0.0)
+    rig.bucket.away = True
+    with pytest.raises(Unavailable):
+        await turn.open()
 
 
 async def test_turns_append_and_are_durable(rig: Rig) -> None:
