@@ -171,9 +171,9 @@ class Sessions:
         """
         session, before, ids = turn.session, turn.session.ids, tuple(ids)
         extends = session.head is not None and len(ids) >= len(before) and ids[: len(before)] == before
+        generation = turn.head.generation if extends or session.head is None else new_process_id()
         until = asyncio.get_running_loop().time() + self.limits.commit_timeout_s
         while not turn.ended:
-            generation = turn.head.generation if extends or session.head is None else new_process_id()
             try:
                 async with turn.lock:
                     self._turns.pop(turn.request, None)

@@ -47,13 +47,14 @@ class SessionTurn(HeldTurn):
         until = loop.time() + (self.index.sessions.limits.commit_timeout_s if self._cut else 0.0)
         while True:
             try:
-                return await self._open()
+                return await self.open_at_once()
             except Unavailable:
                 if loop.time() >= until:
                     raise
             await asyncio.sleep(COMMIT_RETRY_S)
 
-    async def _open(self) -> None:
+    async def open_at_once(self) -> None:
+        """As `open`, without waiting."""
         if self._cut:
             self.session = await self.index.sessions.read(self.tenant, self.session.seq_id)
         session = self.session
@@ -103,7 +104,7 @@ class ChatTurn(HeldTurn):
     async def open(self) -> None:
         if self.kept is not None:
             with _kept_if_possible(self.kept.session):
-                await self.kept.open()
+                await self.kept.open_at_once()
 
     async def commit(self, transcript: Transcript) -> None:
         self.prompts.remember(self.model, self.tenant, self.prompt, transcript.ids)

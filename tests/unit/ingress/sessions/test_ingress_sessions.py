@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from kvfleet.ingress.sessions import sessions as module
 from kvfleet.ingress.sessions.session import CHUNK_IDS, OpenTurn, Session, is_expired
 from kvfleet.ingress.sessions.session_index import HEADS, SessionIndex, SessionTable, auto_seq_id
 from kvfleet.ingress.sessions.sessions import Sessions
-from kvfleet.ingress.sessions.turns import SessionTurn
+from kvfleet.ingress.sessions.turns import ChatTurn, SessionTurn
 from kvfleet.ingress.settings import SessionLimits
 from kvproto import codec
 from kvproto.errors import (
@@ -92,6 +93,9 @@ async def test_a_turn_that_was_cut_waits_for_jetstream(rig: Rig) -> None:
     rig.bucket.away = True
     opening = asyncio.create_task(turn.open())
     await asyncio.sleep(0.05)
+    assert not opening.done()
+    nothing: Any = None
+    await asyncio.wait_for(ChatTurn(nothing, "t", nothing, nothing, turn).open(), 0.2)  # a chat needs no session
     assert not opening.done()
     rig.bucket.away = False
     await opening

@@ -14,7 +14,7 @@ from kvfleet.ingress.prompts.chat_splice import agreeing
 from kvfleet.ingress.runs import transcript as strays
 from kvfleet.ingress.runs.transcript import beside, bounded, moved, settled
 from kvfleet.ingress.sessions.sessions import Sessions
-from kvproto.errors import SessionBusy
+from kvproto.errors import SessionBusy, Unavailable
 from kvproto.messages import SessionHead, Stray
 
 Ids = tuple[int, ...]
@@ -209,3 +209,25 @@ async def test_a_lost_turn_leaves_no_records() -> None:
     with pytest.raises(SessionBusy):
         await rig.one.commit(replacing, "m", (1, 2), "w1")
     assert rig.bucket_keys == before
+
+
+async def test_a_history_that_is_committed_by_the_second_try_has_one_set_of_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Forgetting()
+    await rig.turn(rig.one, (0, 1))
+    rig.one.limits = replace(rig.one.limits, commit_timeout_s=5.0)
+    update, tries = rig.bucket.update, iter((True, False))
+
+    async def heads_fail_once(key: str, value: bytes, revision: int) -> int:
+        if key.count(".") == 1 and next(tries):
+            raise Unavailable("no answer")
+        return await update(key, value, revision)
+
+    async with locked(rig.one, await rig.one.read("t", "s"), "m", "r") as turn:
+        monkeypatch.setattr(rig.bucket, "update", heads_fail_once)
+        await rig.one.commit(turn, "m", (7, 8), "w1")
+    monkeypatch.undo()
+    assert (await rig.one.read("t", "s")).ids == (7, 8)
+    await rig.one.erase("t", "s")
+    assert rig.bucket_keys == 0
